@@ -300,7 +300,7 @@ def sequences_start_anew(patch: Patch) -> None:
 class Placed:
     """User code whose result differs from run to run: rows go to the two partitions in turn, from either on."""
 
-    SCHEMA = f"{recorder._SCHEMA}, partition int"
+    SCHEMA = f"{recorder.TAGGED_SCHEMA}, partition int"
 
     def __init__(self, once: Path) -> None:
         self.once = once

@@ -18,15 +18,18 @@ from click.testing import CliRunner
 
 from onceflow import ExternalSink, ParquetSink, SqliteSink
 from onceflow.chaos import external
+from onceflow.chaos.driver_process import Engines
 from onceflow.chaos.fault_kinds import FAULT_KINDS
-from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, Names
+from onceflow.chaos.flows import COPY, FLOWS, JOINER, LEDGER, PLAIN, SORTER, UNLOGGED, Choices, Names
 from onceflow.chaos.replacing import replaceable
 from onceflow.chaos.run import Injected, Report
 from onceflow.chaos.test_bed import SETUPS, Setup
 from onceflow.chaos.verify import Findings, check_copy, check_unlogged, verify_external
 from onceflow.cli.chaos import chaos
+from onceflow.engine_query import DIRECT, SPARK
 from onceflow.errors import OptionError
 from onceflow.external.sink import BatchAttempt
+from onceflow.planning.engine import AUTO
 from onceflow.testing import history
 from onceflow.testing.independent import Seen
 from onceflow.testing.processes import descendants
@@ -77,6 +80,34 @@ def test_recovery_times() -> None:
         report.injected.append(Injected("one-node", "driver killed", "SIGKILL", 0.0, back))
     assert report.recovery() == {"driver killed": {"median_s": 3.0, "worst_s": 8.0}}
     assert report.as_json()["kinds"] == {"driver killed": 4}
+
+
+def test_switches_of_engines() -> None:
+    """A flow has switched when its next batch is another engine's. A start without a batch is no switch."""
+    engines = Engines()
+    runs = (("a", DIRECT, 2), ("b", SPARK, 1), ("a", SPARK, 0), ("a", DIRECT, 1), ("a", SPARK, 1))
+    for flow, engine, batches in runs:
+        engines.starts[engine] += 1
+        engines.committed(flow, engine, batches)
+    assert engines.as_json() == {
+        "starts": {DIRECT: 2, SPARK: 3},
+        "batches": {DIRECT: 3, SPARK: 2},
+        "switches": 1,
+    }
+    report = Report(1)
+    report.engines.add(engines)
+    report.engines.add(engines)
+    assert report.as_json()["engines"]["switches"] == 2
+
+
+def test_engines_of_flows() -> None:
+    """Flows that need Spark are not started with the direct engine; nor is a flow all of whose batches tasks write."""
+    chosen = dict.fromkeys(FLOWS, DIRECT)
+    direct = [kind for kind in FLOWS if Choices(engines=chosen).engine(kind) == DIRECT]
+    assert direct == [COPY, PLAIN, LEDGER, UNLOGGED]
+    assert Choices(small_batch_rows=0, engines=chosen).engine(COPY) == AUTO
+    assert Choices(engines={COPY: SPARK}).engine(COPY) == SPARK
+    assert Choices().engine(COPY) == AUTO
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=str)
@@ -241,7 +272,8 @@ def test_command_line() -> None:
     assert "three-nodes" in listed.output
     assert "rolling restart" in listed.output
     assert "unlogged" in listed.output
-    for wrong in (["--setup", "moon"], ["--flow", "moon"], ["--flow", "joiner"]):
+    assert "engines: auto, direct, spark" in listed.output
+    for wrong in (["--setup", "moon"], ["--flow", "moon"], ["--engine", "moon"], ["--flow", "joiner"]):
         assert isinstance(CliRunner().invoke(chaos, wrong).exception, OptionError)
 
 

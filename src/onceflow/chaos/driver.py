@@ -1,7 +1,7 @@
 """A driver to be killed: some flows in one SparkSession, until SIGTERM. ``python -m onceflow.chaos.driver JSON``.
 
-It writes a JSON line to stdout for every committed batch, and for the error that ends it. All that the checker needs
-is written to the history files before (see ``onceflow.testing.recorder``).
+It writes a JSON line to stdout for the engine of every flow, for every committed batch, and for the error that ends it.
+All that the checker needs is written to the history files before (see ``onceflow.testing.recorder``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ def main() -> None:
     Recorder(names.history).attach()
     try:
         spark = session(app_name=names.prefix, master=given["master"], config=given["spark"])
-        queries = [flows.start(kind, spark, given["bootstrap"], names, choices) for kind in given["flows"]]
+        queries = []
+        for kind in given["flows"]:
+            query = flows.start(kind, spark, given["bootstrap"], names, choices)
+            _report(flow=names.flow(kind), engine=query.engine)
+            queries.append(query)
         while not wanted.is_set() and all(query.isActive for query in queries):
             wanted.wait(0.1)
         for query in queries:

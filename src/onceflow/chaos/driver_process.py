@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,13 +17,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from onceflow.chaos.flows import Choices, Names
 from onceflow.errors import DeadlineExceededError
 from onceflow.hooks import VARIABLE
+from onceflow.planning.engine import ENGINES
 from onceflow.testing.processes import descendants
 
 STOP_S = 90.0
@@ -44,12 +46,46 @@ class Stop:
 
 
 @dataclass
+class Engines:
+    """What ran the flows.
+
+    Args:
+        starts: how often a flow has started with each engine. batches: how many batches each has committed.
+        switches: how often a batch of a flow was committed by another engine than the one before it.
+        last: the engine that has committed the last batch of each flow.
+    """
+
+    starts: Counter[str] = field(default_factory=Counter)
+    batches: Counter[str] = field(default_factory=Counter)
+    switches: int = 0
+    last: dict[str, str] = field(default_factory=dict)
+
+    def committed(self, flow: str, engine: str, batches: int = 1) -> None:
+        """An engine has committed batches of a flow."""
+        if not batches:
+            return
+        self.batches[engine] += batches
+        self.switches += self.last.get(flow, engine) != engine
+        self.last[flow] = engine
+
+    def add(self, other: Engines) -> None:
+        """Count what another driver has done, too."""
+        self.starts += other.starts
+        self.batches += other.batches
+        self.switches += other.switches
+
+    def as_json(self) -> dict[str, Any]:
+        return {"starts": dict(self.starts), "batches": dict(self.batches), "switches": self.switches}
+
+
+@dataclass
 class Commits:
     """What drivers have committed: the last batch of each flow, and when it was reported."""
 
     batches: dict[str, int] = field(default_factory=dict)
     at: dict[str, float] = field(default_factory=dict)
     count: int = 0
+    engines: Engines = field(default_factory=lambda: Engines())
 
 
 class DriverProcess:
@@ -69,6 +105,8 @@ class DriverProcess:
         self.log_file = folder / "drivers.log"
         self.stop: Stop | None = None
         self._commits = commits
+        self._engines: dict[str, str] = {}
+        self._early: Counter[str] = Counter()  # batches that were reported before the engine of their flow
         with self.log_file.open("a") as log:
             self._child = subprocess.Popen(
                 [sys.executable, *self.program, json.dumps(arguments)],
@@ -122,10 +160,24 @@ class DriverProcess:
                     continue
                 if "error" in report:
                     self.stop = Stop(report["error"], report["text"], report.get("ours", True))
+                elif "engine" in report:
+                    self._started(report["flow"], report["engine"])
                 elif "batch" in report:
-                    self._commits.batches[report["flow"]] = report["batch"]
-                    self._commits.at[report["flow"]] = time.monotonic()
-                    self._commits.count += 1
+                    self._committed(report["flow"], report["batch"])
+
+    def _started(self, flow: str, engine: str) -> None:
+        self._engines[flow] = engine
+        self._commits.engines.starts[engine] += 1
+        self._commits.engines.committed(flow, engine, self._early.pop(flow, 0))
+
+    def _committed(self, flow: str, batch: int) -> None:
+        self._commits.batches[flow] = batch
+        self._commits.at[flow] = time.monotonic()
+        self._commits.count += 1
+        if flow in self._engines:
+            self._commits.engines.committed(flow, self._engines[flow])
+        else:
+            self._early[flow] += 1
 
 
 class Driver:
@@ -133,10 +185,19 @@ class Driver:
 
     Args:
         kinds: of flows. master: Spark's.
+        engines: each start of a flow has one of these. rng: chooses it.
     """
 
     def __init__(
-        self, names: Names, kinds: Sequence[str], bootstrap_servers: str, master: str, spark: Mapping[str, str]
+        self,
+        names: Names,
+        kinds: Sequence[str],
+        bootstrap_servers: str,
+        master: str,
+        spark: Mapping[str, str],
+        *,
+        engines: Sequence[str] = ENGINES,
+        rng: random.Random,
     ) -> None:
         self.names = names
         self.kinds = list(kinds)
@@ -144,6 +205,9 @@ class Driver:
         self.stops: Counter[str] = Counter()
         self.strange: list[Stop] = []
         self.starts = 0
+        self.kills = 0  # SIGKILLs to the Python process of a driver
+        self._engines = engines
+        self._rng = rng
         self._bootstrap_servers = bootstrap_servers
         self._master = master
         self._spark = {**_SPARK, **spark}
@@ -175,6 +239,7 @@ class Driver:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             return
+        self.kills += 1
         process.send(signal.SIGKILL)
         if leave_rest:
             self._leftovers.append(process)
@@ -189,6 +254,7 @@ class Driver:
         if process is not None and process.exit_code is None:
             return False
         if process is not None:
+            self.kills += process.exit_code == -signal.SIGKILL
             process.destroy()
             self._note(process)
         self.start()
@@ -261,6 +327,7 @@ class Driver:
 
     def _new(self, rule: str | None) -> DriverProcess:
         self.starts += 1
+        engines = {kind: self._rng.choice(self._engines) for kind in self.kinds}
         arguments = {
             "prefix": self.names.prefix,
             "folder": str(self.names.folder),
@@ -271,6 +338,6 @@ class Driver:
             "master": self._master,
             "spark": self._spark,
             "flows": self.kinds,
-            "choices": asdict(self.choices),
+            "choices": asdict(replace(self.choices, engines=engines)),
         }
         return DriverProcess(arguments, self.names.folder, rule, self.commits)

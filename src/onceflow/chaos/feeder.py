@@ -1,7 +1,11 @@
-"""Fills the source topic at a steady rate, unaffected by faults: an idempotent producer of librdkafka."""
+"""Fills the source topic, unaffected by faults: an idempotent producer of librdkafka.
+
+The rate is steady, but from time to time nothing comes for seconds. Half of the times, what was missed follows at once.
+"""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from types import TracebackType
@@ -9,6 +13,9 @@ from types import TracebackType
 from confluent_kafka import KafkaError, Message, Producer
 
 KEYS = 200
+# In seconds: how long records come at a steady rate, and how long none come then.
+_STEADY_S = (4.0, 12.0)
+_QUIET_S = (1.0, 3.0)
 
 
 class Feeder:
@@ -16,11 +23,17 @@ class Feeder:
 
     Args:
         rate: records per second.
+        rng: decides when there are quiet times and bursts.
+
+    Attributes:
+        sent: how many records were sent. quiet_times: how often none came for seconds.
+        bursts: how often the missed ones followed at once.
     """
 
-    def __init__(self, bootstrap_servers: str, topic: str, rate: int) -> None:
+    def __init__(self, bootstrap_servers: str, topic: str, rate: int, rng: random.Random) -> None:
         self._topic = topic
         self._rate = rate
+        self._rng = rng
         self._producer = Producer(
             {
                 "bootstrap.servers": bootstrap_servers,
@@ -37,6 +50,7 @@ class Feeder:
         self._paused_s = 0.0
         self._thread = threading.Thread(target=self._feed, daemon=True, name="feeder")
         self.sent = 0
+        self.quiet_times = self.bursts = 0
         self.failed: str | None = None
 
     def __enter__(self) -> Feeder:
@@ -68,7 +82,11 @@ class Feeder:
 
     def _feed(self) -> None:
         started = time.monotonic()
+        quiet_at = started + self._rng.uniform(*_STEADY_S)
         while not self._stopping.is_set():
+            if time.monotonic() >= quiet_at:
+                started += self._quiet()
+                quiet_at = time.monotonic() + self._rng.uniform(*_STEADY_S)
             if self._paused_s:
                 paused_s, self._paused_s = self._paused_s, 0.0
                 self._stopping.wait(paused_s)
@@ -84,6 +102,14 @@ class Feeder:
                 self.sent += 1
             self._producer.poll(0)
             self._stopping.wait(0.02)
+
+    def _quiet(self) -> float:
+        """Send nothing for some seconds. Returns how many of them are not made up for."""
+        seconds, burst = self._rng.uniform(*_QUIET_S), self._rng.random() < 0.5
+        self.quiet_times += 1
+        self.bursts += burst
+        self._stopping.wait(seconds)
+        return 0.0 if burst else seconds
 
     def _delivered(self, error: KafkaError | None, message: Message[bytes, bytes]) -> None:
         if error is not None:

@@ -1,6 +1,7 @@
 """The flows under test, and the names of their topics and folders.
 
-- ``copy``: every record once, unchanged. Tagged, so that the history checker can check it.
+- ``copy``: every record once, unchanged, through ``Flow.map``. Tagged, so that the history checker can check it.
+- ``plain``: every record once, with its own columns and nothing else.
 - ``ledger``: a processor with state per key, and processing-time timers. Tagged, too.
 - ``unlogged``: count and sum of a key, too, in a table without a changelog.
 - ``totals``: an aggregation with state in Spark, in a checkpoint that is kept.
@@ -13,7 +14,8 @@ Values are JSON ``{"n": number}``; ``n`` is unique in the source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,16 +25,20 @@ from pyspark.sql import functions as F
 
 import onceflow
 from onceflow.chaos import external
-from onceflow.testing.recorder import tag_of, tagged
+from onceflow.engine_query import DIRECT
+from onceflow.planning.engine import AUTO
+from onceflow.testing.recorder import TAGGED_SCHEMA, tag_of, tagged_rows
 
-COPY, LEDGER, UNLOGGED = "copy", "ledger", "unlogged"
+COPY, PLAIN, LEDGER, UNLOGGED = "copy", "plain", "ledger", "unlogged"
 TOTALS, SORTER, JOINER = "totals", "sorter", "joiner"
-FLOWS = (COPY, LEDGER, UNLOGGED, TOTALS, SORTER, JOINER, *external.KINDS)
+FLOWS = (COPY, PLAIN, LEDGER, UNLOGGED, TOTALS, SORTER, JOINER, *external.KINDS)
 ALARM_EVERY = 10
 ALARM_AFTER_MS = 500
 # Numbers that are bad for the sorter, and numbers that are late for it as soon as there is a watermark.
 BAD_EVERY, BAD = 100, 13
 LATE_EVERY, LATE = 200, 50
+#: Flows that the direct engine can run, whatever the driver has chosen otherwise.
+DIRECT_FLOWS = (COPY, PLAIN, LEDGER, UNLOGGED)
 #: The operators that may follow the sorter's step. None of them changes a key or a value.
 OPERATORS = ("as it is", "select", "where", "repartition", "coalesce", "static join")
 
@@ -238,16 +244,25 @@ class Choices:
         small_batch_rows: the driver itself writes batches of at most so many rows; 0: tasks write all batches.
         records_per_batch: most records in a batch.
         operator: one of `OPERATORS`.
+        engines: the engine of each kind of flow; those that are not in it have ``auto``.
     """
 
     small_batch_rows: int | None = None
     records_per_batch: int = 5_000
     transaction_timeout: str = "20 seconds"
     operator: str = "select"
+    engines: Mapping[str, str] = field(default_factory=dict)
 
-    def write(self) -> dict[str, Any]:
+    def engine(self, kind: str) -> str:
+        """The engine of a flow. Where the direct one cannot run it, ``auto`` takes its place."""
+        engine = self.engines.get(kind, AUTO)
+        can_be_direct = kind in DIRECT_FLOWS and self.small_batch_rows != 0
+        return AUTO if engine == DIRECT and not can_be_direct else engine
+
+    def write(self, kind: str) -> dict[str, Any]:
         """Arguments of ``Flow.write``."""
         return {
+            "engine": self.engine(kind),
             "small_batch_rows": self.small_batch_rows,
             "transaction_timeout": self.transaction_timeout,
             "trigger": "100 milliseconds",
@@ -266,15 +281,21 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
             rows, sink, small_batch_rows=choices.small_batch_rows, trigger="100 milliseconds"
         ).start()
     if kind == COPY:
-        return flow.write(tagged(source, flow.name), topic=names.output(kind), **choices.write()).start()
+        columns = source.selectExpr("key", "value", "topic", "partition", "offset", "0L AS n")
+        tags = functools.partial(tagged_rows, flow=flow.name)
+        rows = flow.map(columns, tags, schema=TAGGED_SCHEMA)
+        return flow.write(rows, topic=names.output(kind), **choices.write(kind)).start()
+    if kind == PLAIN:
+        rows = source.select("key", "value")
+        return flow.write(rows, topic=names.output(kind), **choices.write(kind)).start()
     if kind == LEDGER:
         accounts = flow.process(source, Ledger(flow.name, names.alarms), table=names.table, state_dir=names.state)
-        return flow.write(accounts, topic=names.output(kind), **choices.write()).start()
+        return flow.write(accounts, topic=names.output(kind), **choices.write(kind)).start()
     if kind == UNLOGGED:
         rows = flow.process(
             source, Unlogged(flow.name), table=f"{names.prefix}-unlogged", state_dir=names.state, changelog=False
         )
-        return flow.write(rows, topic=names.output(kind), **choices.write()).start()
+        return flow.write(rows, topic=names.output(kind), **choices.write(kind)).start()
     if kind == SORTER:
         rows = flow.process(
             source,
@@ -285,14 +306,14 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
             dead_letter_topic=names.dead,
             late_topic=names.late,
         )
-        return flow.write(_behind(rows, choices.operator), topic=names.output(kind), **choices.write()).start()
+        return flow.write(_behind(rows, choices.operator), topic=names.output(kind), **choices.write(kind)).start()
     if kind == JOINER:
         # On half of the starts each task has only its own partition of the ledger's table.
         own_part = choices.operator in OPERATORS[::2]
         joined = onceflow.JoinTable(names.table, value=onceflow.serdes.JSON, co_partitioned=own_part)
         rows = flow.process(source, Joiner(), table=names.seen, tables={"accounts": joined}, state_dir=names.state)
-        return flow.write(rows, topic=names.output(kind), **choices.write()).start()
-    options: dict[str, Any] = {**choices.write(), "checkpoint": str(names.checkpoint), "output_mode": "update"}
+        return flow.write(rows, topic=names.output(kind), **choices.write(kind)).start()
+    options: dict[str, Any] = {**choices.write(kind), "checkpoint": str(names.checkpoint), "output_mode": "update"}
     return flow.write(_totals(source), topic=names.output(kind), **options).start()
 
 

@@ -8,10 +8,11 @@ and with the tables of the copy.
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from onceflow.chaos.driver_process import Driver
 from onceflow.chaos.flows import LEDGER, Names
@@ -30,12 +31,15 @@ class Replacement:
     Args:
         names: those of the flow. kind: of the flow.
         bootstrap_servers: where the commands and the driver of the copy find the brokers.
+        engines, rng: see `Driver`.
     """
 
-    def __init__(self, names: Names, kind: str, bootstrap_servers: str) -> None:
+    def __init__(
+        self, names: Names, kind: str, bootstrap_servers: str, engines: Sequence[str], rng: random.Random
+    ) -> None:
         self.kind = kind
         self.copy = names.of_copy(kind)
-        self.driver = Driver(self.copy, [kind], bootstrap_servers, "local[2]", {})
+        self.driver = Driver(self.copy, [kind], bootstrap_servers, "local[2]", {}, engines=engines, rng=rng)
         self._names = names
         self._bootstrap_servers = bootstrap_servers
         self.tries = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER
+from onceflow.chaos.flows import COPY, JOINER, LEDGER, PLAIN, SORTER
 from onceflow.chaos.replacement import Replacement
 from onceflow.chaos.test_bed import AHEAD_MS, Setup, TestBed
 from onceflow.testing.faults import fault
@@ -21,7 +21,11 @@ def replaceable(setup: Setup) -> list[str]:
     if setup.copies is not None:  # a table with lost markers cannot be read to its end
         return []
     is_read = setup.servers > 0 or JOINER in setup.flows
-    return [kind for kind in (COPY, LEDGER, SORTER, JOINER) if kind in setup.flows and not (kind == LEDGER and is_read)]
+    return [
+        kind
+        for kind in (COPY, PLAIN, LEDGER, SORTER, JOINER)
+        if kind in setup.flows and not (kind == LEDGER and is_read)
+    ]
 
 
 def flow_replaced(bed: TestBed, rng: random.Random) -> str:
@@ -31,7 +35,9 @@ def flow_replaced(bed: TestBed, rng: random.Random) -> str:
 
 def _forked(bed: TestBed, rng: random.Random) -> str:
     kind = rng.choice(replaceable(bed.setup))
-    found = bed.replacement = Replacement(bed.names, kind, bed.proxies.bootstrap_servers)
+    found = bed.replacement = Replacement(
+        bed.names, kind, bed.proxies.bootstrap_servers, bed.engines, random.Random(rng.random())
+    )
     found.create_topics(bed.bootstrap_servers, bed.setup.partitions)
     bed.copies.append((kind, found.copy))
     step = rng.choice((None, *_STEPS))

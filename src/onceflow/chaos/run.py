@@ -16,6 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from onceflow.chaos import external
+from onceflow.chaos.driver_process import Engines
 from onceflow.chaos.fault_kinds import FAULT_KINDS
 from onceflow.chaos.flows import ALARM_EVERY, LEDGER
 from onceflow.chaos.observer import Observer
@@ -23,6 +24,7 @@ from onceflow.chaos.test_bed import AHEAD_MS, SETUPS, Setup, TestBed, open_test_
 from onceflow.chaos.verify import Findings, check_state, verify, verify_answers
 from onceflow.demos.display import Display, print_result
 from onceflow.errors import DeadlineExceededError
+from onceflow.planning.engine import ENGINES
 from onceflow.protocol.position import Position
 from onceflow.testing import independent
 
@@ -60,6 +62,9 @@ class Report:
     frames: Counter[str] = field(default_factory=Counter)
     batches: int = 0
     answers: int = 0
+    engines: Engines = field(default_factory=Engines)
+    driver_kills: int = 0
+    traffic: Counter[str] = field(default_factory=Counter)
     observed: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -89,6 +94,9 @@ class Report:
             "frames": dict(self.frames),
             "records": sum(finding.records for finding in every),
             "batches": self.batches,
+            "driver_kills": self.driver_kills,
+            "engines": self.engines.as_json(),
+            "traffic": dict(self.traffic),
             "answers": self.answers,
             **({"observed": self.observed} if self.observed else {}),
             "lost": sum(finding.lost for finding in every),
@@ -111,6 +119,7 @@ def run(
     setups: Sequence[str],
     kinds: Sequence[str] = (),
     flows: Sequence[str] = (),
+    engines: Sequence[str] = ENGINES,
     observe: bool = False,
     keep: Path | None = None,
 ) -> dict[str, Any]:
@@ -119,6 +128,7 @@ def run(
     Args:
         kinds: kinds of faults, keys of ``FAULT_KINDS``. When empty, all that make sense in a setup.
         flows: kinds of flows, instead of those of the setups. Query servers need the ledger.
+        engines: each start of a flow has one of these, as the seed says.
         observe: run the commands of operators beside the flows, and check what they say.
         keep: folder in which logs and histories are kept; None: they are deleted.
 
@@ -134,7 +144,7 @@ def run(
                 display.say(f"{name}: {number} of {len(setups)} setups; seed {seed}")
                 until = started + seconds * number / len(setups)
                 setup = _with_flows(SETUPS[name], flows)
-                _run_setup(setup, base / name, report, until, kinds, display, started, observe=observe)
+                _run_setup(setup, base / name, report, until, kinds, display, started, engines, observe=observe)
     report.seconds = time.monotonic() - started
     print_result([_table(report)], [example for f in report.findings.values() for example in f.examples + f.unknown])
     return report.as_json()
@@ -154,6 +164,7 @@ def _run_setup(
     kinds: Sequence[str],
     display: Display,
     started: float,
+    engines: Sequence[str],
     *,
     observe: bool,
 ) -> None:
@@ -164,7 +175,7 @@ def _run_setup(
     }
     weights = [fault.weight for fault in possible.values()]
     with contextlib.ExitStack() as stack:
-        bed = stack.enter_context(open_test_bed(setup, folder))
+        bed = stack.enter_context(open_test_bed(setup, folder, engines=engines, seed=f"{report.seed} {setup.name}"))
         begun = time.monotonic()
         bed.driver.start()
         bed.driver.await_commits(begun, timeout_s=FIRST_COMMIT_S)
@@ -193,6 +204,9 @@ def _run_setup(
         report.stops += bed.driver.stops
         report.frames += bed.frames
         report.batches += bed.driver.commits.count
+        report.driver_kills += bed.driver.kills
+        report.engines.add(bed.driver.commits.engines)
+        report.traffic.update({"quiet times": bed.feeder.quiet_times, "bursts": bed.feeder.bursts})
         report.answers += len(bed.servers.answers)
         verify(bed.bootstrap_servers, bed.names, setup.flows, findings, copies=bed.copies)
         verify_answers(bed.bootstrap_servers, bed.names, bed.servers.answers, bed.servers.strange, findings)

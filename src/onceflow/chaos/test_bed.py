@@ -6,6 +6,7 @@ A ``Setup`` is one of the combinations that are tested.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,12 @@ from onceflow.broker.local import LocalBroker
 from onceflow.chaos import daemon, external
 from onceflow.chaos.driver_process import Driver
 from onceflow.chaos.feeder import Feeder
-from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, TOTALS, UNLOGGED, Names
+from onceflow.chaos.flows import COPY, JOINER, LEDGER, PLAIN, SORTER, TOTALS, UNLOGGED, Names
 from onceflow.chaos.replacement import Replacement
 from onceflow.chaos.servers import Servers
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.driver.progress_log import PROGRESS_PARTITIONS
+from onceflow.planning.engine import ENGINES
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing.broker import create_topic
 from onceflow.testing.postgres import LocalPostgres
@@ -78,8 +80,8 @@ _FORGETS = {
 SETUPS = {
     setup.name: replace(setup, flows=tuple(filter(external.is_installed, setup.flows)))
     for setup in (
-        Setup("one-node", flows=(COPY, LEDGER, SORTER, JOINER, external.SQLITE), servers=2),
-        Setup("three-nodes", nodes=3, flows=(COPY, LEDGER, external.PARQUET)),
+        Setup("one-node", flows=(COPY, PLAIN, LEDGER, SORTER, JOINER, external.SQLITE), servers=2),
+        Setup("three-nodes", nodes=3, flows=(COPY, PLAIN, LEDGER, external.PARQUET)),
         Setup("one-copy", nodes=3, copies=1),
         Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER, external.PARQUET), rate=1_000),
         Setup("forgetful", flows=(COPY, LEDGER, external.POSTGRES), properties=_FORGETS),
@@ -100,6 +102,7 @@ class TestBed:
         frames: how many frames the proxies have disturbed, by action.
         replacement: the copy of a flow that runs beside it; None: there is none.
         copies: kind and names of all copies that have run.
+        engines: each start of a flow has one of these.
     """
 
     setup: Setup
@@ -114,6 +117,7 @@ class TestBed:
     frames: Counter[str] = field(default_factory=Counter)
     replacement: Replacement | None = None
     copies: list[tuple[str, Names]] = field(default_factory=list)
+    engines: Sequence[str] = ENGINES
 
     def end_copy(self) -> None:
         """End the driver of a copy. What has ended drivers of it before is counted with the others."""
@@ -123,6 +127,7 @@ class TestBed:
             self.driver.stops += found.driver.stops
             self.driver.strange += found.driver.strange
             self.driver.commits.count += found.driver.commits.count
+            self.driver.commits.engines.add(found.driver.commits.engines)
 
     @property
     def bootstrap_servers(self) -> str:
@@ -143,8 +148,13 @@ def rebooting_hosts(names: Names) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def open_test_bed(setup: Setup, folder: Path) -> Iterator[TestBed]:
-    """Start the test bed of a setup. Everything is ended afterwards."""
+def open_test_bed(setup: Setup, folder: Path, *, engines: Sequence[str] = ENGINES, seed: str) -> Iterator[TestBed]:
+    """Start the test bed of a setup. Everything is ended afterwards.
+
+    Args:
+        engines: each start of a flow has one of these.
+        seed: decides which, and when records come in bursts.
+    """
     with contextlib.ExitStack() as stack:
         properties, ports = proxied_node_properties(range(1, setup.nodes + 1))
         copies = {"default.replication.factor": str(setup.copies), "min.insync.replicas": "1"} if setup.copies else {}
@@ -179,10 +189,13 @@ def open_test_bed(setup: Setup, folder: Path) -> Iterator[TestBed]:
             proxies.bootstrap_servers,
             "local[2]" if spark_cluster is None else spark_cluster.master,
             {} if spark_cluster is None else {**spark_cluster.settings, **rebooting_hosts(names)},
+            engines=engines,
+            rng=random.Random(f"{seed} engines"),
         )
         stack.callback(driver.close)
         servers = stack.enter_context(Servers(names, proxies.bootstrap_servers, setup.servers))
-        feeder = stack.enter_context(Feeder(broker.bootstrap_servers, names.source, setup.rate))
-        bed = TestBed(setup, names, broker, proxies, feeder, driver, servers, spark_cluster, postgres)
+        traffic = random.Random(f"{seed} traffic")
+        feeder = stack.enter_context(Feeder(broker.bootstrap_servers, names.source, setup.rate, traffic))
+        bed = TestBed(setup, names, broker, proxies, feeder, driver, servers, spark_cluster, postgres, engines=engines)
         stack.callback(bed.end_copy)
         yield bed

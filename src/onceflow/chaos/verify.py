@@ -23,6 +23,7 @@ from onceflow.chaos.flows import (
     LATE,
     LATE_EVERY,
     LEDGER,
+    PLAIN,
     SORTER,
     TOTALS,
     UNLOGGED,
@@ -109,6 +110,9 @@ def verify(
     if COPY in kinds:
         copied = _read(bootstrap_servers, names.output(COPY))
         found.compare("copies", _pairs(copied), _pairs(source))
+    if PLAIN in kinds:
+        copied = _read(bootstrap_servers, names.output(PLAIN))
+        found.compare("plain copies", _pairs(copied), _pairs(source))
     if LEDGER in kinds:
         _ledger(bootstrap_servers, names, source, found)
     if UNLOGGED in kinds:

@@ -37,11 +37,19 @@ from onceflow.errors import OptionError
     "--flow", "flows", multiple=True, help="A flow to run; may be repeated.  [default: the flows of each setup]"
 )
 @click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    help="An engine to start flows with; may be repeated.  [default: auto, direct and spark, as the seed says]",
+)
+@click.option(
     "--observe",
     is_flag=True,
     help="Run status, transactions list and verify (with --replay and --state-dir, too) all the time, and check them.",
 )
-@click.option("--list", "list_only", is_flag=True, help="List setups, kinds of faults and flows, and run nothing.")
+@click.option(
+    "--list", "list_only", is_flag=True, help="List setups, kinds of faults, flows and engines, and run nothing."
+)
 @click.option(
     "--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep logs and histories in this new folder."
 )
@@ -51,6 +59,7 @@ def chaos(
     setups: tuple[str, ...],
     kinds: tuple[str, ...],
     flows: tuple[str, ...],
+    engines: tuple[str, ...],
     observe: bool,
     list_only: bool,
     keep: Path | None,
@@ -64,15 +73,18 @@ def chaos(
     from onceflow.chaos.fault_kinds import FAULT_KINDS
     from onceflow.chaos.flows import FLOWS, JOINER, LEDGER
     from onceflow.chaos.test_bed import SETUPS
+    from onceflow.planning.engine import ENGINES
 
     if list_only:
         click.echo("setups: " + ", ".join(SETUPS))
         click.echo("kinds:  " + ", ".join(FAULT_KINDS))
         click.echo("flows:  " + ", ".join(FLOWS))
+        click.echo("engines: " + ", ".join(ENGINES))
         return 0
     _check(setups, list(SETUPS), "--setup")
     _check(kinds, list(FAULT_KINDS), "--kind")
     _check(flows, list(FLOWS), "--flow")
+    _check(engines, list(ENGINES), "--engine")
     if JOINER in flows and LEDGER not in flows:
         raise OptionError("--flow joiner reads the table of ledger", next_step="add --flow ledger")
     if keep is not None and keep.exists() and any(keep.iterdir()):
@@ -88,6 +100,7 @@ def chaos(
         setups=setups or list(SETUPS),
         kinds=kinds,
         flows=tuple(dict.fromkeys(flows)),
+        engines=engines or ENGINES,
         observe=observe,
         keep=keep,
     )

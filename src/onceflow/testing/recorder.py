@@ -31,7 +31,8 @@ from onceflow.testing.observed import FAIL, HEADER, INVOKE, OK, TopicOffsets
 
 #: The local property from which the tasks of a batch know their attempt (driver/commit.py).
 PROPERTY = "onceflow.transaction"
-_SCHEMA = "key binary, value binary, headers array<struct<key: string, value: binary>>"
+#: The columns of rows with tags.
+TAGGED_SCHEMA = "key binary, value binary, headers array<struct<key: string, value: binary>>"
 
 # The last attempts that this process has begun, by flow and thread: a process step may run in the driver itself.
 _begun: dict[tuple[str, int], tuple[int, str]] = {}
@@ -132,7 +133,7 @@ def tagged(df: DataFrame, flow: str, *, n: str | None = None) -> DataFrame:
     wanted.append((F.lit(0) if n is None else F.col(n)).cast("long").alias("n"))
     if "headers" in df.columns:
         wanted.append(F.col("headers"))
-    return df.select(*wanted).mapInArrow(_Tagging(flow), _SCHEMA)
+    return df.select(*wanted).mapInArrow(_Tagging(flow), TAGGED_SCHEMA)
 
 
 class _Tagging:
@@ -146,9 +147,23 @@ class _Tagging:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         begun = _of_task(self.flow)
         for rows in batches:
-            own = rows.column("headers") if "headers" in rows.schema.names else None
-            columns = [rows.column("key"), rows.column("value"), _with_header(own, _tags(rows, begun))]
-            yield pa.RecordBatch.from_arrays(columns, ["key", "value", "headers"])
+            yield _with_tags(rows, begun)
+
+
+def tagged_rows(rows: pa.RecordBatch, flow: str) -> pa.RecordBatch:
+    """The same as ``tagged`` for a function of ``Flow.map``, whose schema is ``TAGGED_SCHEMA``.
+
+    Args:
+        rows: with key and value, both binary, topic, partition, offset and n, and maybe headers.
+        flow: name of the flow that writes them.
+    """
+    return _with_tags(rows, _of_task(flow))
+
+
+def _with_tags(rows: pa.RecordBatch, begun: tuple[str, int, str] | None) -> pa.RecordBatch:
+    own = rows.column("headers") if "headers" in rows.schema.names else None
+    columns = [rows.column("key"), rows.column("value"), _with_header(own, _tags(rows, begun))]
+    return pa.RecordBatch.from_arrays(columns, ["key", "value", "headers"])
 
 
 def _tags(rows: pa.RecordBatch, begun: tuple[str, int, str] | None) -> Any:
