@@ -85,8 +85,8 @@ class FlowWrites:
             small_batch_rows: the driver writes a batch itself when it expects at most this many rows. That needs no
                 Python tasks and no shuffle, which saves much latency. After ``Flow.process``, source records are
                 counted instead of rows. 0: tasks always write. None: 8,000 rows, or 10,000 source records after
-                ``Flow.process``; but 0 if the query has mapInArrow or mapInPandas, where a few records may become any
-                number of rows.
+                ``Flow.process``; but 0 if the query has mapInArrow, mapInPandas or Flow.map, where a few records may
+                become any number of rows.
             late: what happens to rows that Spark drops because they are later than the watermark of a query with state.
                 ``drop``: they are counted (``BatchSummary.dropped``), and a warning says so. ``fail``: LateRowsError,
                 and the batch is not committed; needs ``guarantee="exactly_once"``.

@@ -367,6 +367,19 @@ def test_the_example_with_late_rows(
     assert len(independent.read_topic(onceflow_broker, hours, decided=True)) == 2
 
 
+def test_the_example_of_a_map(onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str]) -> None:
+    deposits, large = make_topic(partitions=1), make_topic(partitions=1)
+    independent.fill(onceflow_broker, deposits, [(b"ada", b"%d" % amount) for amount in (100, 101, 7, 5000)])
+    code = only(blocks(REFERENCE, "python", "flow.map("))
+    code = adapted(code, onceflow_broker, {'"deposits"': deposits, 'topic="large-deposits"': large}, servers=False)
+    with onceflow.Flow(f"map-{deposits}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        query = execute(code)["copy_large"](flow).start()
+        assert query.engine == "direct"
+        query.processAllAvailable()
+        query.stop()
+    assert [each.value for each in independent.read_topic(onceflow_broker, large, decided=True)] == [b"101", b"5000"]
+
+
 def test_the_programs_of_the_calls_page() -> None:
     shown = blocks(CALLS, "python")
     names: dict[str, Any] = {"__name__": "shown"}
@@ -627,6 +640,7 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "Flow",
         "Flow.read",
         "Flow.process",
+        "Flow.map",
         "Flow.enrich",
         "concurrently",
         "Breaker",
