@@ -11,9 +11,10 @@ import pytest
 
 from onceflow.chaos import external, fault_kinds, run
 from onceflow.chaos.driver_process import DriverProcess
-from onceflow.chaos.flows import LEDGER, SORTER, UNLOGGED
+from onceflow.chaos.flows import COPY, LEDGER, PLAIN, SORTER, UNLOGGED
 from onceflow.chaos.observer import LOCAL, REPLAY, VERIFY
 from onceflow.chaos.test_bed import Setup
+from onceflow.engine_query import DIRECT, SPARK
 from onceflow.testing import history
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -46,6 +47,28 @@ def test_a_broken_local_store_is_found_out(tmp_path: Path, monkeypatch: pytest.M
     assert result["verdict"] == "failed"
     assert result["others"].keys() == {history.STATE}
     assert (result["lost"], result["duplicated"], result["torn"]) == (0, 0, 0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("engine", [DIRECT, SPARK])
+def test_a_broken_direct_engine_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """Where it divides a backlog, a record is in two batches. What Spark runs is right."""
+    setup = Setup("mutant", flows=(COPY, PLAIN), rate=3_000)
+    monkeypatch.setattr(run, "SETUPS", {setup.name: setup})
+    monkeypatch.setattr(DriverProcess, "program", (str(Path(__file__).with_name("chaos_direct_mutant.py")),))
+    result = run.run(
+        seconds=5, seed=1, setups=[setup.name], kinds=["driver killed"], engines=[engine], keep=tmp_path / "run"
+    )
+    assert result["driver_kills"] >= result["faults"] >= 3
+    if engine == SPARK:
+        assert result["engines"]["batches"].keys() == {SPARK}
+        assert result["verdict"] == "passed", result
+    else:
+        assert result["engines"]["batches"][DIRECT] > 0
+        assert result["verdict"] == "failed"
+        assert result["duplicated"] > 0
+        assert result["lost"] == 0
 
 
 @pytest.mark.long
@@ -86,6 +109,8 @@ def test_a_short_run(tmp_path: Path, setup: str, seconds: int, records: int) -> 
     assert (result["lost"], result["duplicated"], result["torn"], result["others"]) == (0, 0, 0, {})
     assert result["faults"] >= 3
     assert result["records"] > records
+    assert result["engines"]["batches"].keys() == {DIRECT, SPARK}
     if observe:
+        assert result["engines"]["switches"] > 0
         answered = result["observed"][setup]["answered"]
         assert min(answered.get(name, 0) for name in ("status", "transactions", "verify")) >= 2, result["observed"]

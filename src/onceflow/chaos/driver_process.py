@@ -80,12 +80,12 @@ class Engines:
 
 @dataclass
 class Commits:
-    """What drivers have committed: the last batch of each flow, and when it was reported."""
+    """What drivers have committed: the last batch of each flow, when it was reported, and by which engines."""
 
     batches: dict[str, int] = field(default_factory=dict)
     at: dict[str, float] = field(default_factory=dict)
     count: int = 0
-    engines: Engines = field(default_factory=lambda: Engines())
+    engines: Engines = field(default_factory=Engines)
 
 
 class DriverProcess:
