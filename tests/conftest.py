@@ -503,6 +503,8 @@ def killed_together(tmp_path: Path) -> Iterator[Callable[..., None]]:
     """``killed_together({step: pipe}, {step: options})``: one driver runs all these flows, each up to its step in
     batch 2, and is killed (SIGKILL) when all are there. What it leaves behind is ended with the test.
 
+    The name of a step may be followed by a space and more, for several flows at the same step.
+
     A flow with ``trapped={step: file}`` waits by itself in place of the step; it makes the file then.
     """
     killed: list[tuple[subprocess.Popen[str], threading.Thread]] = []
@@ -512,11 +514,12 @@ def killed_together(tmp_path: Path) -> Iterator[Callable[..., None]]:
     ) -> None:
         reached = {step: tmp_path / f"at-{step}" for step in pipes} | dict(trapped)
         rules = []
-        for step, pipe in pipes.items():
-            if step in trapped:
+        for name, pipe in pipes.items():
+            if name in trapped:
                 continue
+            step = name.partition(" ")[0]
             batch = {} if step == "init" else {"batch": 2}
-            rule = faults.fault(step, "pause", flow=pipe.flow, once_file=str(reached[step]), **batch)
+            rule = faults.fault(step, "pause", flow=pipe.flow, once_file=str(reached[name]), **batch)
             rules += faults.rules_of(rule)
         arguments = [pipe.arguments(**options[step]) for step, pipe in pipes.items()]
         process = run_driver(DRIVERS, faults.value_of(*rules), arguments)

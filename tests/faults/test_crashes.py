@@ -55,65 +55,71 @@ def check_recovered(pipe: Any) -> None:
     check_contiguous(pipe)
 
 
-def rows_of(step: str) -> int:
-    """Odd and even steps take the two write paths in turn."""
-    return 0 if hooks.STEPS.index(step) % 2 else 4000
+DIRECT = {"engine": "direct"}
+
+
+def spark_options(step: str, *, turn: int = 0) -> dict[str, Any]:
+    """Odd and even steps take the two ways in which a batch of Spark's is written in turn: by tasks, by the driver."""
+    return {"engine": "spark", "small_batch_rows": 0 if (hooks.STEPS.index(step) + turn) % 2 else 4000}
 
 
 def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
-    """One SIGKILL meets eight flows of one driver, each at another step."""
-    pipes = {step: make_pipe() for step in hooks.STEPS}
-    # A read_committed reader stops in front of the record of the flow that is at `progress`: no other may be behind it.
-    taken = {progress_log.partition_of(pipe.flow) for step, pipe in pipes.items() if step != "progress"}
-    pipe = pipes["progress"]
-    names = (f"{pipe.flow}-{n}" for n in itertools.count())
-    pipes["progress"] = replace(pipe, flow=next(n for n in names if progress_log.partition_of(n) not in taken))
+    """One SIGKILL meets sixteen flows of one driver: at every step one of each engine."""
+    options = {step: spark_options(step) for step in hooks.STEPS} | {f"{step} direct": DIRECT for step in hooks.STEPS}
+    pipes = {name: make_pipe() for name in options}
+    # A read_committed reader stops in front of the record of a flow that is at `progress`: no other may be behind it.
+    at_progress = ("progress", "progress direct")
+    taken = {progress_log.partition_of(pipe.flow) for name, pipe in pipes.items() if name not in at_progress}
+    for name in at_progress:
+        others = (f"{pipes[name].flow}-{n}" for n in itertools.count())
+        pipes[name] = replace(pipes[name], flow=next(n for n in others if progress_log.partition_of(n) not in taken))
+        taken.add(progress_log.partition_of(pipes[name].flow))
     for pipe in pipes.values():
         pipe.fill(1500)
-    killed_together(
-        pipes, {step: {"write": {"small_batch_rows": rows_of(step)}, "records_per_batch": 500} for step in pipes}
-    )
+    killed_together(pipes, {name: {"write": options[name], "records_per_batch": 500} for name in pipes})
     for pipe in pipes.values():
         check_visible_iff_progress(pipe)
 
-    def recover(step: str) -> None:
-        pipes[step].fill(500)
-        pipes[step].run(small_batch_rows=rows_of(step))
-        check_recovered(pipes[step])
+    def recover(name: str) -> None:
+        pipes[name].fill(500)
+        pipes[name].run(**options[name])
+        check_recovered(pipes[name])
 
     with ThreadPoolExecutor(3) as pool:  # side by side: a start waits for Kafka and Spark most of the time
         list(pool.map(recover, pipes))
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("engine", ["direct", "spark"])
 @pytest.mark.parametrize("step", hooks.STEPS)
-def test_driver_kills_itself(make_pipe: Any, step: str) -> None:
-    """As ``test_driver_killed``, each flow in a driver of its own."""
+def test_driver_kills_itself(make_pipe: Any, step: str, engine: str) -> None:
+    """As ``test_driver_killed``, each flow in a driver of its own. Under Spark it is the other way of the two."""
+    options = DIRECT if engine == "direct" else spark_options(step, turn=1)
     pipe = make_pipe()
     pipe.fill(3000)
-    process = pipe.driver(rule_of(step, "kill"), write={"small_batch_rows": rows_of(step)})
+    process = pipe.driver(rule_of(step, "kill"), write=options)
     try:
         output = process.communicate(timeout=120)[0]
         assert process.returncode == -signal.SIGKILL, output
         check_visible_iff_progress(pipe)
         pipe.fill(500)
-        pipe.run(small_batch_rows=rows_of(step))
+        pipe.run(**options)
     finally:
         pipe.end_driver(process)
     check_recovered(pipe)
 
 
 def test_exception(make_pipe: Any, inject: Any) -> None:
-    """In one flow: what follows a failed batch fails itself, at the next step."""
+    """In one flow: what follows a failed batch fails itself, at the next step; by the direct engine and by Spark's."""
     pipe = make_pipe()
-    for step in hooks.STEPS:
+    for step, options in [(s, each) for s in hooks.STEPS for each in (DIRECT, spark_options(s, turn=1))]:
         history = pipe.committed_progress()
         done = history[-1].batch_id if history else 0
         pipe.fill(1500)
         # Not in the first batch of a start, nor in its last one.
         inject(step, "raise", **({} if step == "init" else {"batch": done + BATCH}))
         with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
-            pipe.run(read={"max_records_per_batch": 500}, small_batch_rows=4000 - rows_of(step))
+            pipe.run(read={"max_records_per_batch": 500}, **options)
         check_visible_iff_progress(pipe)
     pipe.run()
     check_recovered(pipe)

@@ -19,6 +19,8 @@ from onceflow.testing import faults, independent
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 BATCH = 2
+#: For a driver process; the other options are those of Spark's engine.
+DIRECT: dict[str, Any] = {"write": {"engine": "direct"}}
 
 
 @pytest.fixture
@@ -31,23 +33,25 @@ def by_tasks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def options_of(step: str, by_tasks: dict[str, Any]) -> dict[str, Any]:
     """Steps take the three ways a step can run in turn: driver, tasks, inside a query."""
     turn = hooks.STEPS.index(step) % 3
-    return [{}, by_tasks, {"inside": True, **by_tasks}][turn]
+    return [{"engine": "spark"}, by_tasks, {"inside": True, **by_tasks}][turn]
 
 
 def driver_options(step: str) -> dict[str, Any]:
     """The same for a driver process, which has small tasks anyway."""
     turn = hooks.STEPS.index(step) % 3
-    return {"write": {"small_batch_rows": 0 if turn else 4000}, "inside": turn == 2}
+    return {"write": {"engine": "spark", "small_batch_rows": 0 if turn else 4000}, "inside": turn == 2}
 
 
 @pytest.mark.short_form
 def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
     """One SIGKILL meets flows of one driver at different steps: at the others it is as without state
     (test_crashes.py), or as at the next one."""
-    pipes = {step: make_state_pipe() for step in ("write", "progress", "end", "settle")}
+    steps = ("write", "progress", "end", "settle")
+    options = {step: driver_options(step) for step in steps} | {f"{step} direct": DIRECT for step in steps}
+    pipes = {name: make_state_pipe() for name in options}
     for pipe in pipes.values():
         pipe.fill(1500)
-    killed_together(pipes, {step: {**driver_options(step), "records_per_batch": 500} for step in pipes})
+    killed_together(pipes, {name: {**options[name], "records_per_batch": 500} for name in pipes})
 
     def recover(pipe: Any) -> None:
         pipe.fill(500)
@@ -59,13 +63,14 @@ def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("engine", ["direct", "spark"])
 @pytest.mark.parametrize("step", hooks.STEPS)
-def test_driver_kills_itself(make_state_pipe: Any, step: str) -> None:
+def test_driver_kills_itself(make_state_pipe: Any, step: str, engine: str) -> None:
     """At every step, each flow in a driver of its own."""
     pipe = make_state_pipe()
     pipe.fill(3000)
     rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": BATCH}))
-    process = pipe.driver(rule, **driver_options(step))
+    process = pipe.driver(rule, **(DIRECT if engine == "direct" else driver_options(step)))
     try:
         output = process.communicate(timeout=120)[0]
         assert process.returncode == -signal.SIGKILL, output
@@ -80,13 +85,13 @@ def test_driver_kills_itself(make_state_pipe: Any, step: str) -> None:
 def test_exception(make_state_pipe: Any, inject: Any, by_tasks: dict[str, Any]) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step."""
     pipe = make_state_pipe()
-    for step in hooks.STEPS:
+    for step, options in [(s, each) for s in hooks.STEPS for each in ({"engine": "direct"}, options_of(s, by_tasks))]:
         history = pipe.committed_progress()
         done = history[-1].batch_id if history else 0
         pipe.fill(1500)
         inject(step, "raise", **({} if step == "init" else {"batch": done + BATCH}))
         with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
-            pipe.run(read={"max_records_per_batch": 500}, **options_of(step, by_tasks))
+            pipe.run(read={"max_records_per_batch": 500}, **options)
     pipe.run(**by_tasks)
     pipe.check()
 

@@ -31,7 +31,7 @@ def merged(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def driver_options(step: str) -> dict[str, Any]:
     """Steps take the three ways a step can run in turn: driver, tasks, inside a query."""
     turn = hooks.STEPS.index(step) % 3
-    return {"write": {"small_batch_rows": 0 if turn else 4000}, "inside": turn == 2}
+    return {"write": {"engine": "spark", "small_batch_rows": 0 if turn else 4000}, "inside": turn == 2}
 
 
 @pytest.mark.long
