@@ -12,12 +12,13 @@ from typing import Any
 import confluent_kafka
 import pytest
 from confluent_kafka import TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, NewPartitions
 from pyspark.sql import DataFrame
 
 from onceflow import DataLossError, Flow
 from onceflow.protocol.progress import PROGRESS_TOPIC, decode
 from onceflow.testing import independent
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -326,4 +327,29 @@ def test_a_flow_with_state_alternates(make_state_pipe: Any, inject: Any) -> None
                 pipe.run(engine=other_than(engine))
             inject("init", "raise", flow="nobody")
         pipe.run(engine=engine)
+    pipe.check()
+
+
+# ---- while it runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_partitions_that_are_added_while_the_direct_engine_runs(make_pipe: Any) -> None:
+    """They are read from their first record."""
+    pipe = make_pipe(partitions=1, target_partitions=3)
+    pipe.fill(200)
+    flow = pipe.open()
+    query = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target, engine="direct").start()
+    try:
+        query.processAllAvailable()
+        admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+        admin.create_partitions([NewPartitions(pipe.source, 3)])[pipe.source].result(30)
+        first = len(pipe.sent)
+        more = [(f"new-{n}".encode(), f"{n:09d}".encode()) for n in range(first, first + 300)]
+        independent.fill(pipe.bootstrap, pipe.source, more)
+        pipe.sent += more
+        wait_until(lambda: len(pipe.committed_progress()[-1].offsets[pipe.source]) == 3, 30, lambda: repr(query))
+        query.processAllAvailable()
+    finally:
+        query.stop()
     pipe.check()
