@@ -68,12 +68,11 @@ def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
     options = {step: spark_options(step) for step in hooks.STEPS} | {f"{step} direct": DIRECT for step in hooks.STEPS}
     pipes = {name: make_pipe() for name in options}
     # A read_committed reader stops in front of the record of a flow that is at `progress`: no other may be behind it.
-    at_progress = ("progress", "progress direct")
-    taken = {progress_log.partition_of(pipe.flow) for name, pipe in pipes.items() if name not in at_progress}
-    for name in at_progress:
-        others = (f"{pipes[name].flow}-{n}" for n in itertools.count())
-        pipes[name] = replace(pipes[name], flow=next(n for n in others if progress_log.partition_of(n) not in taken))
-        taken.add(progress_log.partition_of(pipes[name].flow))
+    apart = {"progress": 0, "progress direct": 1}
+    for name, pipe in pipes.items():
+        names = (f"{pipe.flow}-{n}" for n in itertools.count())
+        wanted = [apart[name]] if name in apart else range(len(apart), progress_log.PROGRESS_PARTITIONS)
+        pipes[name] = replace(pipe, flow=next(n for n in names if progress_log.partition_of(n) in wanted))
     for pipe in pipes.values():
         pipe.fill(1500)
     killed_together(pipes, {name: {"write": options[name], "records_per_batch": 500} for name in pipes})
