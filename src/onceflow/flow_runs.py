@@ -104,7 +104,7 @@ class FlowRuns:
             try:
                 times = functools.partial(SourceTimes, self._settings)
                 engine = run.start()
-                reason = run.engine_reason
+                reason = run.report.engine_reason
                 self._running = query = FlowQuery(engine, run.sink, ended, run.until, times, run.report, reason)
                 query.log_start()
                 engine.when_ended(query.terminated)

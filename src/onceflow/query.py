@@ -13,6 +13,7 @@ from onceflow import hooks, log_context
 from onceflow.calls.runner import give_up
 from onceflow.clock import clock_ms
 from onceflow.driver.batches import Batches
+from onceflow.driver.offset_log import has_reached
 from onceflow.driver.source_times import SourceTimes
 from onceflow.driver.start_report import Dataset, StartReport
 from onceflow.engine_query import EngineHandle, EngineQuery, check_timeout
@@ -208,12 +209,7 @@ class FlowQuery(EngineHandle):
     @property
     def is_complete(self) -> bool:
         """Whether its reads have an end (``Flow.read(until=...)``), and everything before that is committed."""
-        offsets = self._sink.progress.offsets
-        return bool(self._until) and all(
-            offsets.get(topic, {}).get(partition, 0) >= end
-            for topic, ends in self._until.items()
-            for partition, end in ends.items()
-        )
+        return bool(self._until) and has_reached(self._sink.progress.offsets, self._until)
 
     @property
     def flow(self) -> str:

@@ -28,24 +28,13 @@ class DirectCommit(Commit, Protocol):
 
 
 class DirectBatches(Batches):
-    """Writes batches that the direct engine has fetched.
-
-    Args:
-        before_first: called before the first batch begins; may raise.
-    """
+    """Writes batches that the direct engine has fetched."""
 
     def __init__(
-        self,
-        commit: DirectCommit,
-        options: SinkOptions,
-        *,
-        before_first: Callable[[], None] = lambda: None,
-        tables: Callable[[], list[TableFacts]] = list,
+        self, commit: DirectCommit, options: SinkOptions, *, tables: Callable[[], list[TableFacts]] = list
     ) -> None:
         super().__init__(commit, options, tables=tables)
         self._commit = commit
-        self._before_first = before_first
-        self._has_begun = False
 
     def __call__(self, rows: FetchedRows, source: SourceRange, *, backlog: bool) -> None:
         """Run one batch, unless it would change nothing.
@@ -74,9 +63,6 @@ class DirectBatches(Batches):
 
     def _run(self, rows: FetchedRows, source: SourceRange) -> None:
         self._commit.settle()
-        if not self._has_begun:
-            self._before_first()
-            self._has_begun = True
         self._catch_up(rows)
         if self._commit.is_idle(source):
             self.idle = True

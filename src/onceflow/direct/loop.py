@@ -33,10 +33,11 @@ class DirectLoop:
     """Runs from ``start`` until it is stopped, has failed, or has read everything up to its end.
 
     Args:
-        reader: used by this thread alone. trigger_s: how often a batch begins; 0: as soon as there are records.
+        reader: used by this thread alone.
+        spark: prepares large stores in tasks.
+        trigger_s: how often a batch begins; 0: as soon as there are records.
         records_per_batch: most offsets of one batch, by topic.
         until: the query ends when it has read everything before these offsets; None: it does not end.
-        ended: called at the end, in the thread.
 
     Attributes:
         lag: offsets left to read, as they were known at the last look.

@@ -16,10 +16,10 @@ from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.direct.batches import DirectBatches
 from onceflow.direct.loop import DirectLoop
+from onceflow.driver.offset_log import has_reached
 from onceflow.engine_query import DIRECT, as_spark
 from onceflow.errors import OnceflowError
 from onceflow.planning.direct_plan import DirectPlan, described
-from onceflow.protocol.progress import Offsets
 from onceflow.spark.query_progress import ProgressReports
 
 _LOOK_S = 30.0
@@ -103,7 +103,7 @@ class DirectQuery:
 
     def processAllAvailable(self) -> None:
         ends = self._source_ends()
-        while not self._ended.is_set() and not _has_reached(self._batches.progress.offsets, ends):
+        while not self._ended.is_set() and not has_reached(self._batches.progress.offsets, ends):
             time.sleep(_WAIT_S)
         self._raise()
 
@@ -151,9 +151,3 @@ class DirectQuery:
             return list_offsets(cluster, wanted, LATEST, deadline)
         finally:
             cluster.close()
-
-
-def _has_reached(offsets: Offsets, ends: Offsets) -> bool:
-    return all(
-        offsets.get(topic, {}).get(partition, 0) >= end for topic, by in ends.items() for partition, end in by.items()
-    )

@@ -32,7 +32,6 @@ class DirectRun:
         watch: logs what prevents the query from reading its sources.
         until: where its reads end; empty: it does not end by itself.
         report: what its start has found.
-        engine_reason: why this engine runs it.
     """
 
     sink: DirectBatches
@@ -43,7 +42,6 @@ class DirectRun:
     watch: Watch
     until: Offsets
     report: StartReport
-    engine_reason: str
 
     def start(self) -> DirectQuery:
         """Start the loop."""
@@ -96,7 +94,7 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
         reader.close()
         raise
     watch = watch_sources(startup, batches)
-    return DirectRun(batches, loop, plan, startup, query.state, watch, startup.until, told, prepared.choice.reason)
+    return DirectRun(batches, loop, plan, startup, query.state, watch, startup.until, told)
 
 
 def _finisher(columns: Columns | None, *, by_source: bool) -> Finish:
@@ -116,5 +114,4 @@ def _end_of_run(prepared: PreparedQuery, starts: TopicOffsets, deadline: Deadlin
     if not prepared.write.run.once:
         return None
     wanted = {topic: sorted(offsets) for topic, offsets in starts.items()}
-    found = list_offsets(prepared.startup.session.cluster, wanted, LATEST, deadline)
-    return {topic: dict(ends) for topic, ends in found.items()}
+    return list_offsets(prepared.startup.session.cluster, wanted, LATEST, deadline)

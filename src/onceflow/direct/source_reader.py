@@ -17,9 +17,10 @@ from onceflow.client.offsets import EARLIEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.direct.arrivals import Arrivals
 from onceflow.direct.fetched import FetchedPart, Finish
-from onceflow.driver.offset_log import TopicOffsets
-from onceflow.errors import DataLossError, OnceflowError
+from onceflow.driver.offset_log import TopicOffsets, has_reached
+from onceflow.errors import OnceflowError
 from onceflow.planning.direct_plan import DirectPlan
+from onceflow.planning.source_starts import data_loss
 from onceflow.protocol.names import TopicPartition
 
 log = logging.getLogger("onceflow")
@@ -98,12 +99,7 @@ class SourceReader:
 
     def reached(self, ends: Mapping[str, Mapping[int, int]]) -> bool:
         """Whether batches have taken everything before these offsets."""
-        taken = self.arrivals.taken
-        return all(
-            taken.get(topic, {}).get(partition, 0) >= end
-            for topic, offsets in ends.items()
-            for partition, end in offsets.items()
-        )
+        return has_reached(self.arrivals.taken, ends)
 
     # ---- fetching ------------------------------------------------------------------------------------
 
@@ -148,14 +144,7 @@ class SourceReader:
         topic, partition = place
         lost = f"offsets {first} to {end - 1} have expired before they were read"
         if self._sources[topic].fail_on_data_loss:
-            raise DataLossError(
-                "Source records have expired before this flow has read them",
-                flow=self._flow,
-                topic=f"{topic}-{partition}",
-                detail=lost,
-                next_step="if that loss is acceptable, read with fail_on_data_loss=False once: the gap is logged and "
-                "skipped. To prevent such losses, raise the topic's retention",
-            )
+            raise data_loss(f"{topic}-{partition}", lost, self._flow)
         log.warning("flow %s: %s-%d: %s; skipped, because fail_on_data_loss=False", self._flow, topic, partition, lost)
 
     def _look(self) -> None:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import pyarrow as pa
 from pyspark.sql import DataFrame
 
 from onceflow import hooks
@@ -204,13 +203,9 @@ class ExternalCommit:
         order = ExternalOrder(self._sink, at, hooks.configured())
         small = self._options.small_batch_rows
         limit = _SMALL_BATCH_ROWS if small is None else small
-        few = source.max_rows * self._rows_out <= limit and summary.attempts == 1
-        if few or not isinstance(rows, DataFrame):
-            batches: Iterable[pa.RecordBatch]
-            if isinstance(rows, DataFrame):
-                batches = collect(rows, interpreted=self._options.reads_little)
-            else:
-                batches = rows.batches()
+        assert isinstance(rows, DataFrame), "Spark runs every flow with an external sink"
+        if source.max_rows * self._rows_out <= limit and summary.attempts == 1:
+            batches = collect(rows, interpreted=self._options.reads_little)
             found = self._guarded("write", lambda: write_external(order, DRIVER, batches))
             summary.path = "driver"
             return Part(found.written, None, False), found.returned

@@ -104,6 +104,15 @@ class Sources:
         return replace(self, until=raised)
 
 
+def has_reached(offsets: Mapping[str, Mapping[int, int]], ends: Mapping[str, Mapping[int, int]]) -> bool:
+    """Whether everything before these ends was read, if the next offsets are these."""
+    return all(
+        offsets.get(topic, {}).get(partition, 0) >= end
+        for topic, by_partition in ends.items()
+        for partition, end in by_partition.items()
+    )
+
+
 def read_range(checkpoint: Path | Folder, batch_id: int, topics: Collection[str] | None = None) -> SourceRange:
     """The range of batch ``batch_id`` (Spark's number) of the query with this checkpoint.
 

@@ -50,7 +50,6 @@ class Run:
         watch: logs what prevents the query from reading its sources.
         until: where its reads end; empty: it does not end by itself.
         report: what its start has found.
-        engine_reason: why this engine runs it.
     """
 
     flow: str
@@ -62,7 +61,6 @@ class Run:
     watch: Watch
     until: Offsets
     report: StartReport
-    engine_reason: str = ""
 
     def start(self) -> SparkQuery:
         """Start the query in Spark.
@@ -172,9 +170,7 @@ def spark_run(prepared: PreparedQuery) -> Run:
     kept = None if location.numbering is None else location.address
     told = report(startup, spark, query.options, outputs=prepared.written, checkpoint=kept, choice=prepared.choice)
     startup.used()
-    watch = watch_sources(startup, sink)
-    reason = prepared.choice.reason
-    return Run(flow, spark, writer, sink, query.state, location, watch, startup.until, told, reason)
+    return Run(flow, spark, writer, sink, query.state, location, watch_sources(startup, sink), startup.until, told)
 
 
 def check_read_now(startup: Startup, facts: PlanFacts) -> None:

@@ -107,7 +107,7 @@ def _continued(
     if committed < earliest:
         lost = f"{topic.name}-{partition}: offsets {committed} to {earliest - 1} have expired before they were read"
         if fail_on_data_loss:
-            raise _data_loss(topic, partition, lost, flow)
+            raise data_loss(f"{topic.name}-{partition}", lost, flow)
         warnings.append(lost + "; skipped, because fail_on_data_loss=False")
         return earliest
     if committed > topic.latest[partition]:
@@ -152,11 +152,12 @@ def _check_same_topic(topic: SourceTopic, progress: Progress, flow: str) -> None
         )
 
 
-def _data_loss(topic: SourceTopic, partition: int, lost: str, flow: str) -> DataLossError:
+def data_loss(place: str, lost: str, flow: str) -> DataLossError:
+    """The error for records that have expired. Args: place: topic and partition. lost: which offsets, as a text."""
     return DataLossError(
         "Source records have expired before this flow has read them",
         flow=flow,
-        topic=f"{topic.name}-{partition}",
+        topic=place,
         detail=lost,
         next_step="if that loss is acceptable, read with fail_on_data_loss=False once: the gap is logged and skipped. "
         "To prevent such losses, raise the topic's retention",
