@@ -209,3 +209,15 @@ class ClaimCheckError(OnceflowError):
 
 class ProcessorError(OnceflowError):
     """User code of a processor or one of its serdes raised, or this version of it cannot read the state."""
+
+
+def data_loss(place: str, lost: str, flow: str) -> DataLossError:
+    """The error for records that have expired. Args: place: topic and partition. lost: which offsets, as a text."""
+    return DataLossError(
+        "Source records have expired before this flow has read them",
+        flow=flow,
+        topic=place,
+        detail=lost,
+        next_step="if that loss is acceptable, read with fail_on_data_loss=False once: the gap is logged and skipped. "
+        "To prevent such losses, raise the topic's retention",
+    )

@@ -15,6 +15,7 @@ time, and have arrived when the job's result has.)
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,12 +52,15 @@ class Routing:
         tasks: how many tasks the job has.
         hash_key: whether the key decides the partition.
         task_partitions: for ``source``, the partition of each task.
+        by_number: whether a task only has partitions with ``partition % tasks == task``, in all topics. Nobody has
+            moved the rows there, so this is checked.
     """
 
     kind: str
     tasks: int
     hash_key: bool
     task_partitions: tuple[int, ...] = ()
+    by_number: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class StateOrder:
             ``partition % modulus``.
         co_partitioned: whether keys are in the same partition numbers of source and table.
         due: partitions to open even if they have no rows, because something is due there.
+        by_number: whether nobody has moved the rows to these tasks, so that it is checked whether they belong there.
         taken: with ``co_partitioned``, the source partitions that each task reads; empty if nothing is due.
         owner: the transactional id of the flow, also if the batch is written without transactions.
     """
@@ -128,6 +133,7 @@ class StateOrder:
     topic: str | None
     modulus: int
     co_partitioned: bool = False
+    by_number: bool = False
     due: frozenset[int] = frozenset()
     taken: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     owner: str = ""
@@ -259,12 +265,14 @@ class TaskReport:
         states: one report for each partition of a table that was opened.
         prepared: local copies that were brought up to date, also by a task that has failed.
         returned: rows that the driver has to write; each item is an Arrow stream (``task/step_outputs.py``).
+        read: how many records of each topic tasks have read by themselves.
     """
 
     written: tuple[Report, ...]
     states: tuple[StateReport, ...] = ()
     prepared: tuple[Prepared, ...] = ()
     returned: tuple[bytes, ...] = ()
+    read: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -303,6 +311,7 @@ def decoded(reports: Iterable[bytes]) -> TaskReport:
         states=tuple(each for report in every for each in report.states),
         prepared=tuple(each for report in every for each in report.prepared),
         returned=tuple(each for report in every for each in report.returned),
+        read=sum((Counter(report.read) for report in every), Counter()),
     )
 
 

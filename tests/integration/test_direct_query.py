@@ -14,7 +14,6 @@ from pyspark.sql import functions as F
 from onceflow.calls.concurrently import concurrently
 from onceflow.client.settings import ClientSettings
 from onceflow.planning.calls import enrich_frame
-from onceflow.planning.direct_plan import SOURCE_TYPES, DirectPlan, DirectSource, reinterpreted, sink_rows
 from onceflow.planning.direct_query import direct_plan
 from onceflow.planning.maps import map_of
 from onceflow.planning.ownership import HEADERS, check_columns, prepare
@@ -25,6 +24,7 @@ from onceflow.spark import plans, queries
 from onceflow.spark.collect import collect
 from onceflow.spark.kafka_source import load_source
 from onceflow.task.call_rows import CallOrder
+from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, DirectSource, reinterpreted, sink_rows
 from onceflow.task.map_rows import RowsMap
 from onceflow.task.state_tasks import StepPlaceholder, engine_rows
 

@@ -84,15 +84,21 @@ class Result:
 
 
 class Engines:
-    """Runs the same flow with each engine."""
+    """Runs the same flow with each engine.
 
-    def __init__(self, bootstrap: str, spark: Any, make_topic: MakeTopic) -> None:
-        self.bootstrap, self.spark, self.make_topic = bootstrap, spark, make_topic
+    Args:
+        by_tasks: whether tasks read the records of the direct engine, not the driver.
+    """
+
+    def __init__(self, bootstrap: str, spark: Any, make_topic: MakeTopic, *, by_tasks: bool) -> None:
+        self.bootstrap, self.spark, self.make_topic, self.by_tasks = bootstrap, spark, make_topic, by_tasks
 
     def run(
         self, engine: str, build: Callable[[Flow], DataFrame], *, target: str = "", partitions: int = 3, **write: Any
     ) -> Result:
         target = target or self.make_topic("out", partitions)
+        if self.by_tasks and engine == "direct":
+            write["small_batch_rows"] = 0
         flow = Flow(f"{engine}-{target}", self.spark, bootstrap_servers=self.bootstrap)
         try:
             query = flow.write(build(flow), topic=target, once=True, engine=engine, **write).start()
@@ -104,6 +110,8 @@ class Engines:
             flow.close()
         assert query.engine == engine
         read: Counter[str] = Counter()
+        if engine == "direct" and query.batches:
+            assert any("task" in batch.path for batch in query.batches) == self.by_tasks
         for batch in query.batches:
             read.update(batch.read)
         progress = self.progress(flow.name)
@@ -122,9 +130,9 @@ class Engines:
         return [decode(each.key, each.value) for each in seen if each.key == flow.encode() and each.value is not None]
 
 
-@pytest.fixture
-def engines(onceflow_broker: str, onceflow_spark: Any, make_topic: MakeTopic) -> Engines:
-    return Engines(onceflow_broker, onceflow_spark, make_topic)
+@pytest.fixture(params=["driver", "tasks"])
+def engines(onceflow_broker: str, onceflow_spark: Any, make_topic: MakeTopic, request: Any) -> Engines:
+    return Engines(onceflow_broker, onceflow_spark, make_topic, by_tasks=request.param == "tasks")
 
 
 def filled(engines: Engines, partitions: int = 1, **options: Any) -> Source:

@@ -12,10 +12,19 @@ import pytest
 from onceflow.client.column_chunks import ColumnChunk
 from onceflow.direct.arrivals import Arrivals, Limits, Taken
 from onceflow.direct.fetched import FetchedPart
-from onceflow.planning.direct_plan import DirectSource
 from onceflow.protocol.record_columns import RecordColumns
+from onceflow.task.direct_plan import DirectPlan, DirectSource
+from onceflow.task.source_rows import QueryRows
 
-SOURCE = DirectSource("in", include_headers=False, fail_on_data_loss=True, max_records=None)
+QUERY = QueryRows(
+    DirectPlan(
+        tuple(
+            DirectSource(name, include_headers=False, fail_on_data_loss=True, max_records=None)
+            for name in ("in", "other")
+        ),
+        ("key", "value"),
+    )
+)
 NO_LIMITS = Limits({}, 10**9, 10**12)
 
 
@@ -26,8 +35,7 @@ def part(start: int, end: int, *, partition: int = 0, topic: str = "in", without
     stamps = np.array(offsets, np.int64)
     records = RecordColumns(values, values, stamps, stamps, np.zeros(len(offsets), np.int32))
     chunk = ColumnChunk(records, end, True, None, 10 * len(offsets))
-    source = DirectSource(topic, include_headers=False, fail_on_data_loss=True, max_records=None)
-    return FetchedPart((topic, partition), start, end, chunk, source, lambda rows, _: rows)
+    return FetchedPart((topic, partition), start, end, chunk, QUERY)
 
 
 def offsets_of(taken: Taken) -> dict[tuple[str, int], list[int]]:

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import types as T
 
-from onceflow.planning.direct_plan import (
+from onceflow.planning.ownership import check_columns
+from onceflow.task.direct_plan import (
     SOURCE_TYPES,
     Attribute,
     Constant,
@@ -19,7 +20,6 @@ from onceflow.planning.direct_plan import (
     reinterpreted,
     sink_rows,
 )
-from onceflow.planning.ownership import check_columns
 
 NAMES = tuple(SOURCE_TYPES)
 #: Bytes that are no text in UTF-8.

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from onceflow import OptionError, UnsupportedQueryError
-from onceflow.planning.direct_plan import DirectPlan
+from onceflow import UnsupportedQueryError
 from onceflow.planning.engine import choose
+from onceflow.task.direct_plan import DirectPlan
 
 PLAN = DirectPlan((), ("key", "value"))
 FILTER = "the query has a filter (where)"
 
 
 def chosen(wanted: str = "auto", plan: Any = PLAN, **more: Any) -> tuple[str, str]:
-    facts = {"checkpoint": False, "local": True, "small_batch_rows": None, **more}
+    facts = {"checkpoint": False, "stateful": False, "local": True, "small_batch_rows": None, **more}
     found = choose(wanted, plan, flow="deposits", **facts)
     assert (found.plan is None) == (found.engine == "spark")
     return found.engine, found.reason
@@ -29,8 +29,10 @@ def chosen(wanted: str = "auto", plan: Any = PLAN, **more: Any) -> tuple[str, st
         ({"checkpoint": True}, "spark", "checkpoint="),
         ({"small_batch_rows": 0}, "spark", "small_batch_rows=0"),
         ({"small_batch_rows": 100}, "direct", "no Spark job"),
-        ({"local": False}, "spark", "other machines"),
-        ({"local": False, "wanted": "direct"}, "direct", "engine='direct'"),
+        ({"small_batch_rows": 0, "wanted": "direct"}, "direct", "engine='direct'"),
+        ({"local": False}, "direct", "no Spark job"),
+        ({"local": False, "stateful": True}, "spark", "other machines"),
+        ({"local": False, "stateful": True, "wanted": "direct"}, "direct", "engine='direct'"),
         ({"wanted": "direct"}, "direct", "engine='direct'"),
         ({"wanted": "spark"}, "spark", "engine='spark'"),
         ({"wanted": "spark", "plan": FILTER}, "spark", "engine='spark'"),
@@ -49,5 +51,3 @@ def test_the_direct_engine_refuses_what_it_cannot_run() -> None:
         chosen("direct", FILTER)
     with pytest.raises(UnsupportedQueryError, match="checkpoint="):
         chosen("direct", checkpoint=True)
-    with pytest.raises(OptionError, match="small_batch_rows=0"):
-        chosen("direct", small_batch_rows=0)

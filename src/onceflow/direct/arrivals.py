@@ -74,6 +74,19 @@ class Arrivals:
         """A partition was added to a topic; it is read from here."""
         self.taken[topic][partition] = offset
 
+    def drop(self) -> None:
+        """Forget what waits. Nothing of it was taken, so it is read again."""
+        self._waiting.clear()
+        self.nbytes = 0
+
+    def take_unread(self, ends: Mapping[str, Mapping[int, int]]) -> SourceRange:
+        """A batch takes everything below these offsets, which others read. Nothing may wait here meanwhile."""
+        assert not self._waiting, "what waits would be read twice"
+        before = self._snapshot()
+        for topic, offsets in ends.items():
+            self.taken[topic] |= offsets
+        return SourceRange(before, self._snapshot())
+
     def nothing(self) -> SourceRange:
         """A range without offsets, where batches are."""
         there = self._snapshot()

@@ -11,6 +11,7 @@ from onceflow.driver import handover
 from onceflow.driver.batches import Batches, Commit
 from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.range_rows import RangeRows
 from onceflow.driver.step_seconds import timed
 from onceflow.errors import OnceflowError
 from onceflow.planning.options import BatchSummary, SinkOptions
@@ -28,7 +29,7 @@ class DirectCommit(Commit, Protocol):
 
 
 class DirectBatches(Batches):
-    """Writes batches that the direct engine has fetched."""
+    """Writes batches of the direct engine: the driver has fetched their rows, or tasks are going to read them."""
 
     def __init__(
         self, commit: DirectCommit, options: SinkOptions, *, tables: Callable[[], list[TableFacts]] = list
@@ -36,7 +37,7 @@ class DirectBatches(Batches):
         super().__init__(commit, options, tables=tables)
         self._commit = commit
 
-    def __call__(self, rows: FetchedRows, source: SourceRange, *, backlog: bool) -> None:
+    def __call__(self, rows: FetchedRows | RangeRows, source: SourceRange, *, backlog: bool) -> None:
         """Run one batch, unless it would change nothing.
 
         Args:
@@ -61,7 +62,7 @@ class DirectBatches(Batches):
         if not self.awaited and not self.stopping:
             log.error("%s", error)
 
-    def _run(self, rows: FetchedRows, source: SourceRange) -> None:
+    def _run(self, rows: FetchedRows | RangeRows, source: SourceRange) -> None:
         self._commit.settle()
         self._catch_up(rows)
         if self._commit.is_idle(source):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 
 from onceflow.client.column_chunks import ColumnChunk
-from onceflow.planning.direct_plan import SOURCE_TYPES, DirectSource
 from onceflow.protocol.names import TopicPartition
-from onceflow.protocol.record_columns import RecordColumns
-
-#: Makes rows of a source partition, whose number is the second argument, what the sink or a process step takes.
-Finish = Callable[[pa.RecordBatch, int], pa.RecordBatch]
+from onceflow.task.source_rows import QueryRows
 
 
 @dataclass(frozen=True)
@@ -23,16 +19,14 @@ class FetchedPart:
 
     Args:
         chunk: the records of one response.
-        source: the operators that make rows of them.
-        finish: see `Finish`.
+        query: makes rows of them.
     """
 
     place: TopicPartition
     start: int
     end: int
     chunk: ColumnChunk
-    source: DirectSource
-    finish: Finish
+    query: QueryRows
 
     @property
     def records(self) -> int:
@@ -55,9 +49,7 @@ class FetchedPart:
         if low == high:
             return
         records = self.chunk.records.slice(low, high)
-        made = self.source.apply(source_rows(records, self.place, self.source.needed))
-        if made.num_rows:
-            yield self.finish(made, self.place[1])
+        yield self.query.of(records, self.place)
 
     def _bounds(self) -> tuple[int, int]:
         offsets = self.chunk.records.offsets
@@ -65,22 +57,3 @@ class FetchedPart:
             return 0, len(offsets)
         low, high = np.searchsorted(offsets, (self.start, self.end)).tolist()
         return low, high
-
-
-def source_rows(records: RecordColumns, place: TopicPartition, needed: Sequence[str]) -> pa.RecordBatch:
-    """Records with the columns of Spark's Kafka source, see ``direct_plan.SOURCE_TYPES``.
-
-    Args:
-        needed: names of the columns that are wanted.
-    """
-    made: dict[str, Callable[[], pa.Array]] = {
-        "key": lambda: records.keys,
-        "value": lambda: records.values,
-        "topic": lambda: pa.repeat(pa.scalar(place[0], pa.string()), len(records)),
-        "partition": lambda: pa.repeat(pa.scalar(place[1], pa.int32()), len(records)),
-        "offset": lambda: pa.array(records.offsets),
-        "timestamp": lambda: pa.array(records.timestamps_ms * 1000).view(SOURCE_TYPES["timestamp"]),
-        "timestampType": lambda: pa.array(records.timestamp_types),
-        "headers": lambda: records.headers,
-    }
-    return pa.RecordBatch.from_arrays([made[name]() for name in needed], names=list(needed))

@@ -15,18 +15,23 @@ from pyspark.sql import SparkSession
 from onceflow import log_context
 from onceflow.clock import clock_ms
 from onceflow.direct.arrivals import Limits, Taken
+from onceflow.direct.backlog import Backlog, spread
 from onceflow.direct.batches import DirectBatches
 from onceflow.direct.pacing import BATCH_BYTES, BatchSize
 from onceflow.direct.source_reader import SourceReader
 from onceflow.driver import handover
 from onceflow.driver.fetched_rows import FetchedRows
-from onceflow.driver.offset_log import TopicOffsets
+from onceflow.driver.offset_log import SourceRange, TopicOffsets, earlier
+from onceflow.driver.range_rows import RangeRows, RangeSource
 from onceflow.errors import BatchAbortedError
-from onceflow.spark.query_progress import ProgressReports
+from onceflow.spark.query_progress import ProgressReports, left
 
 _WAIT_S = 0.1  # how long a Fetch is waited for, before stops and timers are looked at again
 # Offsets without records (transaction markers, aborted records) need no batch of their own at once.
 _OFFSETS_WAIT_S = 1.0
+# A batch that tasks read takes about so long: it starts a Spark job.
+_TASKS_S = 1.0
+_TASKS_RECORDS_MAX = 5_000_000
 
 
 class DirectLoop:
@@ -38,6 +43,7 @@ class DirectLoop:
         trigger_s: how often a batch begins; 0: as soon as there are records.
         records_per_batch: most offsets of one batch, by topic.
         until: the query ends when it has read everything before these offsets; None: it does not end.
+        backlog: decides who reads. tasks: what tasks need to read by themselves.
 
     Attributes:
         lag: offsets left to read, as they were known at the last look.
@@ -54,6 +60,8 @@ class DirectLoop:
         trigger_s: float,
         records_per_batch: Mapping[str, int],
         until: TopicOffsets | None,
+        backlog: Backlog,
+        tasks: RangeSource,
     ) -> None:
         self._batches = batches
         self._reader = reader
@@ -61,9 +69,12 @@ class DirectLoop:
         self._trigger_s = trigger_s
         self._records_per_batch = records_per_batch
         self._until = until
+        self._backlog = backlog
+        self._tasks = tasks
         self._reports: ProgressReports | None = None
         self._ended: Callable[[], None] = lambda: None
         self._size = BatchSize(trigger_s)
+        self._tasks_size = BatchSize(_TASKS_S, most=_TASKS_RECORDS_MAX)
         self._stop = threading.Event()
         self._next_at = 0.0
         self._offsets_since: float | None = None  # since when there are offsets without records
@@ -113,9 +124,14 @@ class DirectLoop:
         now = time.monotonic()
         if now < self._next_at:
             self._wait(self._next_at - now)
+        elif self._backlog.by_tasks:
+            if not self._run_by_tasks():
+                self._reader.go_on()
         elif self._is_due(now):
-            self._fill()
-            self._run_batch()
+            self._backlog.looked(_total(self.lag), now=now)
+            if not self._backlog.by_tasks:
+                self._fill()
+                self._run_batch()
         elif not self._fetch(_WAIT_S):
             self._batches.idle = True
 
@@ -176,26 +192,57 @@ class DirectLoop:
         started_ms, before = clock_ms(), self._batches.progress.batch_id
         self._batches(FetchedRows(self._spark, taken.parts), taken.source, backlog=backlog)
         seconds = time.monotonic() - now + self._busy_s
-        self._size.ran(taken.source.max_rows, seconds)
+        if self._size.ran(taken.source.max_rows, seconds):
+            self._backlog.ran(taken.source.max_rows, seconds, now=time.monotonic())
         self.lag = self._reader.lag()
         if self._reports is not None and self._batches.progress.batch_id > before:
-            self._report(self._reports, taken, started_ms, seconds)
+            self._report(self._reports, taken.source, _records_of(taken), started_ms, seconds)
         self._busy_s = 0.0
         # With a backlog, the next batch begins at once: a batch is limited, so the flow would fall behind further.
         behind = self._reader.arrivals.has_records or self._reader.is_behind
         self._next_at = now if behind else max(self._next_at, now - self._trigger_s) + self._trigger_s
 
-    def _report(self, reports: ProgressReports, taken: Taken, started_ms: int, seconds: float) -> None:
-        rows = dict.fromkeys(taken.source.end, 0)
-        for part in taken.parts:
-            rows[part.place[0]] += part.records
+    def _run_by_tasks(self) -> bool:
+        """Run a batch whose records tasks read by themselves. False: the driver is to read again."""
+        ends = self._reader.look_ahead()
+        self.lag = left(self._reader.arrivals.taken, ends)
+        bounds = self._bounds()
+        wanted = self.lag if bounds is None else left(self._reader.arrivals.taken, earlier(ends, bounds))
+        self._backlog.looked(_total(wanted), now=time.monotonic())
+        if not self._backlog.by_tasks:
+            return False
+        source = self._reader.arrivals.take_unread(self._spread(wanted))
+        rows = RangeRows(self._spark, self._tasks, source)
+        started_ms, before, started = clock_ms(), self._batches.progress.batch_id, time.monotonic()
+        self._batches(rows, source, backlog=True)
+        seconds = time.monotonic() - started
+        if self._tasks_size.ran(source.max_rows, seconds):
+            self._backlog.ran(source.max_rows, seconds, now=time.monotonic())
+        self.lag = left(source.end, ends)
+        if self._reports is not None and self._batches.progress.batch_id > before:
+            self._report(self._reports, source, {**dict.fromkeys(source.end, 0), **rows.read}, started_ms, seconds)
+        return self._backlog.by_tasks
+
+    def _spread(self, wanted: TopicOffsets) -> TopicOffsets:
+        """Where a batch ends that tasks read, if so many offsets of each partition are left."""
+        for topic, most in self._records_per_batch.items():
+            wanted = {**wanted, **spread({topic: wanted[topic]}, most)}
+        taken = self._reader.arrivals.taken
+        return {
+            topic: {n: taken[topic][n] + count for n, count in offsets.items()}
+            for topic, offsets in spread(wanted, self._tasks_size.records).items()
+        }
+
+    def _report(
+        self, reports: ProgressReports, source: SourceRange, rows: Mapping[str, int], started_ms: int, seconds: float
+    ) -> None:
         latest = {
             topic: {n: end + self.lag.get(topic, {}).get(n, 0) for n, end in ends.items()}
-            for topic, ends in taken.source.end.items()
+            for topic, ends in source.end.items()
         }
         reports.committed(
             self._batches.history[-1],
-            taken.source,
+            source,
             latest,
             rows,
             started_ms=started_ms,
@@ -207,3 +254,15 @@ class DirectLoop:
         """Where this batch has to end."""
         first = handover.first_range_end(self._batches.progress)
         return first if first is not None else self._until
+
+
+def _records_of(taken: Taken) -> dict[str, int]:
+    """How many records of each topic a batch has taken."""
+    rows = dict.fromkeys(taken.source.end, 0)
+    for part in taken.parts:
+        rows[part.place[0]] += part.records
+    return rows
+
+
+def _total(lag: TopicOffsets) -> int:
+    return sum(count for offsets in lag.values() for count in offsets.values())

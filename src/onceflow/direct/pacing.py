@@ -17,25 +17,28 @@ class BatchSize:
 
     Args:
         trigger_s: the interval of the trigger; 0: there is none.
+        most: records that a batch takes at most.
 
     Attributes:
         records: most offsets of the next batch.
     """
 
-    def __init__(self, trigger_s: float) -> None:
+    def __init__(self, trigger_s: float, *, most: int = _RECORDS_MAX) -> None:
+        self._most = most
         self._target_s = min(_TARGET_MAX, max(_TARGET_MIN, trigger_s)) if trigger_s else _TARGET_DEFAULT
         self.records = _FIRST_RECORDS
 
-    def ran(self, offsets: int, seconds: float) -> None:
-        """A batch has run.
+    def ran(self, offsets: int, seconds: float) -> bool:
+        """A batch has run. Returns whether it took as much as it may.
 
         Args:
             offsets: how many it has taken. seconds: how long it took, with fetching.
         """
         full = offsets >= 0.9 * self.records
         if not offsets or not (full or seconds > self._target_s):
-            return
+            return False
         fitting = offsets * self._target_s / max(seconds, 1e-4)
         wanted = self.records + _SMOOTHING * (fitting - self.records)
         wanted = min(self.records * _CHANGE_MAX, max(self.records / _CHANGE_MAX, wanted))
-        self.records = round(min(_RECORDS_MAX, max(_RECORDS_MIN, wanted)))
+        self.records = round(min(self._most, max(_RECORDS_MIN, wanted)))
+        return full

@@ -19,8 +19,8 @@ from onceflow.direct.loop import DirectLoop
 from onceflow.driver.offset_log import has_reached
 from onceflow.engine_query import DIRECT, as_spark
 from onceflow.errors import OnceflowError
-from onceflow.planning.direct_plan import DirectPlan, described
 from onceflow.spark.query_progress import ProgressReports
+from onceflow.task.direct_plan import DirectPlan, described
 
 _LOOK_S = 30.0
 _WAIT_S = 0.05

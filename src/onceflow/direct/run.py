@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.direct.batches import DirectBatches
-from onceflow.direct.fetched import Finish
+from onceflow.direct.by_tasks import backlog_of, range_source
 from onceflow.direct.loop import DirectLoop
 from onceflow.direct.query import DirectQuery
 from onceflow.direct.source_reader import SourceReader
@@ -16,11 +16,13 @@ from onceflow.driver.run import PreparedQuery, batch_commit, watch_sources
 from onceflow.driver.start_report import StartReport, report
 from onceflow.driver.startup import Startup
 from onceflow.driver.state_step import StateStep
+from onceflow.driver.streamed_query import StreamedQuery
 from onceflow.driver.targets import load_targets
 from onceflow.driver.watching import Watch
-from onceflow.planning.direct_plan import DirectPlan, sink_rows
-from onceflow.planning.ownership import Columns, check_source_partitions
+from onceflow.planning.ownership import check_source_partitions
 from onceflow.protocol.progress import Offsets
+from onceflow.task.direct_plan import DirectPlan, SinkForm
+from onceflow.task.source_rows import QueryRows
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,8 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
         targets = load_targets(startup.session.cluster, options.topic, deadline)
         check_source_partitions(options.topic, targets, startup.sources_read.partitions)
     starts = {topic: dict(prepared.progress.offsets[topic]) for topic in startup.sources}
-    columns = query.columns if query.state is None else None
-    if columns is not None:
-        plan = plan.only(columns.taken)
-    reader = SourceReader(startup.settings, plan, starts, _finisher(columns, by_source=by_source), flow=flow)
+    read = _rows_of(query, plan, by_source=by_source)
+    reader = SourceReader(startup.settings, read, starts, flow=flow)
     try:
         until = _end_of_run(prepared, starts, deadline)
         tables = list if query.state is None else query.state.facts
@@ -87,6 +87,8 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
             trigger_s=options.trigger_s,
             records_per_batch={s.topic: s.max_records for s in plan.sources if s.max_records is not None},
             until=until,
+            backlog=backlog_of(prepared),
+            tasks=range_source(prepared, read, reader.topic_ids),
         )
         told = report(startup, prepared.spark, options, outputs=prepared.written, choice=prepared.choice)
         startup.used()
@@ -97,16 +99,12 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
     return DirectRun(batches, loop, plan, startup, query.state, watch, startup.until, told)
 
 
-def _finisher(columns: Columns | None, *, by_source: bool) -> Finish:
-    """What makes rows ready.
-
-    Args:
-        columns: those that the sink takes; None: the rows go to a process step.
-    """
-    if columns is None:
-        return lambda rows, partition: rows
-    taken = columns
-    return lambda rows, partition: sink_rows(rows, taken, partition if by_source else None)
+def _rows_of(query: StreamedQuery, plan: DirectPlan, *, by_source: bool) -> QueryRows:
+    """What the sink, or the process step, takes."""
+    if query.state is not None:
+        return QueryRows(plan)
+    taken = query.columns.taken
+    return QueryRows(plan.only(taken), SinkForm(taken, query.columns.cast, by_source))
 
 
 def _end_of_run(prepared: PreparedQuery, starts: TopicOffsets, deadline: Deadline) -> TopicOffsets | None:

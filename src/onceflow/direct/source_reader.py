@@ -13,15 +13,14 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.column_chunks import ColumnChunk, ColumnForm
 from onceflow.client.deadline import Deadline
 from onceflow.client.long_poll import LongPoll
-from onceflow.client.offsets import EARLIEST, list_offsets
+from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.direct.arrivals import Arrivals
-from onceflow.direct.fetched import FetchedPart, Finish
+from onceflow.direct.fetched import FetchedPart
 from onceflow.driver.offset_log import TopicOffsets, has_reached
-from onceflow.errors import OnceflowError
-from onceflow.planning.direct_plan import DirectPlan
-from onceflow.planning.source_starts import data_loss
+from onceflow.errors import OnceflowError, data_loss
 from onceflow.protocol.names import TopicPartition
+from onceflow.task.source_rows import QueryRows
 
 log = logging.getLogger("onceflow")
 
@@ -39,24 +38,24 @@ class SourceReader:
 
     Args:
         starts: the offset at which each partition is read first, by topic.
-        finish: see `Finish`.
+        query: makes rows of the records.
 
     Attributes:
         arrivals: what waits for a batch.
+        topic_ids: of the sources.
     """
 
     def __init__(
         self,
         settings: ClientSettings,
-        plan: DirectPlan,
+        query: QueryRows,
         starts: Mapping[str, Mapping[int, int]],
-        finish: Finish,
         *,
         flow: str,
     ) -> None:
         self._flow = flow
-        self._finish = finish
-        self._sources = {source.topic: source for source in plan.sources}
+        self._query = query
+        self._sources = {source.topic: source for source in query.plan.sources}
         self.arrivals = Arrivals({topic: starts[topic] for topic in self._sources})
         self._cluster = Cluster(settings, refused_s=None)
         self._looked_at = float("-inf")
@@ -71,8 +70,9 @@ class SourceReader:
         positions = {
             (topic, n): offset for topic, offsets in self.arrivals.taken.items() for n, offset in offsets.items()
         }
+        self.topic_ids = {info.name: info.topic_id for info in topics.values()}
         self._arrived = dict(positions)  # everything below has arrived
-        form = ColumnForm(headers=any(source.include_headers for source in plan.sources))
+        form = ColumnForm(headers=any(source.include_headers for source in query.plan.sources))
         self._poll: LongPoll[ColumnChunk] = LongPoll(
             self._cluster, topics.values(), positions, fetch_bytes=FETCH_BYTES, form=form
         )
@@ -132,12 +132,32 @@ class SourceReader:
         if self.arrivals.nbytes < BUFFER_BYTES:
             self._poll.send()
 
+    # ---- while tasks read ----------------------------------------------------------------------------
+
+    def look_ahead(self) -> TopicOffsets:
+        """What is left to read: ask for the last stable offsets. What has arrived is given up: tasks read it.
+
+        Returns:
+            The last stable offset of each partition.
+        """
+        self._look()
+        self.arrivals.drop()
+        deadline = Deadline(_START_S, f"looking for the ends of the sources of flow {self._flow}")
+        wanted = {topic: sorted(offsets) for topic, offsets in self.arrivals.taken.items()}
+        return list_offsets(self._cluster, wanted, LATEST, deadline)
+
+    def go_on(self) -> None:
+        """Read here again, from where batches are now."""
+        for topic, offsets in self.arrivals.taken.items():
+            for partition, offset in offsets.items():
+                self._arrived[topic, partition] = offset
+                self._poll.seek(topic, partition, offset)
+
     def _add(self, place: TopicPartition, chunk: ColumnChunk) -> None:
-        topic = place[0]
         if chunk.expired_from is not None:
             self._expired(place, chunk.expired_from, chunk.next_offset)
         start, self._arrived[place] = self._arrived[place], chunk.next_offset
-        part = FetchedPart(place, start, chunk.next_offset, chunk, self._sources[topic], self._finish)
+        part = FetchedPart(place, start, chunk.next_offset, chunk, self._query)
         self.arrivals.add(part)
 
     def _expired(self, place: TopicPartition, first: int, end: int) -> None:

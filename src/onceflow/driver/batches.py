@@ -208,5 +208,5 @@ class Batches:
 def _no_rows(rows: Rows) -> Rows:
     spark = rows.sparkSession
     if not isinstance(rows, DataFrame):
-        return FetchedRows(spark, ())
+        return FetchedRows(spark, ())  # the driver fires timers itself, whoever reads the records
     return spark.createDataFrame(spark.sparkContext.emptyRDD(), rows.schema)

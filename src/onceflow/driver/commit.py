@@ -28,7 +28,7 @@ from onceflow.driver import batch_errors, handover
 from onceflow.driver.audit import Audit, Part, combined
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.delivery import Delivery
-from onceflow.driver.fetched_rows import Rows
+from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.joins import Joins
 from onceflow.driver.late_rows import LateRows
 from onceflow.driver.numbering import Numbering
@@ -245,7 +245,7 @@ class BatchCommit:
     def _begin(self, rows: Rows, attempt: Attempt) -> ProducerIdAndEpoch:
         """Get a new epoch for this attempt (I3), and put it where the tasks of this thread's jobs can read it."""
         producer = self._delivery.begin(self._writer.deadline("beginning the transaction"))
-        if isinstance(rows, DataFrame):
+        if not isinstance(rows, FetchedRows):
             described = {
                 "batch": attempt.batch,
                 "producer_id": producer.producer_id,
@@ -359,6 +359,7 @@ class BatchCommit:
     def learn(self, problem: BaseException) -> bool:
         """Learn from the failure for the next attempt. Returns whether the failed attempt is not counted: it had to
         bring local copies up to date, which stay."""
+        self._writer.learn(problem)
         read = self._joins.failed(problem, self._writer.deadline)
         restored = self._state is not None and self._state.failed(problem)
         return read or (restored and isinstance(problem, TransactionTimeoutError | DeadlineExceededError))

@@ -1,4 +1,4 @@
-"""The rows of a batch: those of a micro-batch of Spark, or those that the driver has fetched by itself."""
+"""The rows of a batch: of a micro-batch of Spark, fetched by the driver, or to be read by tasks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Protocol
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
+from onceflow.driver.range_rows import RangeRows
+from onceflow.task.source_rows import joined
+
 
 class Fetched(Protocol):
     """Committed records of a source, and the operators that make rows of them."""
@@ -16,10 +19,6 @@ class Fetched(Protocol):
     def rows(self) -> Iterator[pa.RecordBatch]:
         """The rows. Called for every attempt of the batch."""
         ...
-
-
-# Larger batches are not joined: the copy would cost more than it saves.
-_JOINED_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -36,25 +35,7 @@ class FetchedRows:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as the sink or the process step of the query takes them."""
-        waiting: list[pa.RecordBatch] = []
-        size = 0
-        for part in self.parts:
-            for batch in part.rows():
-                if waiting and (size + batch.nbytes > _JOINED_BYTES or batch.schema != waiting[0].schema):
-                    yield _joined(waiting)
-                    waiting, size = [], 0
-                waiting.append(batch)
-                size += batch.nbytes
-        if waiting:
-            yield _joined(waiting)
+        return joined(rows for part in self.parts for rows in part.rows())
 
 
-def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """One batch: what is written to a partition by one Arrow batch is one record batch, or few."""
-    joined: pa.RecordBatch = batches[0]
-    if len(batches) > 1:
-        (joined,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
-    return joined
-
-
-Rows = DataFrame | FetchedRows
+Rows = DataFrame | FetchedRows | RangeRows

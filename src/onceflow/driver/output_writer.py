@@ -17,12 +17,22 @@ from onceflow.driver.delivery import Delivery
 from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.numbering import Numbering
 from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.range_rows import RangeRows
 from onceflow.driver.retries import Attempt
 from onceflow.driver.state_step import StateStep
 from onceflow.driver.targets import load_targets
-from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, Routing, Target, WriteOrder, from_rows
+from onceflow.messages import (
+    DRIVER,
+    REPORT_SPARK_SCHEMA,
+    NotCopartitionedError,
+    Routing,
+    Target,
+    WriteOrder,
+    from_rows,
+)
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.planning.ownership import Columns, Outgoing, prepare
+from onceflow.planning.range_tasks import task_count
 from onceflow.protocol.names import OwnTopics
 from onceflow.spark.collect import collect
 from onceflow.task.row_writer import WriteTask, write_rows
@@ -77,6 +87,7 @@ class OutputWriter:
         self._all_targets_at = float("-inf")
         self._row_bytes: float | None = None  # average size of a written row in the last batch; unknown at first
         self._last_records: int | None = None  # of the last batch in this run
+        self._rows_elsewhere = False  # rows belonged to other tasks than those that had read them
         self._rows_out = 1.0  # most rows written per row read in a batch so far: a query may explode rows
 
     def deadline(self, what: str) -> Deadline:
@@ -100,6 +111,8 @@ class OutputWriter:
         """Produce every row under the producer id and epoch of the attempt, and collect what was acknowledged."""
         if isinstance(rows, FetchedRows):
             return self._write_fetched(rows, attempt)
+        if isinstance(rows, RangeRows):
+            return self._write_ranges(rows, attempt)
         return self._write_frame(rows, attempt)
 
     def _write_frame(self, df: DataFrame, attempt: Attempt) -> list[Part]:
@@ -132,6 +145,32 @@ class OutputWriter:
         hash_key = self._columns.key and self._options.partitioner == "key"
         order = self._order(attempt, topic, targets, Routing("key", 1, hash_key))
         return [Part(write_rows(order, DRIVER, rows.batches(), self._cluster).written, None, False)]
+
+    def _write_ranges(self, rows: RangeRows, attempt: Attempt) -> list[Part]:
+        """Rows that tasks read by themselves. If these tasks cannot also write them, Spark moves the rows to others."""
+        cores, topic = self._cores(), self._options.topic
+        targets = self._targets if topic is not None or self._state is not None else self._every_target()
+        read = self._source_partitions.values()
+        if self._state is not None:
+            tasks = self._state.range_tasks(read, cores)
+        elif self._rows_elsewhere or self._options.partitioner == "round_robin":
+            tasks = None
+        elif self._options.partitioner == "source":
+            tasks = min(cores, max(read))
+        else:
+            tasks = task_count([*read, *([] if topic is None else [targets[topic].partitions])], cores)
+        if tasks is None or (tasks == 1 and cores > 1):
+            return self._write_frame(rows.frame(min(cores, max(read))), attempt)
+        attempt.summary.path = f"{tasks} reading tasks"
+        if self._state is not None:
+            return self._state.write_ranges(rows, tasks, self._order(attempt, topic, targets), self._cluster)
+        hash_key = self._columns.key and self._options.partitioner == "key"
+        order = self._order(attempt, topic, targets, Routing("key", tasks, hash_key, by_number=True))
+        return [Part(rows.run(order, tasks).written, tasks, False)]
+
+    def learn(self, problem: BaseException) -> None:
+        """Learn from a failed attempt."""
+        self._rows_elsewhere = self._rows_elsewhere or isinstance(problem, NotCopartitionedError)
 
     def _write_outgoing(
         self, outgoing: Outgoing, attempt: Attempt, expected_rows: float, expected_bytes: float

@@ -146,6 +146,7 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
         write.run.engine,
         query.direct,
         checkpoint=write.run.checkpoint is not None,
+        stateful=query.state is not None,
         local=is_local(spark),
         small_batch_rows=options.small_batch_rows,
         flow=flow,

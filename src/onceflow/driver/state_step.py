@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pyspark.sql import DataFrame
@@ -19,6 +19,7 @@ from onceflow.driver.audit import Part
 from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.preparing import prepare, settle_copies
+from onceflow.driver.range_rows import RangeRows
 from onceflow.driver.step_input import read_partitions
 from onceflow.driver.step_on_driver import BY_KEY
 from onceflow.driver.step_two_stage import Stages, runs_step_once
@@ -34,6 +35,7 @@ from onceflow.planning import placement
 from onceflow.planning.options import BatchSummary
 from onceflow.planning.ownership import Outgoing
 from onceflow.planning.placement import BatchFacts, Learnt, Placement, QueryShape
+from onceflow.planning.range_tasks import task_count
 from onceflow.planning.step_tree import StepQuery
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.progress import Progress, TableProgress
@@ -199,6 +201,27 @@ class StateStep:
         done, part = step_on_driver.run_rows(rows.batches(), state, cluster)
         self._done = {table: done}
         return [part]
+
+    def range_tasks(self, source_partitions: Iterable[int], cores: int) -> int | None:
+        """How many tasks read, process and write a batch without moving its rows; None: they have to be moved.
+
+        Args:
+            source_partitions: partition count of every source. cores: how many tasks can run at once.
+        """
+        if self.learnt.keys_elsewhere or self.learnt.outputs_elsewhere:
+            return None
+        return task_count([*source_partitions, *(table.partitions for table in self.tables)], cores)
+
+    def write_ranges(self, rows: RangeRows, tasks: int, order: WriteOrder, cluster: Cluster) -> list[Part]:
+        """Tasks read rows, process them, and write what comes out."""
+        (table,) = self._by_name
+        state = replace(self._order(table, Placement("fused", "everything"), order), modulus=tasks, by_number=True)
+        done = rows.run(state, tasks)
+        self._done = {table: done}
+        parts = [Part(done.written, tasks, False)]
+        if done.returned and not done.failed:
+            parts.append(step_on_driver.write_returned(done.returned, order, cluster))
+        return parts
 
     def outgoing(self, df: DataFrame, place: Placement, order: WriteOrder) -> Outgoing:
         """The rows that the sink is to write, in two stages."""

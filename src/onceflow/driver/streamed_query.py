@@ -9,7 +9,6 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.driver.state_step import StateStep
 from onceflow.errors import OptionError
-from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.direct_query import Maps, direct_plan
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
 from onceflow.planning.ownership import Columns
@@ -21,6 +20,7 @@ from onceflow.protocol.progress import Progress
 from onceflow.spark import plans, queries
 from onceflow.spark.master import current_cores, is_local
 from onceflow.state.table_state import TableState
+from onceflow.task.direct_plan import DirectPlan
 from onceflow.task.state_tasks import Collected
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from onceflow.planning.direct_plan import (
+from onceflow.spark import jvm, plan_columns, plans, queries
+from onceflow.spark.plan_columns import ComputedColumn, ConstantColumn
+from onceflow.task.direct_plan import (
     SOURCE_TYPES,
     Attribute,
     Constant,
@@ -17,8 +19,6 @@ from onceflow.planning.direct_plan import (
     MapRows,
     Select,
 )
-from onceflow.spark import jvm, plan_columns, plans, queries
-from onceflow.spark.plan_columns import ComputedColumn, ConstantColumn
 
 #: Functions of ``Flow.map``, by their names in plans.
 Maps = Mapping[str, Callable[[pa.RecordBatch], pa.RecordBatch]]

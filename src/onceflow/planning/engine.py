@@ -1,12 +1,12 @@
-"""Which engine runs a query: the direct engine, where the driver reads small batches by itself, or Spark's."""
+"""Which engine runs a query: the direct engine, which reads the sources by itself, or Spark's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from onceflow.engine_query import DIRECT, SPARK
-from onceflow.errors import OptionError, UnsupportedQueryError
-from onceflow.planning.direct_plan import DirectPlan
+from onceflow.errors import UnsupportedQueryError
+from onceflow.task.direct_plan import DirectPlan
 
 AUTO = "auto"
 ENGINES = (AUTO, DIRECT, SPARK)
@@ -31,6 +31,7 @@ def choose(
     plan: DirectPlan | str,
     *,
     checkpoint: bool,
+    stateful: bool,
     local: bool,
     small_batch_rows: int | None,
     flow: str,
@@ -40,12 +41,12 @@ def choose(
     Args:
         wanted: one of ``ENGINES``.
         plan: the query as the direct engine runs it, or why it cannot.
-        checkpoint: whether there is one. local: whether tasks run on this machine.
+        checkpoint: whether there is one. stateful: whether the query has a process step.
+        local: whether tasks run on this machine.
         small_batch_rows: as given to ``Flow.write``.
 
     Raises:
         UnsupportedQueryError: the direct engine was asked for, and cannot run the query.
-        OptionError: another option contradicts the direct engine.
     """
     if wanted == SPARK:
         return EngineChoice(SPARK, f"engine={SPARK!r}")
@@ -53,16 +54,10 @@ def choose(
         why = "checkpoint= keeps Spark's own state and offsets"
     elif isinstance(plan, str):
         why = plan
-    elif small_batch_rows == 0:
-        if wanted == DIRECT:
-            raise OptionError(
-                "small_batch_rows=0 and engine='direct' contradict each other: the direct engine needs no tasks",
-                flow=flow,
-                next_step="leave one of them out",
-            )
+    elif wanted == AUTO and small_batch_rows == 0:
         return EngineChoice(SPARK, "small_batch_rows=0: tasks write all batches")
-    elif wanted == AUTO and not local:
-        return EngineChoice(SPARK, "tasks run on other machines; engine='direct' makes the driver do all the work")
+    elif wanted == AUTO and stateful and not local:
+        return EngineChoice(SPARK, "its state is where tasks run, on other machines; engine='direct' moves it")
     else:
         return EngineChoice(DIRECT, f"engine={DIRECT!r}" if wanted == DIRECT else "its plan needs no Spark job", plan)
     if wanted == DIRECT:

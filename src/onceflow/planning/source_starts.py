@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from onceflow.errors import DataLossError, OptionError, ProgressConflictError
+from onceflow.errors import OptionError, ProgressConflictError, data_loss
 from onceflow.protocol.progress import Progress
 
 STARTING = ("earliest", "latest")
@@ -150,18 +150,6 @@ def _check_same_topic(topic: SourceTopic, progress: Progress, flow: str) -> None
             detail=f"topic id was {before}, is {topic.topic_id}; progress ends at {dict(progress.offsets[topic.name])}",
             next_step="`onceflow reset` the flow to read the new topic from its start, or use another flow name",
         )
-
-
-def data_loss(place: str, lost: str, flow: str) -> DataLossError:
-    """The error for records that have expired. Args: place: topic and partition. lost: which offsets, as a text."""
-    return DataLossError(
-        "Source records have expired before this flow has read them",
-        flow=flow,
-        topic=place,
-        detail=lost,
-        next_step="if that loss is acceptable, read with fail_on_data_loss=False once: the gap is logged and skipped. "
-        "To prevent such losses, raise the topic's retention",
-    )
 
 
 def _behind(topic: SourceTopic, partition: int, committed: int, flow: str) -> ProgressConflictError:

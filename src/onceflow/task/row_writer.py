@@ -27,7 +27,7 @@ from onceflow.client.topics import max_message_bytes, missing
 from onceflow.client.transaction_requests import add_partitions
 from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError, UnknownTopicError, located
-from onceflow.messages import Report, Target, TaskPlace, TaskReport, WriteOrder, report_row
+from onceflow.messages import NotCopartitionedError, Report, Target, TaskPlace, TaskReport, WriteOrder, report_row
 from onceflow.protocol.batches import encode_batches, next_sequence
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
@@ -236,12 +236,20 @@ class RowWriter:
             partitions = self._as_given(topic, target, given, partitions)
         if partitions.min() < 0:  # no partition given, and no key (murmur2 gives no negative partition)
             partitions = np.where(partitions < 0, np.int32(self._next_owned(topic, target)), partitions)
+        if routing.by_number and (partitions % routing.tasks != self._place.task).any():
+            raise self._elsewhere(topic)
         low, high = int(partitions.min()), int(partitions.max())
         if low == high:
             self._encode(topic, low, rows, target)
             return
         for partition, indices in group_by_partition(partitions, target.partitions):
             self._encode(topic, partition, rows.take(pa.array(indices)), target)
+
+    def _elsewhere(self, topic: str) -> NotCopartitionedError:
+        return NotCopartitionedError(
+            f"Rows for {topic} belong to partitions of other tasks than those that have read them",
+            next_step="none: the batch runs again, with a shuffle",
+        )
 
     def _as_given(self, topic: str, target: Target, given: pa.Array, otherwise: Any) -> Any:
         """The partition column, with values of ``otherwise`` where it is null."""
@@ -264,13 +272,16 @@ class RowWriter:
         owned = self._owned.get(topic)
         if owned is None:
             tasks, task = self._order.routing.tasks, max(0, self._place.task)
-            name = None if self._order.topic is not None else topic
+            by_number = self._order.routing.by_number
+            name = None if self._order.topic is not None or by_number else topic
             # If the driver did not know the topic, all rows of the topic are in one task.
-            known = topic in self._order.targets
+            known = topic in self._order.targets or by_number
             everything = range(target.partitions)
             owned = [p for p in everything if not known or owner_of(name, p, tasks) == task]
             self._owned[topic] = owned
         if not owned:
+            if self._order.routing.by_number:
+                raise self._elsewhere(topic)
             raise ProtocolError(
                 f"Task {self._place.task} received rows of {topic} and owns no partition of it",
                 flow=self._order.flow,
@@ -332,13 +343,17 @@ class RowWriter:
 
 # Python workers are reused for many batches, so the connections are kept. They must not be used across a fork. Only one
 # task at a time runs in a worker.
-_clusters: dict[tuple[int, str], Cluster] = {}
+_clusters: dict[tuple[int, str, str], Cluster] = {}
 _clusters_lock = threading.Lock()
 
 
-def worker_cluster(settings: ClientSettings) -> Cluster:
-    """The connections of this worker process to the cluster of ``settings``."""
-    key = (os.getpid(), repr((settings.bootstrap_servers, sorted(settings.options.items()))))
+def worker_cluster(settings: ClientSettings, use: str = "write") -> Cluster:
+    """The connections of this worker process to the cluster of ``settings``.
+
+    Args:
+        use: each use has connections of its own.
+    """
+    key = (os.getpid(), use, repr((settings.bootstrap_servers, sorted(settings.options.items()))))
     with _clusters_lock:
         if key not in _clusters:
             _clusters[key] = Cluster(settings, refused_s=None)

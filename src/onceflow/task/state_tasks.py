@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.accumulators import AccumulatorParam
@@ -215,19 +216,28 @@ class StateWork:
         if not batch.num_rows:
             return
         rows = engine_rows(batch)
-        if not self._order.co_partitioned:
+        if not (self._order.co_partitioned or self._order.by_number):
             run.feed(rows, null_keys_to=max(0, self._place.task))
             return
-        source = batch.column("partition").to_numpy(zero_copy_only=False)
         partitions = self._order.spec.topics.partitions
         placed = key_partitions(batch.column("key"), partitions)
+        if self._order.by_number:
+            placed = np.where(placed < 0, np.int32(self._place.task), placed)  # rows without a key are bad records
+            if (placed % self._order.modulus != self._place.task).any():
+                raise self._elsewhere()
+            run.feed_placed(rows, placed)
+            return
+        source = batch.column("partition").to_numpy(zero_copy_only=False)
         # If the table does not have a source partition, that partition was added while the flow runs.
         if ((placed >= 0) & (placed != source) | (source >= partitions)).any():
-            raise NotCopartitionedError(
-                f"Keys of the source are not where Kafka's default partitioner puts them for {self._order.spec.table}",
-                next_step="none: the batch runs again, with a shuffle",
-            )
+            raise self._elsewhere()
         run.feed_placed(rows, source)
+
+    def _elsewhere(self) -> NotCopartitionedError:
+        return NotCopartitionedError(
+            f"Keys of the source are not where Kafka's default partitioner puts them for {self._order.spec.table}",
+            next_step="none: the batch runs again, with a shuffle",
+        )
 
 
 def engine_rows(batch: pa.RecordBatch) -> pa.RecordBatch:

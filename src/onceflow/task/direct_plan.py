@@ -1,8 +1,10 @@
 """What the direct engine does with records: how the rows of each source topic become the rows of a query.
 
 The rows of a source are Arrow batches with the columns of Spark's Kafka source (`SOURCE_TYPES`). A plan selects,
-renames and casts columns, adds constant ones, and calls functions of the flow (``Flow.map``). ``direct_query.py`` reads
-such a plan from Spark's.
+renames and casts columns, adds constant ones, and calls functions of the flow (``Flow.map``). The module
+``planning/direct_query.py`` reads such a plan from Spark's.
+
+The driver applies a plan to what it has fetched, and tasks to what they read by themselves.
 """
 
 from __future__ import annotations
@@ -10,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
-from onceflow.planning.ownership import Columns
 from onceflow.state.engine import input_batch
 
 #: The Arrow type of each column of Spark's Kafka source, in its order. Only a read with headers has the last one.
@@ -196,7 +197,39 @@ class DirectPlan:
         return DirectPlan(tuple(source.then(select) for source in self.sources), tuple(names))
 
 
-def sink_rows(rows: pa.RecordBatch, columns: Columns, source_partition: int | None = None) -> pa.RecordBatch:
+class SinkColumns(Protocol):
+    """What the sink takes of a query, see `onceflow.planning.ownership.Columns`."""
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """The columns."""
+        ...
+
+    @property
+    def cast(self) -> tuple[str, ...]:
+        """Those of them that are strings and become binary."""
+        ...
+
+
+@dataclass(frozen=True)
+class SinkForm:
+    """How rows get the form that the sink takes, see `sink_rows`. In contrast to ``Columns``, tasks can load it fast.
+
+    Args:
+        taken, cast: see `SinkColumns`.
+        by_source: whether rows stay in the partition that they were read from (``partitioner="source"``).
+    """
+
+    taken: tuple[str, ...]
+    cast: tuple[str, ...]
+    by_source: bool
+
+    def rows(self, rows: pa.RecordBatch, source_partition: int) -> pa.RecordBatch:
+        """The rows of a query that were read from this partition, as the sink takes them."""
+        return sink_rows(rows, self, source_partition if self.by_source else None)
+
+
+def sink_rows(rows: pa.RecordBatch, columns: SinkColumns, source_partition: int | None = None) -> pa.RecordBatch:
     """What the sink takes of the rows of a query: the same as ``ownership.prepare`` selects with Spark.
 
     Args:

@@ -1,0 +1,141 @@
+"""Who reads the next batch of the direct engine: the driver, or with a backlog tasks of Spark on all executors.
+
+Only progress is handed over between them. So the decision may change from batch to batch. It follows from what batches
+cost: how long the driver would need for what is left to read, and whether tasks have turned out to be faster.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from onceflow.driver.offset_log import TopicOffsets
+
+log = logging.getLogger("onceflow")
+
+#: Tasks read if the driver would need longer than this for the backlog, until it would need less than the other.
+BEHIND_S, CAUGHT_UP_S = 10.0, 1.0
+_KNOWN_BATCHES = 5  # so many batches of the driver tell how fast it is; the first ones are small
+_TRIED_BATCHES = 5  # so many batches of tasks tell how fast tasks are; the first ones start their processes
+_GAIN = 1.2  # tasks have to be so much faster than the driver
+_PAUSE_S = 600.0  # for so long tasks that were not faster are not tried again
+_SMOOTHING = 0.3
+
+
+@dataclass
+class Rate:
+    """Records per second of the last batches.
+
+    Attributes:
+        per_s: 0: not known yet. batches: how many have run.
+    """
+
+    per_s: float = 0.0
+    batches: int = 0
+
+    def ran(self, records: int, seconds: float) -> None:
+        """A batch has run."""
+        now = records / max(seconds, 1e-4)
+        self.per_s = now if not self.batches else self.per_s + _SMOOTHING * (now - self.per_s)
+        self.batches += 1
+
+
+class Backlog:
+    """Decides who reads.
+
+    Args:
+        rows_max: as ``small_batch_rows`` of ``Flow.write``: tasks read if more records than this are left; None: decide
+            by what batches cost.
+        may_help: whether tasks may be faster than the driver; with too few cores they are not.
+        move_s: how long it takes to bring the state of the flow to where tasks run, in seconds.
+
+    Attributes:
+        by_tasks: whether tasks read the next batch.
+    """
+
+    def __init__(
+        self,
+        flow: str,
+        rows_max: int | None,
+        *,
+        may_help: Callable[[], bool] = lambda: True,
+        move_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._flow = flow
+        self._rows_max = rows_max
+        self._may_help = may_help
+        self._move_s = move_s
+        self._driver, self._tasks = Rate(), Rate()
+        self._paused_until = float("-inf")
+        self.by_tasks = False
+
+    def ran(self, records: int, seconds: float, *, now: float) -> None:
+        """A batch has run that took as much as it may.
+
+        Args:
+            now: monotonic seconds.
+        """
+        if not self.by_tasks:
+            self._driver.ran(records, seconds)
+            return
+        self._tasks.ran(records, seconds)
+        if self._rows_max is not None or self._tasks.batches < _TRIED_BATCHES:
+            return
+        if self._tasks.per_s < _GAIN * self._driver.per_s:
+            self._to_driver(f"tasks read {self._tasks.per_s:,.0f} records/s, the driver {self._driver.per_s:,.0f}")
+            self._paused_until = now + _PAUSE_S
+
+    def looked(self, left: int, *, now: float) -> None:
+        """So many offsets are left to read."""
+        if self._rows_max is not None:
+            self.by_tasks = left > self._rows_max or (self.by_tasks and left > self._rows_max // 2)
+            return
+        if self._driver.batches < _KNOWN_BATCHES:
+            return
+        behind_s = left / self._driver.per_s
+        if self.by_tasks:
+            if behind_s < CAUGHT_UP_S:
+                self._to_driver(f"{left:,} records are left")
+        elif behind_s > BEHIND_S and now >= self._paused_until and self._may_help():
+            move_s = self._move_s()
+            if behind_s > BEHIND_S + 2 * move_s:
+                self._to_tasks(left, behind_s, move_s)
+
+    def _to_tasks(self, left: int, behind_s: float, move_s: float) -> None:
+        self.by_tasks = True
+        self._tasks = Rate()
+        moved = f"; to bring the state to them takes about {move_s:.0f} s" if move_s >= 1 else ""
+        log.info(
+            "flow %s: %s records are left to read, about %.0f s for the driver: now tasks read by themselves%s",
+            self._flow,
+            f"{left:,}",
+            behind_s,
+            moved,
+        )
+
+    def _to_driver(self, why: str) -> None:
+        self.by_tasks = False
+        log.info("flow %s: the driver reads again: %s", self._flow, why)
+
+
+def spread(left: Mapping[str, Mapping[int, int]], records: int) -> TopicOffsets:
+    """How many offsets of each partition a batch takes that takes so many: of each the same part of what is left.
+
+    Args:
+        left: how many offsets are left of each partition, by topic.
+    """
+    total = sum(count for offsets in left.values() for count in offsets.values())
+    if total <= records:
+        return {topic: dict(offsets) for topic, offsets in left.items()}
+    shares = {
+        topic: {partition: count * records // total for partition, count in offsets.items()}
+        for topic, offsets in left.items()
+    }
+    over = records - sum(count for offsets in shares.values() for count in offsets.values())
+    for topic, offsets in left.items():
+        for partition, count in offsets.items():
+            if over and shares[topic][partition] < count:
+                shares[topic][partition] += 1
+                over -= 1
+    return shares

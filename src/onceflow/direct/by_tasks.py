@@ -1,0 +1,65 @@
+"""What a run of the direct engine needs so that, with a backlog, tasks of Spark read by themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from pyspark.sql import types as T
+
+from onceflow.direct.backlog import Backlog
+from onceflow.driver.range_rows import RangeSource
+from onceflow.driver.run import PreparedQuery
+from onceflow.spark.master import current_cores, is_local
+from onceflow.state.table_facts import TableFacts
+from onceflow.task.source_rows import QueryRows
+
+# On this machine, the driver and its tasks share the cores, often with the broker. With fewer cores tasks do not help.
+_LOCAL_CORES_MIN, _CORES_MIN = 3, 2
+_RESTORED_PER_S = 300_000  # records of state that one task reads and stores
+_PATIENCE_S = 30.0
+
+
+def range_source(prepared: PreparedQuery, read: QueryRows, topic_ids: Mapping[str, str]) -> RangeSource:
+    """What tasks are told that read by themselves.
+
+    Args:
+        read: makes rows as the sink or the process step takes them.
+    """
+    startup, query = prepared.startup, prepared.query
+    return RangeSource(
+        flow=startup.flow,
+        settings=startup.settings,
+        topic_ids=topic_ids,
+        query=read,
+        plain=QueryRows(read.plan),
+        schema=T.StructType([query.df.schema[name] for name in read.plan.columns]),
+        deadline_s=max(query.options.transaction_timeout_s, _PATIENCE_S),
+    )
+
+
+def backlog_of(prepared: PreparedQuery) -> Backlog:
+    """Decides who reads, the driver or tasks."""
+    spark, state = prepared.spark, prepared.query.state
+    local, cores = is_local(spark), current_cores(spark)
+    return Backlog(
+        prepared.startup.flow,
+        prepared.write.sink.small_batch_rows,
+        may_help=lambda: cores() >= (_LOCAL_CORES_MIN if local else _CORES_MIN),
+        move_s=lambda: 0.0 if state is None else move_s(state.facts(), cores(), local=local),
+    )
+
+
+def move_s(tables: Iterable[TableFacts], cores: int, *, local: bool) -> float:
+    """How long it takes to bring state from the driver to where tasks run, in seconds.
+
+    Copies on the disk of this machine are there already. A store in the memory of the driver stays there: every batch
+    of tasks would have to restore it.
+    """
+    seconds = 0.0
+    for table in tables:
+        if table.nbytes is None:
+            return math.inf
+        if not local:
+            seconds += sum(table.rows.values()) / (_RESTORED_PER_S * max(1, min(cores, table.partitions)))
+    return seconds

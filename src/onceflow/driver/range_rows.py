@@ -1,0 +1,75 @@
+"""Rows that tasks read by themselves: the driver only plans the ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as T
+
+from onceflow.client.settings import ClientSettings
+from onceflow.driver.offset_log import SourceRange
+from onceflow.messages import StateOrder, TaskReport, WriteOrder, decoded
+from onceflow.planning.range_tasks import dealt
+from onceflow.task.range_reader import ReadOrder
+from onceflow.task.range_tasks import RangeTask, ReadTask
+from onceflow.task.source_rows import QueryRows
+
+
+@dataclass(frozen=True)
+class RangeSource:
+    """What tasks need to read batches of a query by themselves. It is the same for all batches.
+
+    Args:
+        settings: how to connect. topic_ids: of the sources.
+        query: makes rows of the records, as the sink or the process step takes them. plain: the same, as Spark takes
+            them.
+        schema: of the rows for Spark.
+        deadline_s: how long a task may wait without getting any records.
+    """
+
+    flow: str
+    settings: ClientSettings
+    topic_ids: Mapping[str, str]
+    query: QueryRows
+    plain: QueryRows
+    schema: T.StructType
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class RangeRows:
+    """Rows of a batch that tasks are going to read.
+
+    Args:
+        sparkSession: named as that of a DataFrame.
+        range: what they read.
+        read: how many records of each topic they have read, when `run` has ended.
+    """
+
+    sparkSession: SparkSession
+    source: RangeSource
+    range: SourceRange
+    read: dict[str, int] = field(default_factory=dict)
+
+    def run(self, order: WriteOrder | StateOrder, tasks: int) -> TaskReport:
+        """Read, process and write in tasks. Each partition of a target belongs to the task that its number gives, see
+        ``planning/range_tasks.py``."""
+        context = self.sparkSession.sparkContext
+        task = RangeTask(self._order(self.source.query, tasks), order)
+        report = decoded(context.parallelize(range(tasks), tasks).mapPartitions(task).collect())
+        self.read.clear()
+        self.read.update(report.read)
+        return report
+
+    def frame(self, tasks: int) -> DataFrame:
+        """The rows as a DataFrame of Spark, for what needs a shuffle."""
+        order = self._order(self.source.plain, tasks)
+        numbers = self.sparkSession.range(0, tasks, 1, tasks)
+        return numbers.mapInArrow(ReadTask(order), self.source.schema)
+
+    def _order(self, query: QueryRows, tasks: int) -> ReadOrder:
+        source = self.source
+        shares = dealt(self.range.places(), tasks)
+        return ReadOrder(source.flow, source.settings, shares, source.topic_ids, query, source.deadline_s)

@@ -1,0 +1,44 @@
+"""Which tasks read which source partitions, when tasks read a batch by themselves (the direct engine with a backlog).
+
+A task gets the partitions of all sources whose number, modulo the number of tasks, is its own. Kafka's default
+partitioner takes the hash of the key modulo the partition count. So if the number of tasks divides the partition counts
+of sources and targets, a row whose key is that of its record is already in the task that owns its target partition, and
+there is no shuffle. Only the rows show whether this is so. Tasks check it (`NotCopartitionedError`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import gcd
+
+from onceflow.protocol.names import TopicPartition
+
+# More tasks than cores, if only that makes a number that divides all partition counts.
+_MAX_SPREAD = 4
+
+
+def task_count(partitions: Iterable[int], cores: int) -> int:
+    """How many tasks there are.
+
+    Args:
+        partitions: partition counts, which the number has to divide. cores: how many tasks can run at once.
+
+    Returns:
+        The largest number up to ``cores``, or the smallest one up to four times as many; 1 if there is none but 1.
+    """
+    common = gcd(*partitions)
+    divisors = [n for n in range(2, min(common, _MAX_SPREAD * cores) + 1) if common % n == 0]
+    fitting = [n for n in divisors if n <= cores]
+    return fitting[-1] if fitting else divisors[0] if divisors and cores > 1 else 1
+
+
+def dealt(places: Iterable[tuple[str, int, int, int]], tasks: int) -> tuple[dict[TopicPartition, tuple[int, int]], ...]:
+    """The ranges of each task, by partition: first offset, and the offset behind the last one.
+
+    Args:
+        places: topic, partition, and the two offsets, of each partition that has any.
+    """
+    shares: tuple[dict[TopicPartition, tuple[int, int]], ...] = tuple({} for _ in range(tasks))
+    for topic, partition, start, end in places:
+        shares[partition % tasks][topic, partition] = start, end
+    return shares

@@ -1,0 +1,141 @@
+"""Reads the source ranges of a batch in a task: many partitions together, and ahead of what is being written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.column_chunks import ColumnChunk, ColumnForm
+from onceflow.client.deadline import Deadline
+from onceflow.client.long_poll import LongPoll
+from onceflow.client.settings import ClientSettings
+from onceflow.errors import data_loss
+from onceflow.protocol.names import TopicPartition
+from onceflow.protocol.record_columns import RecordColumns
+from onceflow.task.row_writer import worker_cluster
+from onceflow.task.source_rows import QueryRows, joined
+
+_FETCH_BYTES = 4_000_000
+_WAIT_S = 0.5
+#: First offset, and the offset behind the last one.
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ReadOrder:
+    """All that tasks need to read a batch by themselves. All records in the ranges are decided: they are below the last
+    stable offset.
+
+    Args:
+        ranges: of each task, by partition.
+        topic_ids: of the source topics, as the driver has seen them.
+        query: makes rows of the records.
+        deadline_s: how long a task may wait without getting any records.
+    """
+
+    flow: str
+    settings: ClientSettings
+    ranges: tuple[Mapping[TopicPartition, Range], ...]
+    topic_ids: Mapping[str, str]
+    query: QueryRows
+    deadline_s: float
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks there are."""
+        return len(self.ranges)
+
+
+class RangeReader:
+    """Reads the part of one task.
+
+    Args:
+        cluster: connections that only readers use: a Fetch that waits would hold up others.
+
+    Attributes:
+        records: how many were read so far, by topic.
+    """
+
+    def __init__(self, order: ReadOrder, task: int, cluster: Cluster) -> None:
+        self._order = order
+        self._ends = {place: end for place, (start, end) in order.ranges[task].items() if start < end}
+        self._starts = {place: order.ranges[task][place][0] for place in self._ends}
+        self._cluster = cluster
+        self._lossy = {source.topic for source in order.query.plan.sources if not source.fail_on_data_loss}
+        self.records: dict[str, int] = {}
+
+    def rows(self) -> Iterator[pa.RecordBatch]:
+        """The rows that become of the records.
+
+        Raises:
+            OnceflowError: see `parts`, and `QueryRows.of`.
+        """
+        return joined(self._order.query.of(records, place) for place, records in self.parts())
+
+    def parts(self) -> Iterator[tuple[TopicPartition, RecordColumns]]:
+        """The committed records, those of a partition in the order of its log. While the caller works on the records
+        of one response, brokers prepare the next one.
+
+        Raises:
+            DataLossError: records have expired before they were read.
+            DeadlineExceededError: there was no progress.
+            OnceflowError: see `LongPoll.poll`.
+        """
+        if not self._ends:
+            return
+        left = dict(self._ends)
+        deadline = self._deadline(len(left))
+        poll = self._poll(deadline)
+        while left:
+            arrived = list(poll.poll(deadline.capped(_WAIT_S)))
+            for place, chunk in arrived:
+                if chunk.next_offset >= self._ends[place] and place in left:
+                    poll.remove(*place)
+                    del left[place]
+            if left:
+                poll.send()
+            for place, chunk in arrived:
+                records = self._in_range(place, chunk)
+                if len(records):
+                    yield place, records
+            if arrived:
+                deadline = self._deadline(len(left))
+            elif deadline.expired:
+                (topic, partition) = next(iter(left))
+                raise deadline.error(f"no records of {topic}-{partition} have come")
+
+    def _deadline(self, partitions: int) -> Deadline:
+        return Deadline(self._order.deadline_s, f"reading {partitions} source partitions (flow {self._order.flow})")
+
+    def _poll(self, deadline: Deadline) -> LongPoll[ColumnChunk]:
+        infos = []
+        for name in sorted({topic for topic, _ in self._starts}):
+            info = self._cluster.topic(name, deadline, patient=True)
+            wanted = {partition for topic, partition in self._starts if topic == name}
+            if info.topic_id != self._order.topic_ids[name] or not wanted <= set(info.leaders):
+                info = self._cluster.topic(name, deadline, fresh=True, patient=True)
+            info.check_same(self._order.topic_ids[name])
+            infos.append(info)
+        headers = any(source.include_headers for source in self._order.query.plan.sources)
+        return LongPoll(self._cluster, infos, self._starts, ColumnForm(headers=headers), fetch_bytes=_FETCH_BYTES)
+
+    def _in_range(self, place: TopicPartition, chunk: ColumnChunk) -> RecordColumns:
+        """The records of a chunk that belong to the range: a response has whole record batches, which end later."""
+        if chunk.expired_from is not None and place[0] not in self._lossy:
+            last = min(chunk.next_offset, self._ends[place]) - 1
+            lost = f"offsets {chunk.expired_from} to {last} have expired before they were read"
+            raise data_loss(f"{place[0]}-{place[1]}", lost, self._order.flow)
+        records = chunk.records
+        if chunk.next_offset > self._ends[place]:
+            records = records.slice(0, int(np.searchsorted(records.offsets, self._ends[place])))
+        self.records[place[0]] = self.records.get(place[0], 0) + len(records)
+        return records
+
+
+def reader_cluster(settings: ClientSettings) -> Cluster:
+    """The connections of this worker process for its readers."""
+    return worker_cluster(settings, use="read")

@@ -1,0 +1,81 @@
+"""From records of a source to the rows that the sink, or a process step, takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from onceflow.protocol.names import TopicPartition
+from onceflow.protocol.record_columns import RecordColumns
+from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, SinkForm
+
+# Larger batches are not joined: the copy would cost more than it saves.
+_JOINED_BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """What a query makes of the records of its sources.
+
+    Args:
+        plan: its operators.
+        form: of the sink; None: the rows go to a process step, or to Spark.
+    """
+
+    plan: DirectPlan
+    form: SinkForm | None = None
+
+    def of(self, records: RecordColumns, place: TopicPartition) -> pa.RecordBatch:
+        """The rows that become of records of one partition.
+
+        Raises:
+            OnceflowError: a function of ``Flow.map`` has failed.
+        """
+        source = self.plan.source(place[0])
+        made = source.apply(source_rows(records, place, source.needed))
+        return made if self.form is None or not made.num_rows else self.form.rows(made, place[1])
+
+
+def source_rows(records: RecordColumns, place: TopicPartition, needed: Sequence[str]) -> pa.RecordBatch:
+    """Records with the columns of Spark's Kafka source, see ``direct_plan.SOURCE_TYPES``.
+
+    Args:
+        needed: names of the columns that are wanted.
+    """
+    made: dict[str, Callable[[], pa.Array]] = {
+        "key": lambda: records.keys,
+        "value": lambda: records.values,
+        "topic": lambda: pa.repeat(pa.scalar(place[0], pa.string()), len(records)),
+        "partition": lambda: pa.repeat(pa.scalar(place[1], pa.int32()), len(records)),
+        "offset": lambda: pa.array(records.offsets),
+        "timestamp": lambda: pa.array(records.timestamps_ms * 1000).view(SOURCE_TYPES["timestamp"]),
+        "timestampType": lambda: pa.array(records.timestamp_types),
+        "headers": lambda: records.headers,
+    }
+    return pa.RecordBatch.from_arrays([made[name]() for name in needed], names=list(needed))
+
+
+def joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in fewer, larger batches: what is written to a partition by one of them is one record batch of
+    Kafka, or few. Batches without rows are left out."""
+    waiting: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        if waiting and (size + batch.nbytes > _JOINED_BYTES or batch.schema != waiting[0].schema):
+            yield _one(waiting)
+            waiting, size = [], 0
+        waiting.append(batch)
+        size += batch.nbytes
+    if waiting:
+        yield _one(waiting)
+
+
+def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    one: pa.RecordBatch = batches[0]
+    if len(batches) > 1:
+        (one,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return one
