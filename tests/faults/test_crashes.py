@@ -56,6 +56,8 @@ def check_recovered(pipe: Any) -> None:
 
 
 DIRECT = {"engine": "direct"}
+#: Tasks read the records of the direct engine, as with a backlog.
+BY_TASKS = {**DIRECT, "small_batch_rows": 0}
 
 
 def spark_options(step: str, *, turn: int = 0) -> dict[str, Any]:
@@ -64,11 +66,13 @@ def spark_options(step: str, *, turn: int = 0) -> dict[str, Any]:
 
 
 def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
-    """One SIGKILL meets sixteen flows of one driver: at every step one of each engine."""
-    options = {step: spark_options(step) for step in hooks.STEPS} | {f"{step} direct": DIRECT for step in hooks.STEPS}
+    """One SIGKILL meets 24 flows of one driver: at every step one of Spark, and two of the direct engine."""
+    options: dict[str, dict[str, Any]] = {}
+    for step in hooks.STEPS:
+        options |= {step: spark_options(step), f"{step} direct": DIRECT, f"{step} by tasks": BY_TASKS}
     pipes = {name: make_pipe() for name in options}
     # A read_committed reader stops in front of the record of a flow that is at `progress`: no other may be behind it.
-    apart = {"progress": 0, "progress direct": 1}
+    apart = {"progress": 0, "progress direct": 1, "progress by tasks": 2}
     for name, pipe in pipes.items():
         names = (f"{pipe.flow}-{n}" for n in itertools.count())
         wanted = [apart[name]] if name in apart else range(len(apart), progress_log.PROGRESS_PARTITIONS)
@@ -89,11 +93,11 @@ def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine", ["direct", "spark"])
+@pytest.mark.parametrize("engine", ["direct", "by tasks", "spark"])
 @pytest.mark.parametrize("step", hooks.STEPS)
 def test_driver_kills_itself(make_pipe: Any, step: str, engine: str) -> None:
     """As ``test_driver_killed``, each flow in a driver of its own. Under Spark it is the other way of the two."""
-    options = DIRECT if engine == "direct" else spark_options(step, turn=1)
+    options = {"direct": DIRECT, "by tasks": BY_TASKS}.get(engine) or spark_options(step, turn=1)
     pipe = make_pipe()
     pipe.fill(3000)
     process = pipe.driver(rule_of(step, "kill"), write=options)
@@ -111,7 +115,7 @@ def test_driver_kills_itself(make_pipe: Any, step: str, engine: str) -> None:
 def test_exception(make_pipe: Any, inject: Any) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step; by the direct engine and by Spark's."""
     pipe = make_pipe()
-    for step, options in [(s, each) for s in hooks.STEPS for each in (DIRECT, spark_options(s, turn=1))]:
+    for step, options in [(s, each) for s in hooks.STEPS for each in (DIRECT, BY_TASKS, spark_options(s, turn=1))]:
         history = pipe.committed_progress()
         done = history[-1].batch_id if history else 0
         pipe.fill(1500)
@@ -138,14 +142,14 @@ def test_python_workers_killed(make_pipe: Any, inject_at_every_step: Any) -> Non
 
 
 @pytest.mark.short_form
-@pytest.mark.parametrize("action", ["kill", "raise"])
-def test_task_dies_after_producing(make_pipe: Any, inject: Any, action: str) -> None:
+@pytest.mark.parametrize("action, engine", [("kill", "spark"), ("raise", "spark"), ("kill", "direct")])
+def test_task_dies_after_producing(make_pipe: Any, inject: Any, action: str, engine: str) -> None:
     """I3: all of a task's records are acknowledged, then its worker dies: the whole batch runs again."""
     pipe = make_pipe()
     pipe.fill(3000)
     once = pipe.tmp_path / "fired"
     inject("write", action, where="task", batch=BATCH, task=0, once_file=str(once))
-    query = pipe.run(small_batch_rows=0, partitioner="source")
+    query = pipe.run(small_batch_rows=0, partitioner="source", engine=engine)
     assert once.exists()
     assert {b.batch: b.attempts for b in query.batches}[BATCH] == 2
     check_recovered(pipe)

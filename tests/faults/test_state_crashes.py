@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 BATCH = 2
 #: For a driver process; the other options are those of Spark's engine.
 DIRECT: dict[str, Any] = {"write": {"engine": "direct"}}
+#: Tasks read the records of the direct engine, as with a backlog.
+BY_TASKS: dict[str, Any] = {"write": {"engine": "direct", "small_batch_rows": 0}}
 
 
 @pytest.fixture
@@ -47,7 +49,9 @@ def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
     """One SIGKILL meets flows of one driver at different steps: at the others it is as without state
     (test_crashes.py), or as at the next one."""
     steps = ("write", "progress", "end", "settle")
-    options = {step: driver_options(step) for step in steps} | {f"{step} direct": DIRECT for step in steps}
+    options: dict[str, dict[str, Any]] = {}
+    for step in steps:
+        options |= {step: driver_options(step), f"{step} direct": DIRECT, f"{step} by tasks": BY_TASKS}
     pipes = {name: make_state_pipe() for name in options}
     for pipe in pipes.values():
         pipe.fill(1500)
@@ -63,14 +67,14 @@ def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine", ["direct", "spark"])
+@pytest.mark.parametrize("engine", ["direct", "by tasks", "spark"])
 @pytest.mark.parametrize("step", hooks.STEPS)
 def test_driver_kills_itself(make_state_pipe: Any, step: str, engine: str) -> None:
     """At every step, each flow in a driver of its own."""
     pipe = make_state_pipe()
     pipe.fill(3000)
     rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": BATCH}))
-    process = pipe.driver(rule, **(DIRECT if engine == "direct" else driver_options(step)))
+    process = pipe.driver(rule, **({"direct": DIRECT, "by tasks": BY_TASKS}.get(engine) or driver_options(step)))
     try:
         output = process.communicate(timeout=120)[0]
         assert process.returncode == -signal.SIGKILL, output
@@ -85,7 +89,8 @@ def test_driver_kills_itself(make_state_pipe: Any, step: str, engine: str) -> No
 def test_exception(make_state_pipe: Any, inject: Any, by_tasks: dict[str, Any]) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step."""
     pipe = make_state_pipe()
-    for step, options in [(s, each) for s in hooks.STEPS for each in ({"engine": "direct"}, options_of(s, by_tasks))]:
+    direct = [DIRECT["write"], BY_TASKS["write"]]
+    for step, options in [(s, each) for s in hooks.STEPS for each in (*direct, options_of(s, by_tasks))]:
         history = pipe.committed_progress()
         done = history[-1].batch_id if history else 0
         pipe.fill(1500)
@@ -130,6 +135,27 @@ def test_task_dies(make_state_pipe: Any, inject: Any, by_tasks: Any, step: str, 
     query = pipe.run(inside=inside, **by_tasks)
     assert once.exists()
     assert {b.batch: b.attempts for b in query.batches}[BATCH] == 2
+    pipe.check()
+
+
+@pytest.mark.parametrize(
+    "step, action",
+    [
+        ("settle", "kill"),
+        pytest.param("begin", "raise", marks=pytest.mark.long),
+        pytest.param("write", "kill", marks=pytest.mark.long),
+    ],
+)
+def test_task_that_reads_by_itself_dies(make_state_pipe: Any, inject: Any, step: str, action: str) -> None:
+    """As ``test_task_dies``: the direct engine with a backlog."""
+    pipe = make_state_pipe()
+    pipe.fill(3000)
+    once = pipe.tmp_path / "fired"
+    inject(step, action, where="task", batch=BATCH, task=0, once_file=str(once))
+    query = pipe.run(**BY_TASKS["write"])
+    assert once.exists()
+    assert {b.batch: b.attempts for b in query.batches}[BATCH] == 2
+    assert {b.path for b in query.batches} == {"3 reading tasks"}
     pipe.check()
 
 

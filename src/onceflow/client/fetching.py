@@ -172,6 +172,7 @@ def fetch_request(
     isolation_level: int,
     max_wait_ms: int,
     max_bytes: int,
+    partition_bytes: int | None = None,
     topic_ids: Mapping[str, str] = MappingProxyType({}),
 ) -> FetchRequest:
     """A Fetch request of a consumer without a fetch session.
@@ -179,7 +180,8 @@ def fetch_request(
     Args:
         wanted: partitions and the offsets to read from, by topic.
         max_wait_ms: how long the broker may wait for the first record.
-        max_bytes: size of the response, and of the part of each partition.
+        max_bytes: size of the response. partition_bytes: of the part of each partition; None: the same. A single larger
+            batch of the first partition that has any is still returned.
         topic_ids: by topic; needed from version 13 on, which has no names (KIP-516).
     """
     topic_type = FetchRequest.FetchTopic
@@ -201,7 +203,7 @@ def fetch_request(
                         current_leader_epoch=-1,
                         fetch_offset=offset,
                         log_start_offset=-1,
-                        partition_max_bytes=max_bytes,
+                        partition_max_bytes=max_bytes if partition_bytes is None else partition_bytes,
                     )
                     for partition, offset in places
                 ],

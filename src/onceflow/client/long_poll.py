@@ -58,6 +58,7 @@ class LongPoll(Generic[C]):
         positions: where to begin, by topic and partition.
         form: what it returns: lists, or with a `ColumnForm` Arrow columns.
         fetch_bytes: size of a response, which limits memory. A single larger batch is still returned as a whole.
+        partition_bytes: size of the part of each partition in a response; None: one partition may fill it.
     """
 
     @overload
@@ -68,6 +69,7 @@ class LongPoll(Generic[C]):
         positions: Mapping[TopicPartition, int],
         *,
         fetch_bytes: int = ...,
+        partition_bytes: int | None = ...,
     ) -> None: ...
 
     @overload
@@ -79,6 +81,7 @@ class LongPoll(Generic[C]):
         form: ChunkForm[Any, C],
         *,
         fetch_bytes: int = ...,
+        partition_bytes: int | None = ...,
     ) -> None: ...
 
     def __init__(
@@ -89,6 +92,7 @@ class LongPoll(Generic[C]):
         form: ChunkForm[Any, Any] = LISTS,
         *,
         fetch_bytes: int = FETCH_BYTES,
+        partition_bytes: int | None = None,
     ) -> None:
         self._cluster = cluster
         self._ids = {info.name: info.topic_id for info in topics}
@@ -96,7 +100,7 @@ class LongPoll(Generic[C]):
         # In the order in which they are asked for. A partition that has returned records goes to the end.
         self.followed = {place: Followed(*place, position=position) for place, position in positions.items()}
         self._form: ChunkForm[Any, C] = form
-        self._fetch_bytes = fetch_bytes
+        self._fetch_bytes, self._partition_bytes = fetch_bytes, partition_bytes
         self._asked: dict[int, list[Followed]] = {}  # by node, while its request is in flight
         self._unwritten = 0  # how many of these requests wait for their connections
         self._results: list[PollResult] = []
@@ -196,6 +200,7 @@ class LongPoll(Generic[C]):
                 continue
             node = self._leader(each)
             if node is None:
+                self._stale = True
                 self._delay([each])
             elif node not in self._asked:
                 by_node.setdefault(node, []).append(each)
@@ -251,6 +256,7 @@ class LongPoll(Generic[C]):
             isolation_level=READ_COMMITTED,
             max_wait_ms=wait_ms,
             max_bytes=self._fetch_bytes,
+            partition_bytes=self._partition_bytes,
             topic_ids=self._ids,
         )
 

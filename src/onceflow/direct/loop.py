@@ -31,7 +31,7 @@ _WAIT_S = 0.1  # how long a Fetch is waited for, before stops and timers are loo
 _OFFSETS_WAIT_S = 1.0
 # A batch that tasks read takes about so long: it starts a Spark job.
 _TASKS_S = 1.0
-_TASKS_RECORDS_MAX = 5_000_000
+_TASKS_RECORDS_FIRST, _TASKS_RECORDS_MAX = 100_000, 5_000_000
 
 
 class DirectLoop:
@@ -74,7 +74,7 @@ class DirectLoop:
         self._reports: ProgressReports | None = None
         self._ended: Callable[[], None] = lambda: None
         self._size = BatchSize(trigger_s)
-        self._tasks_size = BatchSize(_TASKS_S, most=_TASKS_RECORDS_MAX)
+        self._tasks_size = BatchSize(_TASKS_S, first=_TASKS_RECORDS_FIRST, most=_TASKS_RECORDS_MAX)
         self._stop = threading.Event()
         self._next_at = 0.0
         self._offsets_since: float | None = None  # since when there are offsets without records

@@ -17,16 +17,16 @@ class BatchSize:
 
     Args:
         trigger_s: the interval of the trigger; 0: there is none.
-        most: records that a batch takes at most.
+        first, most: records of the first batch, and most records of a batch.
 
     Attributes:
         records: most offsets of the next batch.
     """
 
-    def __init__(self, trigger_s: float, *, most: int = _RECORDS_MAX) -> None:
+    def __init__(self, trigger_s: float, *, first: int = _FIRST_RECORDS, most: int = _RECORDS_MAX) -> None:
         self._most = most
         self._target_s = min(_TARGET_MAX, max(_TARGET_MIN, trigger_s)) if trigger_s else _TARGET_DEFAULT
-        self.records = _FIRST_RECORDS
+        self.records = first
 
     def ran(self, offsets: int, seconds: float) -> bool:
         """A batch has run. Returns whether it took as much as it may.

@@ -20,6 +20,9 @@ from onceflow.task.row_writer import worker_cluster
 from onceflow.task.source_rows import QueryRows, joined
 
 _FETCH_BYTES = 4_000_000
+# Of one partition in a response. Without it, a response would have one partition only, and mostly records that are
+# behind the end of its range.
+_PARTITION_BYTES = 256_000
 _WAIT_S = 0.5
 #: First offset, and the offset behind the last one.
 Range = tuple[int, int]
@@ -121,7 +124,14 @@ class RangeReader:
             info.check_same(self._order.topic_ids[name])
             infos.append(info)
         headers = any(source.include_headers for source in self._order.query.plan.sources)
-        return LongPoll(self._cluster, infos, self._starts, ColumnForm(headers=headers), fetch_bytes=_FETCH_BYTES)
+        return LongPoll(
+            self._cluster,
+            infos,
+            self._starts,
+            ColumnForm(headers=headers),
+            fetch_bytes=_FETCH_BYTES,
+            partition_bytes=max(_PARTITION_BYTES, _FETCH_BYTES // len(self._starts)),
+        )
 
     def _in_range(self, place: TopicPartition, chunk: ColumnChunk) -> RecordColumns:
         """The records of a chunk that belong to the range: a response has whole record batches, which end later."""
