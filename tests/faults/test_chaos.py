@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onceflow.chaos import external, fault_kinds, run
-from onceflow.chaos.driver_process import DriverProcess
+from onceflow.chaos.driver_process import BY_TASKS, DriverProcess
 from onceflow.chaos.flows import COPY, LEDGER, PLAIN, SORTER, UNLOGGED
 from onceflow.chaos.observer import LOCAL, REPLAY, VERIFY
 from onceflow.chaos.test_bed import Setup
@@ -51,12 +51,17 @@ def test_a_broken_local_store_is_found_out(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("engine", [DIRECT, SPARK])
-def test_a_broken_direct_engine_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
-    """Where it divides a backlog, a record is in two batches. What Spark runs is right."""
+@pytest.mark.parametrize(
+    "engine, mutant",
+    [(DIRECT, "chaos_direct_mutant.py"), (SPARK, "chaos_direct_mutant.py"), (DIRECT, "chaos_range_mutant.py")],
+)
+def test_a_broken_direct_engine_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, mutant: str
+) -> None:
+    """A record is in two batches where a backlog is divided, or tasks read it twice. What Spark runs is right."""
     setup = Setup("mutant", flows=(COPY, PLAIN), rate=3_000)
     monkeypatch.setattr(run, "SETUPS", {setup.name: setup})
-    monkeypatch.setattr(DriverProcess, "program", (str(Path(__file__).with_name("chaos_direct_mutant.py")),))
+    monkeypatch.setattr(DriverProcess, "program", (str(Path(__file__).with_name(mutant)),))
     result = run.run(
         seconds=5, seed=1, setups=[setup.name], kinds=["driver killed"], engines=[engine], keep=tmp_path / "run"
     )
@@ -65,7 +70,7 @@ def test_a_broken_direct_engine_is_found_out(tmp_path: Path, monkeypatch: pytest
         assert result["engines"]["batches"].keys() == {SPARK}
         assert result["verdict"] == "passed", result
     else:
-        assert result["engines"]["batches"][DIRECT] > 0
+        assert result["engines"]["batches"][BY_TASKS if "range" in mutant else DIRECT] > 0
         assert result["verdict"] == "failed"
         assert result["duplicated"] > 0
         assert result["lost"] == 0
@@ -109,7 +114,7 @@ def test_a_short_run(tmp_path: Path, setup: str, seconds: int, records: int) -> 
     assert (result["lost"], result["duplicated"], result["torn"], result["others"]) == (0, 0, 0, {})
     assert result["faults"] >= 3
     assert result["records"] > records
-    assert result["engines"]["batches"].keys() == {DIRECT, SPARK}
+    assert result["engines"]["batches"].keys() == {DIRECT, BY_TASKS, SPARK}
     if observe:
         assert result["engines"]["switches"] > 0
         answered = result["observed"][setup]["answered"]

@@ -77,7 +77,7 @@ def _shift_clock(file: Path) -> None:
 
 def _report_commit(step: str, *, flow: str, batch: int | None, **facts: Any) -> None:
     if step == "end":
-        _report(flow=flow, batch=batch)
+        _report(flow=flow, batch=batch, by_tasks="task" in facts["summary"].path)
 
 
 def _report(**fields: Any) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from onceflow.chaos.flows import Choices, Names
+from onceflow.engine_query import DIRECT
 from onceflow.errors import DeadlineExceededError
 from onceflow.hooks import VARIABLE
 from onceflow.planning.engine import ENGINES
@@ -45,12 +46,17 @@ class Stop:
     ours: bool
 
 
+#: Batches of the direct engine whose records tasks have read.
+BY_TASKS = "direct, by tasks"
+
+
 @dataclass
 class Engines:
     """What ran the flows.
 
     Args:
-        starts: how often a flow has started with each engine. batches: how many batches each has committed.
+        starts: how often a flow has started with each engine. batches: how many batches each has committed; those of
+            the direct engine that tasks have read are counted apart.
         switches: how often a batch of a flow was committed by another engine than the one before it.
         last: the engine that has committed the last batch of each flow.
     """
@@ -60,11 +66,14 @@ class Engines:
     switches: int = 0
     last: dict[str, str] = field(default_factory=dict)
 
-    def committed(self, flow: str, engine: str, batches: int = 1) -> None:
-        """An engine has committed batches of a flow."""
-        if not batches:
-            return
-        self.batches[engine] += batches
+    def committed(self, flow: str, engine: str, *, by_tasks: bool) -> None:
+        """An engine has committed a batch of a flow.
+
+        Args:
+            by_tasks: whether tasks have written it, not the driver.
+        """
+        engine = BY_TASKS if by_tasks and engine == DIRECT else engine
+        self.batches[engine] += 1
         self.switches += self.last.get(flow, engine) != engine
         self.last[flow] = engine
 
@@ -106,7 +115,7 @@ class DriverProcess:
         self.stop: Stop | None = None
         self._commits = commits
         self._engines: dict[str, str] = {}
-        self._early: Counter[str] = Counter()  # batches that were reported before the engine of their flow
+        self._early: dict[str, list[bool]] = {}  # batches that were reported before the engine of their flow
         with self.log_file.open("a") as log:
             self._child = subprocess.Popen(
                 [sys.executable, *self.program, json.dumps(arguments)],
@@ -163,21 +172,22 @@ class DriverProcess:
                 elif "engine" in report:
                     self._started(report["flow"], report["engine"])
                 elif "batch" in report:
-                    self._committed(report["flow"], report["batch"])
+                    self._committed(report["flow"], report["batch"], by_tasks=report["by_tasks"])
 
     def _started(self, flow: str, engine: str) -> None:
         self._engines[flow] = engine
         self._commits.engines.starts[engine] += 1
-        self._commits.engines.committed(flow, engine, self._early.pop(flow, 0))
+        for by_tasks in self._early.pop(flow, []):
+            self._commits.engines.committed(flow, engine, by_tasks=by_tasks)
 
-    def _committed(self, flow: str, batch: int) -> None:
+    def _committed(self, flow: str, batch: int, *, by_tasks: bool) -> None:
         self._commits.batches[flow] = batch
         self._commits.at[flow] = time.monotonic()
         self._commits.count += 1
         if flow in self._engines:
-            self._commits.engines.committed(flow, self._engines[flow])
+            self._commits.engines.committed(flow, self._engines[flow], by_tasks=by_tasks)
         else:
-            self._early[flow] += 1
+            self._early.setdefault(flow, []).append(by_tasks)
 
 
 class Driver:

@@ -319,7 +319,7 @@ def _kill(pids: list[int]) -> None:
 
 def _choose(bed: TestBed, rng: random.Random) -> None:
     """Vary the options of the next drivers."""
-    rows = rng.choice((None, 0))
+    rows = rng.choice((None, 0, 500))
     bed.driver.choices = replace(
         bed.driver.choices,
         small_batch_rows=rows,

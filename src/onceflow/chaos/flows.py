@@ -241,7 +241,8 @@ class Choices:
     """Options that change from one start of the driver to the next.
 
     Args:
-        small_batch_rows: the driver itself writes batches of at most so many rows; 0: tasks write all batches.
+        small_batch_rows: the driver itself writes batches of at most so many rows; 0: tasks write all batches. With
+            the direct engine, tasks read by themselves what is more.
         records_per_batch: most records in a batch.
         operator: one of `OPERATORS`.
         engines: the engine of each kind of flow; those that are not in it have ``auto``.
@@ -256,8 +257,7 @@ class Choices:
     def engine(self, kind: str) -> str:
         """The engine of a flow. Where the direct one cannot run it, ``auto`` takes its place."""
         engine = self.engines.get(kind, AUTO)
-        can_be_direct = kind in DIRECT_FLOWS and self.small_batch_rows != 0
-        return AUTO if engine == DIRECT and not can_be_direct else engine
+        return AUTO if engine == DIRECT and kind not in DIRECT_FLOWS else engine
 
     def write(self, kind: str) -> dict[str, Any]:
         """Arguments of ``Flow.write``."""

@@ -153,10 +153,10 @@ class OutputWriter:
         read = self._source_partitions.values()
         if self._state is not None:
             tasks = self._state.range_tasks(read, cores)
-        elif self._rows_elsewhere or self._options.partitioner == "round_robin":
+        elif self._rows_elsewhere:
             tasks = None
-        elif self._options.partitioner == "source":
-            tasks = min(cores, max(read))
+        elif self._options.partitioner != "key":  # each task writes any of its partitions, or those it has read
+            tasks = min([cores, max(read), *([] if topic is None else [targets[topic].partitions])])
         else:
             tasks = task_count([*read, *([] if topic is None else [targets[topic].partitions])], cores)
         if tasks is None or (tasks == 1 and cores > 1):

@@ -172,11 +172,6 @@ def prepare(
         keep_tasks: whether the tasks that make the rows must not be merged (a process step knows its partitions by its
             task). Then a shuffle replaces a coalesce.
     """
-    if columns.partition and partitioner == "round_robin":
-        raise OptionError(
-            'partitioner="round_robin" and a partition column contradict each other',
-            next_step='drop the column, or use partitioner="key", which follows it',
-        )
     selected = _selected(df, columns)
     hash_key = columns.key and partitioner == "key"
     if partitioner == "source":

@@ -82,6 +82,12 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
     check_dead_letters(facts, given.topic, flow)
     check_output(given.topic, own, flow)
     columns = check_columns(df.schema, topic=given.topic, flow=flow)
+    if columns.partition and given.partitioner == "round_robin":
+        raise OptionError(
+            'partitioner="round_robin" and a partition column contradict each other',
+            flow=flow,
+            next_step='drop the column, or use partitioner="key", which follows it',
+        )
     if ignored := [name for name in columns.ignored if name not in SOURCE_COLUMNS.values()]:
         log.info("flow %s: columns not written: %s", flow, ", ".join(ignored))
     sink = SinkOptions(

@@ -1,0 +1,21 @@
+"""A driver of a chaos run with a broken direct engine: tasks read a range from one record before it on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from onceflow.chaos import driver
+from onceflow.driver import range_rows
+from onceflow.planning.range_tasks import dealt
+
+
+def begins_too_early(places: Iterable[tuple[str, int, int, int]], tasks: int) -> Any:
+    return dealt([(topic, n, max(0, start - 1), end) for topic, n, start, end in places], tasks)
+
+
+broken: Any = range_rows
+broken.dealt = begins_too_early
+
+if __name__ == "__main__":
+    driver.main()

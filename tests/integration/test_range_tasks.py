@@ -1,0 +1,229 @@
+"""With a backlog, tasks read by themselves: whatever the rows are like, and whoever reads the next batch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from confluent_kafka.admin import AdminClient, NewPartitions
+from pyspark.sql import functions as F
+
+from onceflow import Flow, Processor, ProcessorError, Record, Table, serdes
+from onceflow.testing import independent
+from onceflow.testing.waiting import wait_until
+
+pytestmark = pytest.mark.integration
+
+MakeTopic = Callable[..., str]
+BY_TASKS: dict[str, Any] = {"engine": "direct", "small_batch_rows": 0}
+_names = itertools.count()
+
+
+@pytest.fixture
+def make_flow(onceflow_broker: str, onceflow_spark: Any) -> Iterator[Callable[..., Flow]]:
+    flows = []
+
+    def make(name: str = "") -> Flow:
+        flows.append(Flow(name or f"range-tasks-{next(_names)}", onceflow_spark, bootstrap_servers=onceflow_broker))
+        return flows[-1]
+
+    yield make
+    for flow in flows:
+        flow.close()
+
+
+def finished(query: Any) -> Any:
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    return query
+
+
+def numbered(count: int, *, start: int = 0, keys: int = 40) -> list[tuple[bytes | None, bytes | None]]:
+    return [(b"key-%d" % (n % keys), b"%d" % n) for n in range(start, start + count)]
+
+
+def counted(bootstrap: str, topic: str) -> Counter[Any]:
+    return Counter((each.key, each.value) for each in independent.read_topic(bootstrap, topic, decided=True))
+
+
+def test_tasks_take_over_and_give_back(make_pipe: Any) -> None:
+    """In one run: the driver reads what is little, tasks what is more than the bound."""
+    pipe = make_pipe(partitions=4, target_partitions=4)
+    flow = pipe.open()
+    source = flow.read(pipe.source, max_records_per_batch=2000).select("key", "value")
+    query = flow.write(source, topic=pipe.target, engine="direct", small_batch_rows=500).start()
+    try:
+        for records in (100, 5000, 100, 100, 3000):
+            pipe.fill(records)
+            query.processAllAvailable()
+    finally:
+        query.stop()
+    pipe.check()
+    ways = [way for way, _ in itertools.groupby(batch.path for batch in query.batches)]
+    assert ways[0] == "driver"
+    assert ways.count("2 reading tasks") >= 2, ways
+    assert "driver" in ways[2:], ways
+    assert query.engine == "direct"
+    for batch, report in zip(query.batches, query.recentProgress, strict=True):
+        assert report["numInputRows"] == batch.records, "records that tasks have read are counted, too"
+        assert max(batch.read.values()) <= 2000
+
+
+def test_keys_that_are_elsewhere_are_moved(
+    make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str
+) -> None:
+    """Another producer has placed the records: once this is seen, the rows go through a shuffle."""
+    source, target = make_topic("in", 4), make_topic("out", 4)
+    sent = numbered(4000)
+    independent.fill(onceflow_broker, source, sent, options={"partitioner": "consistent"})
+    flow = make_flow()
+    rows = flow.read(source, max_records_per_batch=1500).select("key", "value")
+    query = finished(flow.write(rows, topic=target, **BY_TASKS).start())
+    assert counted(onceflow_broker, target) == Counter(sent)
+    assert [batch.attempts for batch in query.batches] == [2, 1, 1]
+    assert not any("reading" in batch.path for batch in query.batches)
+    seen = independent.read_topic(onceflow_broker, target)
+    assert len({each.partition for each in seen}) == 4
+
+
+def test_rows_that_name_topics_of_different_sizes(
+    make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str
+) -> None:
+    """Two topics fit the tasks, one does not; and some rows have no key, and some their own partition."""
+    source = make_topic("in", 4)
+    targets = [make_topic("out", partitions) for partitions in (8, 2, 3)]
+    sent = [*numbered(900), *[(None, b"%d" % n) for n in range(900, 1000)]]
+    independent.fill(onceflow_broker, source, sent)
+    flow = make_flow()
+
+    def deal(batch: pa.RecordBatch, topics: list[str]) -> pa.RecordBatch:
+        numbers = [int(value) for value in batch.column("value").to_pylist()]
+        names = pa.array([topics[number % len(topics)] for number in numbers])
+        return batch.append_column("topic", names)
+
+    def written(topics: list[str]) -> Any:
+        rows = flow.map(
+            flow.read(source).select("key", "value"),
+            lambda batch: deal(batch, topics),
+            schema="key binary, value binary, topic string",
+        )
+        return finished(flow.write(rows, **BY_TASKS).start())
+
+    fitting = written(targets[:2])
+    assert {batch.path for batch in fitting.batches} == {"2 reading tasks"}
+    assert sum((counted(onceflow_broker, each) for each in targets[:2]), Counter()) == Counter(sent)
+    more = numbered(1000, start=1000)
+    independent.fill(onceflow_broker, source, more)
+    mixed = written(targets)
+    assert mixed.batches[0].attempts == 2
+    assert sum((counted(onceflow_broker, each) for each in targets), Counter()) == Counter([*sent, *more])
+
+
+@pytest.mark.parametrize("partitioner", ["key", "source", "round_robin"])
+def test_a_partition_column_and_a_partitioner(
+    make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str, partitioner: str
+) -> None:
+    source, target = make_topic("in", 3), make_topic("out", 5)
+    sent = numbered(700)
+    independent.fill(onceflow_broker, source, sent)
+    flow = make_flow()
+    rows = flow.read(source).select(
+        "key", "value", "timestamp", F.lit(4 if partitioner == "key" else None).cast("int").alias("partition")
+    )
+    if partitioner == "source":
+        target = make_topic("out", 3)
+    finished(flow.write(rows, topic=target, partitioner=partitioner, **BY_TASKS).start())
+    assert counted(onceflow_broker, target) == Counter(sent)
+    places = {each.partition for each in independent.read_topic(onceflow_broker, target)}
+    assert places == {4} if partitioner == "key" else len(places) >= 2
+
+
+def test_a_function_that_fails_in_a_task(
+    make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str
+) -> None:
+    source, target = make_topic("in", 4), make_topic("out", 4)
+    independent.fill(onceflow_broker, source, numbered(500))
+    flow = make_flow()
+
+    def fail(batch: pa.RecordBatch) -> pa.RecordBatch:
+        if pc.any(pc.equal(batch.column("value"), b"77")).as_py():
+            raise ValueError("no such number")
+        return batch
+
+    query = flow.write(flow.map(flow.read(source).select("key", "value"), fail), topic=target, **BY_TASKS).start()
+    with pytest.raises(ProcessorError, match=rf"(?s)fail failed.*no such number.*flow={flow.name}"):
+        query.awaitTermination(60)
+    assert not independent.read_topic(onceflow_broker, target)
+
+
+class Forwarding(Processor):
+    """Sends each record on under another key, and keeps how many there were of each."""
+
+    state = serdes.JSON
+
+    def process(self, key: bytes, records: Any, state: Any) -> Iterator[Record]:
+        for record in records:
+            state.put((state.get() or 0) + 1)
+            yield Record(value=record.value, key=b"to-" + record.value)
+
+
+@pytest.mark.parametrize("partitions", [(4, 4), (4, 3), (3, 5)])
+def test_a_step_whose_outputs_go_elsewhere(
+    make_flow: Callable[..., Flow],
+    make_topic: MakeTopic,
+    onceflow_broker: str,
+    tmp_path: Path,
+    partitions: tuple[int, int],
+) -> None:
+    """Other keys, other partition counts, and a record without a key, which becomes a dead letter."""
+    source, target = make_topic("in", partitions[0]), make_topic("out", 4)
+    letters = make_topic("letters", 2)
+    table = make_topic("table", partitions[1], cleanup_policy="compact")
+    sent = numbered(900)
+    flow = make_flow()
+    for part in (sent[:600], sent[600:]):
+        independent.fill(onceflow_broker, source, [*part, (None, b"bad")])
+        rows = flow.process(
+            flow.read(source),
+            Forwarding(),
+            table=table,
+            state_dir=tmp_path,
+            on_error="dead-letter",
+            dead_letter_topic=letters,
+        )
+        finished(flow.write(rows, topic=target, **BY_TASKS).start())
+    assert counted(onceflow_broker, target) == Counter((b"to-" + (value or b""), value) for _, value in sent)
+    assert len(independent.read_topic(onceflow_broker, letters, decided=True)) == 2
+    wanted = Counter(key for key, _ in sent)
+    rows_of = {key: json.loads(value) for key, value in Table.of_flow(tmp_path / flow.name / table).range()}
+    assert rows_of == wanted
+
+
+@pytest.mark.long
+def test_a_partition_that_is_added_while_tasks_read(make_pipe: Any) -> None:
+    pipe = make_pipe(partitions=2, target_partitions=4)
+    pipe.fill(200)
+    flow = pipe.open()
+    query = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target, **BY_TASKS).start()
+    try:
+        query.processAllAvailable()
+        admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+        admin.create_partitions([NewPartitions(pipe.source, 4)])[pipe.source].result(30)
+        first = len(pipe.sent)
+        more: list[Any] = [(f"new-{n}".encode(), f"{n:09d}".encode()) for n in range(first, first + 300)]
+        independent.fill(pipe.bootstrap, pipe.source, more)
+        pipe.sent += more
+        wait_until(lambda: len(pipe.committed_progress()[-1].offsets[pipe.source]) == 4, 30, lambda: repr(query))
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    pipe.check()

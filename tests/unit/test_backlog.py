@@ -1,0 +1,157 @@
+"""Who reads the next batch of the direct engine, and what tasks read when they do."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from onceflow.direct import backlog as module
+from onceflow.direct.backlog import BEHIND_S, CAUGHT_UP_S, Backlog, spread
+from onceflow.direct.by_tasks import move_s
+from onceflow.planning.range_tasks import dealt, task_count
+from onceflow.state.table_facts import TableFacts
+
+DRIVER_PER_S = 1000
+
+
+def known(**options: Any) -> Backlog:
+    """The driver is known to read 1,000 records/s."""
+    backlog = Backlog("deposits", None, **options)
+    for _ in range(10):
+        backlog.ran(DRIVER_PER_S, 1.0, now=0.0)
+    return backlog
+
+
+def test_tasks_take_over_when_the_driver_would_need_long_and_give_back_later() -> None:
+    backlog = known()
+    enter, leave = int(BEHIND_S * DRIVER_PER_S), int(CAUGHT_UP_S * DRIVER_PER_S)
+    seen = []
+    for left in (0, enter, enter + 1, enter - 1, leave, leave - 1, enter, enter + 1):
+        backlog.looked(left, now=0.0)
+        seen.append(backlog.by_tasks)
+    assert seen == [False, False, True, True, True, False, False, True], "with hysteresis"
+
+
+def test_nothing_is_handed_over_before_the_driver_is_known() -> None:
+    backlog = Backlog("deposits", None)
+    backlog.looked(10**12, now=0.0)
+    backlog.ran(10, 1.0, now=0.0)
+    backlog.looked(10**12, now=0.0)
+    assert not backlog.by_tasks
+
+
+def test_tasks_that_are_not_faster_are_given_up_for_a_while() -> None:
+    backlog = known()
+    backlog.looked(10**6, now=0.0)
+    batches = 0
+    while backlog.by_tasks:
+        backlog.ran(int(1.1 * DRIVER_PER_S), 1.0, now=50.0)
+        batches += 1
+    assert 1 < batches < 10
+    backlog.looked(10**6, now=50.0 + module._PAUSE_S - 1)
+    assert not backlog.by_tasks
+    backlog.looked(10**6, now=50.0 + module._PAUSE_S)
+    assert backlog.by_tasks, "the cluster may have grown"
+
+
+def test_faster_tasks_stay() -> None:
+    backlog = known()
+    backlog.looked(10**6, now=0.0)
+    for _ in range(50):
+        backlog.ran(4 * DRIVER_PER_S, 1.0, now=1.0)
+        backlog.looked(10**6, now=1.0)
+    assert backlog.by_tasks
+
+
+def test_too_few_cores_and_state_that_would_have_to_move() -> None:
+    for options in ({"may_help": lambda: False}, {"move_s": lambda: math.inf}, {"move_s": lambda: 3600.0}):
+        backlog = known(**options)
+        backlog.looked(int(100 * BEHIND_S * DRIVER_PER_S), now=0.0)
+        assert not backlog.by_tasks
+    backlog = known(move_s=lambda: 60.0)
+    backlog.looked(int(200 * DRIVER_PER_S), now=0.0)
+    assert backlog.by_tasks, "moving the state takes much less than the driver would need"
+
+
+@pytest.mark.parametrize(
+    "rows_max, lefts, by_tasks",
+    [
+        (0, [1, 0, 5, 0], [True, False, True, False]),
+        (100, [100, 101, 60, 50, 100], [False, True, True, False, False]),
+        (10**9, [10**9], [False]),
+    ],
+)
+def test_a_bound_of_the_user(rows_max: int, lefts: list[int], by_tasks: list[bool]) -> None:
+    backlog = Backlog("deposits", rows_max, may_help=lambda: False)
+    seen = []
+    for left in lefts:
+        backlog.looked(left, now=0.0)
+        seen.append(backlog.by_tasks)
+    assert seen == by_tasks
+    for _ in range(20):  # how fast tasks are does not matter
+        backlog.ran(1, 1.0, now=0.0)
+    assert backlog.by_tasks == by_tasks[-1]
+
+
+def test_the_log_says_who_reads_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "onceflow")
+    backlog = known(move_s=lambda: 4.0)
+    backlog.looked(123_456, now=0.0)
+    backlog.looked(10, now=0.0)
+    taken, given = [record.getMessage() for record in caplog.records]
+    assert "deposits: 123,456 records are left to read, about 123 s for the driver" in taken
+    assert "to bring the state to them takes about 4 s" in taken
+    assert "deposits: the driver reads again: 10 records are left" in given
+
+
+def test_state_on_this_machine_is_where_tasks_are() -> None:
+    on_disk = TableFacts("t", 4, 4, {"rows": 600_000, "timers": 600_000}, nbytes=10)
+    assert move_s([on_disk], 8, local=True) == 0
+    assert move_s([on_disk, on_disk], 8, local=False) == pytest.approx(2.0)
+    assert move_s([TableFacts("t", 4, 4, {"rows": 1})], 8, local=True) == math.inf, "in the memory of the driver"
+    assert move_s([], 8, local=False) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_batch_takes_of_each_partition_the_same_part(seed: int) -> None:
+    rng = random.Random(seed)
+    left = {t: {p: rng.choice((0, 1, 5, 10_000)) for p in range(rng.randrange(1, 9))} for t in ("a", "b")}
+    total = sum(count for offsets in left.values() for count in offsets.values())
+    for records in (0, 1, 7, total // 3, total, total + 1):
+        shares = spread(left, records)
+        assert sum(count for offsets in shares.values() for count in offsets.values()) == min(records, total)
+        for topic, offsets in left.items():
+            assert shares[topic].keys() == offsets.keys()
+            for partition, count in offsets.items():
+                assert 0 <= shares[topic][partition] <= count
+                if total:
+                    assert abs(shares[topic][partition] - count * min(records, total) / total) <= 1
+
+
+@pytest.mark.parametrize(
+    "partitions, cores, tasks",
+    [
+        ([64, 64], 2, 2),
+        ([64, 64], 7, 4),
+        ([64, 64], 1000, 64),
+        ([6, 4], 8, 2),
+        ([4, 3], 8, 1),  # no number divides both: the rows have to be moved
+        ([7, 7], 2, 7),
+        ([7, 7], 1, 1),
+        ([101, 101], 2, 1),  # 101 tasks for two cores are too many
+        ([9], 4, 3),
+        ([1, 64], 8, 1),
+    ],
+)
+def test_how_many_tasks_read(partitions: list[int], cores: int, tasks: int) -> None:
+    assert task_count(partitions, cores) == tasks
+    assert all(count % tasks == 0 for count in partitions)
+
+
+def test_the_parts_of_tasks() -> None:
+    places = [("a", 0, 5, 9), ("a", 1, 0, 2), ("b", 3, 0, 1), ("b", 4, 7, 8)]
+    assert dealt(places, 2) == ({("a", 0): (5, 9), ("b", 4): (7, 8)}, {("a", 1): (0, 2), ("b", 3): (0, 1)})
+    assert dealt([], 3) == ({}, {}, {})
