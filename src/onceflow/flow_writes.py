@@ -86,7 +86,8 @@ class FlowWrites:
                 Python tasks and no shuffle, which saves much latency. After ``Flow.process``, source records are
                 counted instead of rows. 0: tasks always write. None: 8,000 rows, or 10,000 source records after
                 ``Flow.process``; but 0 if the query has mapInArrow, mapInPandas or Flow.map, where a few records may
-                become any number of rows.
+                become any number of rows. With the direct engine: when more records than this are left to read, tasks
+                read them. None: when the driver would need long for them.
             late: what happens to rows that Spark drops because they are later than the watermark of a query with state.
                 ``drop``: they are counted (``BatchSummary.dropped``), and a warning says so. ``fail``: LateRowsError,
                 and the batch is not committed; needs ``guarantee="exactly_once"``.

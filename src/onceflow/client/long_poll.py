@@ -69,7 +69,6 @@ class LongPoll(Generic[C]):
         positions: Mapping[TopicPartition, int],
         *,
         fetch_bytes: int = ...,
-        partition_bytes: int | None = ...,
     ) -> None: ...
 
     @overload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 
@@ -10,9 +11,13 @@ from pyspark.sql import types as T
 from onceflow.direct.backlog import Backlog
 from onceflow.driver.range_rows import RangeSource
 from onceflow.driver.run import PreparedQuery
+from onceflow.errors import EnvironmentUnusableError
+from onceflow.spark.imports import ImportCheck
 from onceflow.spark.master import current_cores, is_local
 from onceflow.state.table_facts import TableFacts
 from onceflow.task.source_rows import QueryRows
+
+log = logging.getLogger("onceflow")
 
 # On this machine, the driver and its tasks share the cores, often with the broker. With fewer cores tasks do not help.
 _LOCAL_CORES_MIN, _CORES_MIN = 3, 2
@@ -39,15 +44,41 @@ def range_source(prepared: PreparedQuery, read: QueryRows, topic_ids: Mapping[st
 
 
 def backlog_of(prepared: PreparedQuery) -> Backlog:
-    """Decides who reads, the driver or tasks."""
-    spark, state = prepared.spark, prepared.query.state
+    """Decides who reads, the driver or tasks.
+
+    Raises:
+        EnvironmentUnusableError: tasks are sure to read, and lack a module.
+    """
+    spark, state, rows_max = prepared.spark, prepared.query.state, prepared.write.sink.small_batch_rows
     local, cores = is_local(spark), current_cores(spark)
+    if rows_max is not None:
+        prepared.imports.at_start()
+    ready = _Ready(prepared.imports, prepared.startup.flow)
     return Backlog(
         prepared.startup.flow,
-        prepared.write.sink.small_batch_rows,
-        may_help=lambda: cores() >= (_LOCAL_CORES_MIN if local else _CORES_MIN),
+        rows_max,
+        may_help=lambda: cores() >= (_LOCAL_CORES_MIN if local else _CORES_MIN) and ready(),
         move_s=lambda: 0.0 if state is None else move_s(state.facts(), cores(), local=local),
     )
+
+
+class _Ready:
+    """Whether tasks can import what the query needs. Found out once, when there is a backlog for the first time."""
+
+    def __init__(self, imports: ImportCheck, flow: str) -> None:
+        self._imports = imports
+        self._flow = flow
+        self._known: bool | None = None
+
+    def __call__(self) -> bool:
+        if self._known is None:
+            try:
+                self._imports.finish()
+                self._known = True
+            except EnvironmentUnusableError as error:
+                log.warning("flow %s: the driver reads its backlog alone, because tasks cannot: %s", self._flow, error)
+                self._known = False
+        return self._known
 
 
 def move_s(tables: Iterable[TableFacts], cores: int, *, local: bool) -> float:
