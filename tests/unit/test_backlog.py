@@ -127,8 +127,16 @@ def test_a_batch_takes_of_each_partition_the_same_part(seed: int) -> None:
             assert shares[topic].keys() == offsets.keys()
             for partition, count in offsets.items():
                 assert 0 <= shares[topic][partition] <= count
-                if total:
+                if total and records >= sum(map(len, left.values())):
                     assert abs(shares[topic][partition] - count * min(records, total) / total) <= 1
+
+
+def test_a_batch_takes_long_ranges_of_the_partitions_that_are_behind() -> None:
+    left = {"a": {0: 10_000, 1: 90_000, 2: 50_000}, "b": {0: 50_000}}
+    assert spread(left, 30_000, 10_000) == {"a": {0: 0, 1: 14211, 2: 7895}, "b": {0: 7894}}
+    assert spread(left, 5_000, 10_000) == {"a": {0: 0, 1: 5_000, 2: 0}, "b": {0: 0}}
+    assert spread(left, 10**9, 10_000) == left
+    assert spread({"a": {0: 0}}, 100, 10) == {"a": {0: 0}}
 
 
 @pytest.mark.parametrize(

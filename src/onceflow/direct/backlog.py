@@ -119,23 +119,28 @@ class Backlog:
         log.info("flow %s: the driver reads again: %s", self._flow, why)
 
 
-def spread(left: Mapping[str, Mapping[int, int]], records: int) -> TopicOffsets:
-    """How many offsets of each partition a batch takes that takes so many: of each the same part of what is left.
+def spread(left: Mapping[str, Mapping[int, int]], records: int, least: int = 1) -> TopicOffsets:
+    """How many offsets of each partition a batch takes that takes so many.
 
     Args:
         left: how many offsets are left of each partition, by topic.
+        least: take at least so many of a partition, or nothing: responses have whole record batches, so of a very short
+            range most of what is fetched would be thrown away. Partitions that have the most left come first.
+
+    Returns:
+        Of each partition that is taken the same part of what it has left.
     """
-    total = sum(count for offsets in left.values() for count in offsets.values())
-    if total <= records:
-        return {topic: dict(offsets) for topic, offsets in left.items()}
-    shares = {
-        topic: {partition: count * records // total for partition, count in offsets.items()}
-        for topic, offsets in left.items()
-    }
-    over = records - sum(count for offsets in shares.values() for count in offsets.values())
-    for topic, offsets in left.items():
-        for partition, count in offsets.items():
-            if over and shares[topic][partition] < count:
-                shares[topic][partition] += 1
-                over -= 1
+    shares = {topic: dict.fromkeys(offsets, 0) for topic, offsets in left.items()}
+    places = [(count, topic, n) for topic, offsets in left.items() for n, count in offsets.items() if count]
+    places.sort(key=lambda place: -place[0])
+    places = places[: max(1, records // least)]
+    total = sum(count for count, _, _ in places)
+    records = min(records, total)
+    for count, topic, n in places:
+        shares[topic][n] = count * records // total
+    over = records - sum(shares[topic][n] for _, topic, n in places)
+    for count, topic, n in places:
+        if over and shares[topic][n] < count:
+            shares[topic][n] += 1
+            over -= 1
     return shares

@@ -31,7 +31,8 @@ _WAIT_S = 0.1  # how long a Fetch is waited for, before stops and timers are loo
 _OFFSETS_WAIT_S = 1.0
 # A batch that tasks read takes about so long: it starts a Spark job.
 _TASKS_S = 1.0
-_TASKS_RECORDS_FIRST, _TASKS_RECORDS_MAX = 100_000, 5_000_000
+_TASKS_RECORDS_FIRST, _TASKS_RECORDS_MIN, _TASKS_RECORDS_MAX = 100_000, 20_000, 5_000_000
+_TASKS_RANGE_MIN = 4_000  # records of a partition
 
 
 class DirectLoop:
@@ -74,7 +75,9 @@ class DirectLoop:
         self._reports: ProgressReports | None = None
         self._ended: Callable[[], None] = lambda: None
         self._size = BatchSize(trigger_s)
-        self._tasks_size = BatchSize(_TASKS_S, first=_TASKS_RECORDS_FIRST, most=_TASKS_RECORDS_MAX)
+        self._tasks_size = BatchSize(
+            _TASKS_S, first=_TASKS_RECORDS_FIRST, least=_TASKS_RECORDS_MIN, most=_TASKS_RECORDS_MAX
+        )
         self._stop = threading.Event()
         self._next_at = 0.0
         self._offsets_since: float | None = None  # since when there are offsets without records
@@ -226,11 +229,11 @@ class DirectLoop:
     def _spread(self, wanted: TopicOffsets) -> TopicOffsets:
         """Where a batch ends that tasks read, if so many offsets of each partition are left."""
         for topic, most in self._records_per_batch.items():
-            wanted = {**wanted, **spread({topic: wanted[topic]}, most)}
+            wanted = {**wanted, **spread({topic: wanted[topic]}, most, _TASKS_RANGE_MIN)}
         taken = self._reader.arrivals.taken
         return {
             topic: {n: taken[topic][n] + count for n, count in offsets.items()}
-            for topic, offsets in spread(wanted, self._tasks_size.records).items()
+            for topic, offsets in spread(wanted, self._tasks_size.records, _TASKS_RANGE_MIN).items()
         }
 
     def _report(

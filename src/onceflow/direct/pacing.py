@@ -17,14 +17,16 @@ class BatchSize:
 
     Args:
         trigger_s: the interval of the trigger; 0: there is none.
-        first, most: records of the first batch, and most records of a batch.
+        first: records of the first batch. least, most: of any batch that has enough.
 
     Attributes:
         records: most offsets of the next batch.
     """
 
-    def __init__(self, trigger_s: float, *, first: int = _FIRST_RECORDS, most: int = _RECORDS_MAX) -> None:
-        self._most = most
+    def __init__(
+        self, trigger_s: float, *, first: int = _FIRST_RECORDS, least: int = _RECORDS_MIN, most: int = _RECORDS_MAX
+    ) -> None:
+        self._least, self._most = least, most
         self._target_s = min(_TARGET_MAX, max(_TARGET_MIN, trigger_s)) if trigger_s else _TARGET_DEFAULT
         self.records = first
 
@@ -40,5 +42,5 @@ class BatchSize:
         fitting = offsets * self._target_s / max(seconds, 1e-4)
         wanted = self.records + _SMOOTHING * (fitting - self.records)
         wanted = min(self.records * _CHANGE_MAX, max(self.records / _CHANGE_MAX, wanted))
-        self.records = round(min(self._most, max(_RECORDS_MIN, wanted)))
+        self.records = round(min(self._most, max(self._least, wanted)))
         return full
