@@ -68,7 +68,9 @@ def test_a_first_start_one_after_a_stop_and_one_after_a_crash(make_pipe: Any, st
     assert lines[0].startswith(f"flow {pipe.flow} starts: exactly_once, onceflow.{pipe.flow}, producer id ")
     assert lines[1] == "first start: nothing is committed yet"
     assert lines[2] == f"reads {pipe.source}: from {{0: 0, 1: 0}}; 30 offsets waiting"
-    assert lines[3].startswith(f"writes {pipe.target}: the driver reads and writes all batches; Spark ")
+    assert lines[3].startswith(
+        f"writes {pipe.target}: the driver reads and writes; with a large backlog, tasks do; Spark "
+    )
     assert lines[4] == "engine direct: its plan needs no Spark job"
     assert (facts["engine"], facts["engine_reason"]) == ("direct", "its plan needs no Spark job")
     assert facts["fenced"] is facts["committed_batch"] is facts["committed_by"] is None

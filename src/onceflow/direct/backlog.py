@@ -17,7 +17,7 @@ log = logging.getLogger("onceflow")
 #: Tasks read if the driver would need longer than this for the backlog, until it would need less than the other.
 BEHIND_S, CAUGHT_UP_S = 10.0, 1.0
 _KNOWN_BATCHES = 5  # so many batches of the driver tell how fast it is; the first ones are small
-_TRIED_BATCHES = 5  # so many batches of tasks tell how fast tasks are; the first ones start their processes
+_TRIED_BATCHES = 3  # so many batches of tasks tell how fast tasks are, without the first, which starts processes
 _GAIN = 1.2  # tasks have to be so much faster than the driver
 _PAUSE_S = 600.0  # for so long tasks that were not faster are not tried again
 _SMOOTHING = 0.3
@@ -67,6 +67,7 @@ class Backlog:
         self._may_help = may_help
         self._move_s = move_s
         self._driver, self._tasks = Rate(), Rate()
+        self._starts = False  # the next batch of tasks is their first one
         self._paused_until = float("-inf")
         self.by_tasks = False
 
@@ -78,6 +79,9 @@ class Backlog:
         """
         if not self.by_tasks:
             self._driver.ran(records, seconds)
+            return
+        if self._starts:
+            self._starts = False
             return
         self._tasks.ran(records, seconds)
         if self._rows_max is not None or self._tasks.batches < _TRIED_BATCHES:
@@ -104,7 +108,7 @@ class Backlog:
 
     def _to_tasks(self, left: int, behind_s: float, move_s: float) -> None:
         self.by_tasks = True
-        self._tasks = Rate()
+        self._tasks, self._starts = Rate(), True
         moved = f"; to bring the state to them takes about {move_s:.0f} s" if move_s >= 1 else ""
         log.info(
             "flow %s: %s records are left to read, about %.0f s for the driver: now tasks read by themselves%s",

@@ -90,7 +90,8 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
             backlog=backlog_of(prepared),
             tasks=range_source(prepared, read, reader.topic_ids),
         )
-        told = report(startup, prepared.spark, options, outputs=prepared.written, choice=prepared.choice)
+        given = prepared.write.sink  # with Flow.map, the query's own options make tasks of Spark write every batch
+        told = report(startup, prepared.spark, given, outputs=prepared.written, choice=prepared.choice)
         startup.used()
     except BaseException:
         reader.close()

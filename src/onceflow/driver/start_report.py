@@ -152,12 +152,19 @@ class StartReport:
 
     def _engine(self) -> str:
         if self.engine == DIRECT:
-            return "the driver reads and writes all batches"
+            return self._direct()
         if self.small_batch_rows is None:
             return "small batches by the driver, others by tasks"
         if self.small_batch_rows <= 0:
             return "all batches by tasks"
         return f"batches of up to {self.small_batch_rows:,} rows by the driver, others by tasks"
+
+    def _direct(self) -> str:
+        if self.small_batch_rows is None:
+            return "the driver reads and writes; with a large backlog, tasks do"
+        if self.small_batch_rows <= 0:
+            return "tasks read and write"
+        return f"the driver reads and writes; with a backlog of more than {self.small_batch_rows:,} records, tasks do"
 
 
 def report(
