@@ -40,7 +40,7 @@ def test_copies_exactly_once(make_pipe: Any, partitioner: str, small_batch_rows:
     assert sum(batch.records for batch in query.batches) == 2500
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+@pytest.mark.parametrize("small_batch_rows", [0, 10_000])
 def test_round_robin_uses_every_partition(make_pipe: Any, small_batch_rows: int) -> None:
     pipe = make_pipe(partitions=3, target_partitions=5)
     pipe.fill(6000)

@@ -137,8 +137,11 @@ def spread(left: Mapping[str, Mapping[int, int]], records: int, least: int = 1) 
     shares = {topic: dict.fromkeys(offsets, 0) for topic, offsets in left.items()}
     places = [(count, topic, n) for topic, offsets in left.items() for n, count in offsets.items() if count]
     places.sort(key=lambda place: -place[0])
-    places = places[: max(1, records // least)]
-    total = sum(count for count, _, _ in places)
+    number, total = 0, 0
+    while number < len(places) and (number < records // least or total < records):
+        total += places[number][0]
+        number += 1
+    places = places[:number]
     records = min(records, total)
     for count, topic, n in places:
         shares[topic][n] = count * records // total

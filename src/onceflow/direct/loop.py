@@ -215,7 +215,7 @@ class DirectLoop:
         if not self._backlog.by_tasks:
             return False
         source = self._reader.arrivals.take_unread(self._spread(wanted))
-        rows = RangeRows(self._spark, self._tasks, source)
+        rows = RangeRows(self._tasks, source)
         started_ms, before, started = clock_ms(), self._batches.progress.batch_id, time.monotonic()
         self._batches(rows, source, backlog=True)
         seconds = time.monotonic() - started

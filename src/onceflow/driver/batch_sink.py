@@ -13,12 +13,10 @@ from onceflow.driver.batches import Batches, Commit
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.step_seconds import timed
 from onceflow.planning.options import BatchSummary, SinkOptions
-from onceflow.spark.queries import ADAPTIVE
+from onceflow.spark.query_session import set_up_clone
 from onceflow.state.table_facts import TableFacts
 
 log = logging.getLogger("onceflow.sink")
-
-_ARROW_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
 
 
 class SparkCommit(Commit, Protocol):
@@ -60,7 +58,7 @@ class BatchSink(Batches):
     def _run(self, df: DataFrame, spark_batch_id: int) -> None:
         self._commit.settle()
         if not self.history:
-            _set_session(df)
+            set_up_clone(df.sparkSession)
             self._before_first()
         self._catch_up(df)
         batch = self.progress.batch_id + 1
@@ -83,20 +81,3 @@ class BatchSink(Batches):
             return
         self._run_planned(df, batch, source, summary)
         self._fire_left(df, source)
-
-
-def _set_session(df: DataFrame) -> None:
-    """Change settings in the query's own clone of the session.
-
-    Adaptive execution is switched off, as it was when the query was started (`queries.without_adaptive_execution`). It
-    runs every stage before a shuffle as a job of its own as soon as the RDD of a plan is requested, so rows would be
-    read and shuffled twice. It also drops tasks without rows, but every task has something to report. A batch is one
-    job, whose tasks are known before it runs.
-
-    Arrow batches are limited to 4 MiB, so that workers need little memory even for large rows. This is not slower. A
-    value that the user has set is kept.
-    """
-    conf = df.sparkSession.conf
-    conf.set(ADAPTIVE, "false")
-    if conf.get(_ARROW_BYTES, None) is None:
-        conf.set(_ARROW_BYTES, str(4 * 1024 * 1024))

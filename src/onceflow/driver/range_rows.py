@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
@@ -12,6 +13,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.driver.offset_log import SourceRange
 from onceflow.messages import StateOrder, TaskReport, WriteOrder, decoded
 from onceflow.planning.range_tasks import dealt
+from onceflow.spark.query_session import clone_of
 from onceflow.task.range_reader import ReadOrder
 from onceflow.task.range_tasks import RangeTask, ReadTask
 from onceflow.task.source_rows import QueryRows
@@ -27,6 +29,7 @@ class RangeSource:
             them.
         schema: of the rows for Spark.
         deadline_s: how long a task may wait without getting any records.
+        spark: the session of the query.
     """
 
     flow: str
@@ -36,6 +39,12 @@ class RangeSource:
     plain: QueryRows
     schema: T.StructType
     deadline_s: float
+    spark: SparkSession
+
+    @cached_property
+    def frames(self) -> SparkSession:
+        """The session in which rows become DataFrames."""
+        return clone_of(self.spark)
 
 
 @dataclass(frozen=True)
@@ -43,15 +52,18 @@ class RangeRows:
     """Rows of a batch that tasks are going to read.
 
     Args:
-        sparkSession: named as that of a DataFrame.
         range: what they read.
         read: how many records of each topic they have read, when `run` has ended.
     """
 
-    sparkSession: SparkSession
     source: RangeSource
     range: SourceRange
     read: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sparkSession(self) -> SparkSession:
+        """Named as that of a DataFrame."""
+        return self.source.spark
 
     def run(self, order: WriteOrder | StateOrder, tasks: int) -> TaskReport:
         """Read, process and write in tasks. Each partition of a target belongs to the task that its number gives, see
@@ -66,7 +78,7 @@ class RangeRows:
     def frame(self, tasks: int) -> DataFrame:
         """The rows as a DataFrame of Spark, for what needs a shuffle."""
         order = self._order(self.source.plain, tasks)
-        numbers = self.sparkSession.range(0, tasks, 1, tasks)
+        numbers = self.source.frames.range(0, tasks, 1, tasks)
         return numbers.mapInArrow(ReadTask(order), self.source.schema)
 
     def _order(self, query: QueryRows, tasks: int) -> ReadOrder:

@@ -31,7 +31,7 @@ from onceflow.planning.options import SinkOptions
 from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import CheckedWrite, check_output
 from onceflow.protocol.progress import Offsets, Progress
-from onceflow.spark import logs, queries, query_listener, shipping
+from onceflow.spark import logs, queries, query_listener, query_session, shipping
 from onceflow.spark.checkpoint_files import LocalFolder
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
 from onceflow.spark.kafka_source import put_first_batch
@@ -70,7 +70,7 @@ class Run:
         """
         logs.silence_py4j()
         try:
-            with query_listener.by_flow(self.flow), queries.without_adaptive_execution(self.spark):
+            with query_listener.by_flow(self.flow), query_session.without_adaptive_execution(self.spark):
                 return SparkQuery(self.writer.start())
         except AnalysisException as error:
             raise UnsupportedQueryError(

@@ -270,7 +270,7 @@ def _input_of(partition: Any) -> Any:
 
 
 def task_total(df: DataFrame) -> int:
-    """How many tasks compute a DataFrame. This runs no job: adaptive execution is off (``driver/batch_sink.py``)."""
+    """How many tasks compute a DataFrame. This runs no job: adaptive execution is off (``query_session.py``)."""
     return int(df._jdf.queryExecution().toRdd().getNumPartitions())
 
 

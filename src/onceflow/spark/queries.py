@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +15,6 @@ from onceflow.spark import jvm, versions
 
 #: An option on the source that says which flow read it; Spark's Kafka source ignores what it does not know.
 MARK = "onceflow.flow"
-#: Spark's setting for adaptive execution.
-ADAPTIVE = "spark.sql.adaptive.enabled"
-_starting = threading.Lock()
 _WRITE, _EXTERNAL = "Flow.write", "Flow.write_external"
 
 #: Logical operators that keep state between micro-batches when their input is a stream, and what users call them
@@ -85,26 +80,6 @@ def reader_options(options: Mapping[str, str], flow: str) -> dict[str, str]:
                 next_step=f"known: {', '.join(sorted(_READER_KNOWN))}; connection options belong to Flow(options=...)",
             )
     return {name: str(value) for name, value in options.items()}
-
-
-@contextlib.contextmanager
-def without_adaptive_execution(spark: SparkSession) -> Iterator[None]:
-    """Switch adaptive execution off for a query that is started in the block.
-
-    A query gets a clone of the session as it is at its start. Spark requests the RDD of a batch before it calls the
-    sink (``ForeachBatchSink.addBatch``), and adaptive execution would then run the stages before a shuffle at once: too
-    early, and a second time within the batch.
-    """
-    with _starting:
-        before = spark.conf.get(ADAPTIVE, None)
-        spark.conf.set(ADAPTIVE, "false")
-        try:
-            yield
-        finally:
-            if before is None:
-                spark.conf.unset(ADAPTIVE)
-            else:
-                spark.conf.set(ADAPTIVE, before)
 
 
 def starting_offsets_json(topic: str, offsets: Mapping[int, int]) -> str:

@@ -18,6 +18,7 @@ from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.task.row_writer import worker_cluster
 from onceflow.task.source_rows import QueryRows, joined
+from onceflow.task.task_logs import log
 
 _FETCH_BYTES = 4_000_000
 # Of one partition in a response. Without it, a response would have one partition only, and mostly records that are
@@ -135,10 +136,12 @@ class RangeReader:
 
     def _in_range(self, place: TopicPartition, chunk: ColumnChunk) -> RecordColumns:
         """The records of a chunk that belong to the range: a response has whole record batches, which end later."""
-        if chunk.expired_from is not None and place[0] not in self._lossy:
+        if chunk.expired_from is not None:
             last = min(chunk.next_offset, self._ends[place]) - 1
             lost = f"offsets {chunk.expired_from} to {last} have expired before they were read"
-            raise data_loss(f"{place[0]}-{place[1]}", lost, self._order.flow)
+            if place[0] not in self._lossy:
+                raise data_loss(f"{place[0]}-{place[1]}", lost, self._order.flow)
+            log.warning("%s-%d: %s; skipped, because fail_on_data_loss=False", *place, lost)
         records = chunk.records
         if chunk.next_offset > self._ends[place]:
             records = records.slice(0, int(np.searchsorted(records.offsets, self._ends[place])))
