@@ -1,12 +1,14 @@
 """Deliberately broken builds of the sink, and the faults that show what is broken. Both are patches in the driver.
 
 A fault is what the world does (a crash, a task that fails half-way); the sound build is put through it, too. A mutant
-leaves out or swaps one thing that the sink does for exactly-once. Batches are 20 records from one source partition, to
-two output partitions; the driver writes them itself, a batch that is run again is written by a task.
+leaves out or swaps one thing that an engine or the sink does for exactly-once. Batches are 20 records from one source
+partition, to two output partitions. The driver writes them itself. With Spark's engine, a batch that is run again is
+written by a task.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,10 +24,15 @@ from onceflow import BatchAbortedError, OnceflowError, hooks
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.transactions import Transactions
+from onceflow.direct import run as direct_module
+from onceflow.direct.arrivals import Arrivals
+from onceflow.direct.fetched import FetchedPart
 from onceflow.driver import commit as batch_module
 from onceflow.driver import output_writer, progress_log
 from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import ExactlyOnce
+from onceflow.driver.fetched_rows import FetchedRows
+from onceflow.engine_query import DIRECT
 from onceflow.messages import TaskReport
 from onceflow.protocol.transaction import GIVEN, Epoch, Event
 from onceflow.spark import queries
@@ -100,24 +107,33 @@ def killed(step: str) -> Callable[[Patch, Path], None]:
 
 
 def stale_start(patch: Patch, once: Path) -> None:
-    """Spark reads from five records before the place where progress ends."""
-    original = queries.starting_offsets_json
+    """The engine reads from five records before the place where progress ends."""
+    original, reader = queries.starting_offsets_json, direct_module.SourceReader
     once.touch()
-    patch.setattr(
-        queries, "starting_offsets_json", lambda topic, offsets: original(topic, {p: o - 5 for p, o in offsets.items()})
-    )
+
+    def earlier(offsets: Any) -> Any:
+        return {partition: offset - 5 for partition, offset in offsets.items()}
+
+    def read(settings: Any, plan: Any, starts: Any, *rest: Any, **options: Any) -> Any:
+        return reader(settings, plan, {topic: earlier(starts[topic]) for topic in starts}, *rest, **options)
+
+    patch.setattr(queries, "starting_offsets_json", lambda topic, offsets: original(topic, earlier(offsets)))
+    patch.setattr(direct_module, "SourceReader", read)
 
 
 def two_arrow_batches(patch: Patch, once: Path) -> None:
     """The rows of a batch come in two halves."""
-    original = output_writer.collect
 
-    def halves(df: Any, *, interpreted: bool) -> list[pa.RecordBatch]:
-        once.touch()
-        table = pa.Table.from_batches(original(df, interpreted=interpreted)).combine_chunks()
-        return [rows for half in (table[: BATCH_ROWS // 2], table[BATCH_ROWS // 2 :]) for rows in half.to_batches()]
+    def halved(original: Callable[..., Any]) -> Callable[..., Any]:
+        def halves(*arguments: Any, **options: Any) -> list[pa.RecordBatch]:
+            once.touch()
+            table = pa.Table.from_batches(original(*arguments, **options)).combine_chunks()
+            return [rows for half in (table[: BATCH_ROWS // 2], table[BATCH_ROWS // 2 :]) for rows in half.to_batches()]
 
-    patch.setattr(output_writer, "collect", halves)
+        return halves
+
+    patch.setattr(output_writer, "collect", halved(output_writer.collect))
+    patch.setattr(FetchedRows, "batches", halved(FetchedRows.batches))
 
 
 FAULTS = {
@@ -241,16 +257,24 @@ def progress_in_a_transaction_before(patch: Patch) -> None:
 
 def plan_is_off_by_one(patch: Patch) -> None:
     """Ends are taken for inclusive: one more is committed than was read, in all batches alike."""
-    original = batch_module.read_range
+    read_range, take = batch_module.read_range, Arrivals.take
 
-    def shifted(checkpoint: Any, spark_batch_id: int, topics: Any = None) -> Any:
-        def moved(offsets: Any) -> Any:
-            return {topic: {p: offset + 1 for p, offset in found.items()} for topic, found in offsets.items()}
+    def moved(offsets: Any) -> Any:
+        return {topic: {p: offset + 1 for p, offset in found.items()} for topic, found in offsets.items()}
 
-        found = original(checkpoint, spark_batch_id, topics)
-        return replace(found, start=moved(found.start) if spark_batch_id else found.start, end=moved(found.end))
+    def shifted(found: Any, *, first: bool) -> Any:
+        return replace(found, start=found.start if first else moved(found.start), end=moved(found.end))
 
-    patch.setattr(batch_module, "read_range", shifted)
+    def read(checkpoint: Any, spark_batch_id: int, topics: Any = None) -> Any:
+        return shifted(read_range(checkpoint, spark_batch_id, topics), first=not spark_batch_id)
+
+    def taken(self: Any, *arguments: Any) -> Any:
+        first, self.begun = not hasattr(self, "begun"), True
+        found = take(self, *arguments)
+        return replace(found, source=shifted(found.source, first=first))
+
+    patch.setattr(batch_module, "read_range", read)
+    patch.setattr(Arrivals, "take", taken)
 
 
 def no_contiguity_check(patch: Patch) -> None:
@@ -294,6 +318,47 @@ def sequences_start_anew(patch: Patch) -> None:
     patch.setattr(row_writer.RowWriter, "_encode", encode)
 
 
+# ---- mutants of the direct engine --------------------------------------------------------------------------
+
+
+def arrived_counts_as_taken(patch: Patch) -> None:
+    """Progress is moved to the end of what has arrived, not of what the batch has taken."""
+    take = Arrivals.take
+
+    def taken(self: Any, *arguments: Any) -> Any:
+        last = getattr(self, "last", self.nothing().start)
+        found = take(self, *arguments)
+        self.last = found.source.end
+        for part in self._waiting:
+            topic, partition = part.place
+            self.last[topic][partition] = max(self.last[topic][partition], part.end)
+        return replace(found, source=replace(found.source, start=last, end=self.last))
+
+    patch.setattr(Arrivals, "take", taken)
+
+
+def rest_begins_too_early(patch: Patch) -> None:
+    """What is left of a response when a batch has taken its part begins with the last record of that part."""
+
+    def split(self: Any, offset: int) -> tuple[Any, Any]:
+        return replace(self, end=offset), replace(self, start=offset - 1)
+
+    patch.setattr(FetchedPart, "split", split)
+
+
+def rows_are_there_once(patch: Patch) -> None:
+    """An attempt uses up the records that were fetched: another one finds none."""
+    original = FetchedPart.rows
+    used: list[FetchedPart] = []  # kept, so that each has an identity of its own
+
+    def rows(self: Any) -> Iterator[pa.RecordBatch]:
+        if not any(each is self for each in used):
+            used.append(self)
+            yield from original(self)
+
+    patch.setattr(FetchedPart, "rows", rows)
+
+
 # ---- a run -----------------------------------------------------------------------------------------------
 
 
@@ -306,20 +371,32 @@ class Placed:
         self.once = once
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for rows in batches:
-            partitions = (np.arange(rows.num_rows) + self.once.exists()) % 2
-            yield rows.append_column("partition", pa.array(partitions, pa.int32()))
+        return map(self.place, batches)
+
+    def place(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """As a function of ``Flow.map``."""
+        partitions = (np.arange(rows.num_rows) + self.once.exists()) % 2
+        return rows.append_column("partition", pa.array(partitions, pa.int32()))
 
 
-def write_everything(pipe: Any, fault: Fault, once: Path) -> BaseException | None:
+def written_rows(flow: Any, pipe: Any, fault: Fault, once: Path, engine: str) -> Any:
+    """The rows of the flow with their tags, as a query that the engine can run."""
+    read = flow.read(pipe.source, max_records_per_batch=BATCH_ROWS)
+    if engine != DIRECT:
+        rows = recorder.tagged(read, pipe.flow)
+        return rows.mapInArrow(Placed(once), Placed.SCHEMA) if fault.placed else rows
+    rows = read.selectExpr("key", "value", "topic", "partition", "offset", "0L AS n")
+    rows = flow.map(rows, functools.partial(recorder.tagged_rows, flow=pipe.flow), schema=recorder.TAGGED_SCHEMA)
+    return flow.map(rows, Placed(once).place, schema=Placed.SCHEMA) if fault.placed else rows
+
+
+def write_everything(pipe: Any, fault: Fault, once: Path, engine: str) -> BaseException | None:
     """One run of the flow; what stopped it, if something did."""
     flow = pipe.open()
     try:
-        rows = recorder.tagged(flow.read(pipe.source, max_records_per_batch=BATCH_ROWS), pipe.flow)
-        if fault.placed:
-            rows = rows.mapInArrow(Placed(once), Placed.SCHEMA)
+        rows = written_rows(flow, pipe, fault, once, engine)
         # As without `placed`, whose function may make any number of rows as far as onceflow knows.
-        query = flow.write(rows, topic=pipe.target, small_batch_rows=8_000).start()
+        query = flow.write(rows, topic=pipe.target, engine=engine, small_batch_rows=8_000).start()
         try:
             query.processAllAvailable()
         finally:
@@ -331,7 +408,9 @@ def write_everything(pipe: Any, fault: Fault, once: Path) -> BaseException | Non
     return None
 
 
-def run(pipe: Any, mutant: Callable[[Patch], None], fault: Fault) -> tuple[Any, list[BaseException | None]]:
+def run(
+    pipe: Any, mutant: Callable[[Patch], None], fault: Fault, engine: str
+) -> tuple[Any, list[BaseException | None]]:
     """The verdict on a build that was put through a fault, and how each of its runs ended."""
     once, path = pipe.tmp_path / "fired", pipe.tmp_path / "history"
     pipe.fill(2 * BATCH_ROWS + BATCH_ROWS // 2)
@@ -343,7 +422,7 @@ def run(pipe: Any, mutant: Callable[[Patch], None], fault: Fault) -> tuple[Any, 
             with Patch.context() as patch:
                 if happens is not None:
                     happens(patch, once)
-                ends.append(write_everything(pipe, fault, once))
+                ends.append(write_everything(pipe, fault, once, engine))
             if not fault.restart or (ends[-1] is None and not (fault.more and number == 0)):
                 break
             if fault.more and number == 0:

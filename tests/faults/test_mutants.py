@@ -1,4 +1,4 @@
-"""The checker finds what it is there for: broken builds of the sink fail, the sound one passes the same faults."""
+"""The checker finds what it is there for: broken builds fail, the sound one passes the same faults, by both engines."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from onceflow.admin.identity import identity_of
 from onceflow.admin.tally import Tally
 from onceflow.client.cluster import Cluster
 from onceflow.client.settings import ClientSettings
+from onceflow.engine_query import DIRECT, SPARK
 from onceflow.protocol.names import Names
 from onceflow.testing.history import ABORTED_READ, DUPLICATE, FAILED, GAP, LOST, PASSED, TORN
 
@@ -35,6 +36,35 @@ BROKEN = [
     ("killed after write", "two_transactions", {DUPLICATE, ABORTED_READ}),
     ("rows come in two equal halves", "sequences_start_anew", {LOST, TORN}),
 ]
+BROKEN_DIRECT = [
+    ("none", "arrived_counts_as_taken", {LOST, TORN}),
+    ("none", "rest_begins_too_early", {DUPLICATE, GAP}),
+    ("an attempt fails half-way", "rows_are_there_once", {LOST, TORN}),
+]
+# Most of what these change is the same for both engines. For those the direct engine has code of its own.
+OWN = {
+    "next_attempt_continues",
+    "retry_under_one_epoch",
+    "plan_is_off_by_one",
+    "no_contiguity_check",
+    *(mutant for _, mutant, _ in BROKEN_DIRECT),
+}
+OWN_FAULTS = {"an attempt fails half-way", "started again too early in the source"}
+
+
+def case(engine: str, fault: str, mutant: str, kinds: set[str]) -> Any:
+    marks = [pytest.mark.long] if engine == DIRECT and mutant not in OWN else []
+    return pytest.param(engine, fault, mutant, kinds, id=f"{mutant}-{fault}-{engine}", marks=marks)
+
+
+def sound_case(engine: str, fault: str) -> Any:
+    marks = [pytest.mark.long] if engine == DIRECT and fault not in OWN_FAULTS else []
+    return pytest.param(engine, fault, id=f"{fault}-{engine}", marks=marks)
+
+
+CASES = [case(SPARK, *each) for each in BROKEN] + [case(DIRECT, *each) for each in BROKEN + BROKEN_DIRECT]
+FAULTS = list(dict.fromkeys(fault for fault, _, _ in BROKEN[1:]))
+SOUND_CASES = [sound_case(engine, fault) for engine in (SPARK, DIRECT) for fault in FAULTS]
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +84,12 @@ def audits() -> list[Any]:
 
 
 @pytest.fixture
-def run(mutants: Any, make_pipe: Callable[..., Any], audits: list[Any]) -> Callable[[str, str], Any]:
-    """``run("killed after write", "two_transactions")``: the verdict, and how the runs ended."""
+def run(mutants: Any, make_pipe: Callable[..., Any], audits: list[Any]) -> Callable[[str, str, str], Any]:
+    """``run("killed after write", "two_transactions", DIRECT)``: the verdict, and how the runs ended."""
 
-    def run_(fault: str, mutant: str) -> Any:
+    def run_(fault: str, mutant: str, engine: str) -> Any:
         pipe = make_pipe(partitions=1, target_partitions=2)
-        found = mutants.run(pipe, getattr(mutants, mutant), mutants.FAULTS[fault])
+        found = mutants.run(pipe, getattr(mutants, mutant), mutants.FAULTS[fault], engine)
         audits.append(audit(pipe))
         return found
 
@@ -74,11 +104,17 @@ def audit(pipe: Any) -> Any:
         return Audit(cluster, Names(pipe.flow), outputs, limit=5, tell=lambda text, done, total: None).run(tally)
 
 
-@pytest.mark.parametrize("fault, mutant, kinds", BROKEN, ids=[f"{mutant}-{fault}" for fault, mutant, _ in BROKEN])
+@pytest.mark.parametrize("engine, fault, mutant, kinds", CASES)
 def test_a_broken_build_is_found_out(
-    run: Callable[[str, str], Any], mutants: Any, audits: list[Any], fault: str, mutant: str, kinds: set[str]
+    run: Callable[[str, str, str], Any],
+    mutants: Any,
+    audits: list[Any],
+    engine: str,
+    fault: str,
+    mutant: str,
+    kinds: set[str],
 ) -> None:
-    verdict, _ = run(fault, mutant)
+    verdict, _ = run(fault, mutant, engine)
     assert audits[0].counts, "an audit without the history finds it, too"
     assert verdict.verdict == FAILED, verdict
     assert verdict.kinds == kinds, verdict
@@ -87,9 +123,11 @@ def test_a_broken_build_is_found_out(
         assert all(isinstance(error, FencedError) for error in mutants.refused)
 
 
-@pytest.mark.parametrize("fault", list(dict.fromkeys(fault for fault, _, _ in BROKEN[1:])))
-def test_the_sound_build_passes(run: Callable[[str, str], Any], audits: list[Any], fault: str) -> None:
-    verdict, ends = run(fault, "sound")
+@pytest.mark.parametrize("engine, fault", SOUND_CASES)
+def test_the_sound_build_passes(
+    run: Callable[[str, str, str], Any], audits: list[Any], engine: str, fault: str
+) -> None:
+    verdict, ends = run(fault, "sound", engine)
     assert audits[0].counts == {}, audits[0].examples
     assert verdict.verdict == PASSED, verdict
     stopped = [error for error in ends if error is not None]
@@ -104,18 +142,19 @@ def test_the_sound_build_passes(run: Callable[[str, str], Any], audits: list[Any
         assert verdict.counts["info"] == 1
 
 
-def test_kafka_refuses_an_epoch_that_was_aborted(run: Callable[[str, str], Any]) -> None:
+@pytest.mark.parametrize("engine", [SPARK, pytest.param(DIRECT, marks=pytest.mark.long)])
+def test_kafka_refuses_an_epoch_that_was_aborted(run: Callable[[str, str, str], Any], engine: str) -> None:
     """Nothing of it becomes visible: an abort moves the epoch on the broker (transaction version 2), so what is
     written under the old one is refused. As nobody else owns the flow, it takes that for a timeout, again and again."""
-    verdict, ends = run("an attempt fails half-way", "abort_keeps_the_epoch")
+    verdict, ends = run("an attempt fails half-way", "abort_keeps_the_epoch", engine)
     assert isinstance(ends[0], TransactionTimeoutError)
     assert ends[1:] == [None]
     assert verdict.verdict == PASSED, verdict
 
 
-def test_kafka_refuses_sequences_that_start_anew(run: Callable[[str, str], Any]) -> None:
+def test_kafka_refuses_sequences_that_start_anew(run: Callable[[str, str, str], Any]) -> None:
     """Unless the halves of a batch have as many rows for a partition: then it takes the second for the first, above."""
-    verdict, ends = run("rows come in two halves, by key", "sequences_start_anew")
+    verdict, ends = run("rows come in two halves, by key", "sequences_start_anew", SPARK)
     assert ends == [None]
     assert verdict.counts["fail"] == 2, "the batches with two halves are aborted, and run again by tasks"
     assert verdict.verdict == PASSED, verdict
