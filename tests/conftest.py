@@ -503,14 +503,18 @@ def killed_together(tmp_path: Path) -> Iterator[Callable[..., None]]:
     """``killed_together({step: pipe}, {step: options})``: one driver runs all these flows, each up to its step in
     batch 2, and is killed (SIGKILL) when all are there. What it leaves behind is ended with the test.
 
-    The name of a step may be followed by a space and more, for several flows at the same step.
+    The name of a step may be followed by a space and more, for several flows at the same step. ``batches={step: n}``
+    for another batch than 2.
 
     A flow with ``trapped={step: file}`` waits by itself in place of the step; it makes the file then.
     """
     killed: list[tuple[subprocess.Popen[str], threading.Thread]] = []
 
     def kill(
-        pipes: dict[str, Any], options: dict[str, dict[str, Any]], trapped: Mapping[str, Path] = MappingProxyType({})
+        pipes: dict[str, Any],
+        options: dict[str, dict[str, Any]],
+        trapped: Mapping[str, Path] = MappingProxyType({}),
+        batches: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         reached = {step: tmp_path / f"at-{step}" for step in pipes} | dict(trapped)
         rules = []
@@ -518,7 +522,7 @@ def killed_together(tmp_path: Path) -> Iterator[Callable[..., None]]:
             if name in trapped:
                 continue
             step = name.partition(" ")[0]
-            batch = {} if step == "init" else {"batch": 2}
+            batch = {} if step == "init" else {"batch": batches.get(name, 2)}
             rule = faults.fault(step, "pause", flow=pipe.flow, once_file=str(reached[name]), **batch)
             rules += faults.rules_of(rule)
         arguments = [pipe.arguments(**options[step]) for step, pipe in pipes.items()]
