@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner, Result
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from onceflow.cli.main import cli
 from onceflow.client.settings import ClientSettings
@@ -86,3 +87,19 @@ def verify(onceflow_broker: str, tmp_path: Path) -> Callable[..., tuple[list[dic
         return found, last
 
     return run
+
+
+@pytest.fixture
+def quick_cleaner(onceflow_broker: str) -> Iterator[None]:
+    """The cleaner of the broker looks for work ten times a second."""
+    admin = AdminClient({"bootstrap.servers": onceflow_broker})
+    (node,) = admin.list_topics(timeout=30).brokers
+
+    def change(operation: AlterConfigOpType) -> None:
+        entry = ConfigEntry("log.cleaner.backoff.ms", "100", incremental_operation=operation)
+        resource = ConfigResource(ResourceType.BROKER, str(node), incremental_configs=[entry])
+        admin.incremental_alter_configs([resource])[resource].result(30)
+
+    change(AlterConfigOpType.SET)
+    yield
+    change(AlterConfigOpType.DELETE)

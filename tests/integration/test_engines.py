@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
+import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import confluent_kafka
 import pytest
 from confluent_kafka import TopicPartition
-from confluent_kafka.admin import AdminClient, NewPartitions
+from confluent_kafka.admin import (
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewPartitions,
+    ResourceType,
+)
 from pyspark.sql import DataFrame
 
 from onceflow import DataLossError, Flow
@@ -132,7 +143,9 @@ class Engines:
 
 @pytest.fixture(params=["driver", "tasks"])
 def engines(onceflow_broker: str, onceflow_spark: Any, make_topic: MakeTopic, request: Any) -> Engines:
-    return Engines(onceflow_broker, onceflow_spark, make_topic, by_tasks=request.param == "tasks")
+    # Timestamps lie years back: the topics would lose their records when the broker looks for old ones.
+    make = partial(make_topic, retention_ms=-1)
+    return Engines(onceflow_broker, onceflow_spark, make, by_tasks=request.param == "tasks")
 
 
 def filled(engines: Engines, partitions: int = 1, **options: Any) -> Source:
@@ -255,35 +268,143 @@ def refused(engines: Engines, engine: str, build: Callable[[Flow], DataFrame], t
     return str(caught.value.topic), engines.progress(f"{engine}-{target}")[-1].offsets
 
 
-def delete_before(bootstrap: str, topic: str, offset: int) -> None:
-    admin, place = AdminClient({"bootstrap.servers": bootstrap}), TopicPartition(topic, 0, offset)
+def delete_before(bootstrap: str, topic: str, offset: int, partition: int = 0) -> None:
+    admin, place = AdminClient({"bootstrap.servers": bootstrap}), TopicPartition(topic, partition, offset)
     admin.delete_records([place])[place].result(30)
+
+
+@pytest.mark.usefixtures("quick_cleaner")
+def test_a_compacted_source(engines: Engines) -> None:
+    """Records, whole batches and markers are missing in the log, also where it begins."""
+    topic = engines.make_topic("holes", 1, **COMPACTED_AT_ONCE)
+    fill_until_compacted(engines.bootstrap, topic)
+    left = independent.read_topic(engines.bootstrap, topic, decided=True)
+    assert holes(left) > 20
+    direct, spark = engines.both(
+        lambda flow: flow.read(topic, max_records_per_batch=200, include_headers=True).select(*COLUMNS)
+    )
+    assert by_partition(direct) == by_partition(spark), "in this order, byte by byte"
+    assert whole(direct) == Counter(content(each) for each in left)
+    assert len(direct.query.batches) > 5, "batches begin and end in holes, too"
+
+
+def holes(left: list[independent.Seen]) -> int:
+    """How often more than a marker is missing between two records, or in front of the first one."""
+    return sum(after - before > 2 for before, after in itertools.pairwise([-1, *(each.offset for each in left)]))
+
+
+COMPACTED_AT_ONCE = {
+    "cleanup_policy": "compact",
+    "min_cleanable_dirty_ratio": "0.01",
+    "segment_ms": "50",
+    "max_compaction_lag_ms": "100",
+    "delete_retention_ms": "0",
+}
+
+
+def fill_until_compacted(bootstrap: str, topic: str) -> None:
+    """Write values of the same keys again and again, half of them aborted, until the cleaner has removed many of them.
+
+    Then the cleaner leaves the topic alone, so that every reader sees the same."""
+    chance = random.Random(7)
+    with transactions(bootstrap, topic) as write:
+
+        def is_compacted() -> bool:
+            for commit in (True, False) * 10:
+                keys = [b"key-%d" % chance.randrange(400) for _ in range(50)]
+                write([(key, None if chance.random() < 0.1 else b"%r" % commit) for key in keys], 0, commit=commit)
+            return holes(independent.read_topic(bootstrap, topic, decided=True)) > 20
+
+        wait_until(is_compacted, 60, "compaction", poll_s=0.1)
+    admin, resource = AdminClient({"bootstrap.servers": bootstrap}), ConfigResource(ResourceType.TOPIC, topic)
+    entry = ConfigEntry("cleanup.policy", "delete", incremental_operation=AlterConfigOpType.SET)
+    resource.add_incremental_config(entry)
+    admin.incremental_alter_configs([resource])[resource].result(30)
 
 
 # ---- with a process step -----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def both_process(engines: Engines, ledger: Any, tmp_path: Path) -> Callable[..., Result]:
+    """Runs the same flow with a process step by each engine, compares outputs and the table topic, and returns the
+    result of the direct engine."""
+
+    def run(read: Callable[[Flow], DataFrame], **options: Any) -> Result:
+        results, rows = [], []
+        for engine in ENGINES:
+            table = engines.make_topic("table", 3, cleanup_policy="compact")
+
+            def build(flow: Flow, engine: str = engine, table: str = table) -> DataFrame:
+                return flow.process(read(flow), ledger.Ledger(), table=table, state_dir=tmp_path / engine)
+
+            results.append(engines.run(engine, build, **options))
+            rows.append(last_rows(engines.bootstrap, table))
+        direct, spark = results
+        assert direct.read == spark.read
+        assert direct.covered == spark.covered
+        assert by_key(direct.records) == by_key(spark.records), "outputs of each key in order"
+        assert rows[0] == rows[1]
+        assert len(rows[0]) > 30
+        return direct
+
+    return run
+
+
 @pytest.mark.parametrize("guarantee", ["exactly_once", "at_least_once"])
-def test_a_process_step(engines: Engines, ledger: Any, tmp_path: Path, guarantee: str) -> None:
+def test_a_process_step(engines: Engines, ledger: Any, both_process: Any, guarantee: str) -> None:
     """Outputs and the table topic, record by record."""
     source = engines.make_topic("in", 3)
     independent.fill(engines.bootstrap, source, ledger.inputs(0, 900))
-    tables = {engine: engines.make_topic("table", 3, cleanup_policy="compact") for engine in ENGINES}
-    results = []
-    for engine in ENGINES:
+    both_process(lambda flow: flow.read(source), guarantee=guarantee)
 
-        def build(flow: Flow, engine: str = engine) -> DataFrame:
-            folder = tmp_path / engine
-            return flow.process(flow.read(source), ledger.Ledger(), table=tables[engine], state_dir=folder)
 
-        results.append(engines.run(engine, build, guarantee=guarantee))
-    direct, spark = results
-    assert direct.read[source] == spark.read[source]
-    assert direct.covered == spark.covered
-    assert by_key(direct.records) == by_key(spark.records), "outputs of each key in order"
-    latest = [last_rows(engines.bootstrap, table) for table in tables.values()]
-    assert latest[0] == latest[1]
-    assert len(latest[0]) > 30
+def test_a_process_step_over_two_sources(engines: Engines, ledger: Any, both_process: Any) -> None:
+    """The first has aborted records, which would raise, and a partition with nothing left but a transaction marker. The
+    second has an empty partition, one with aborted records only, and one that ends with them."""
+    first, second = engines.make_topic("in", 2), engines.make_topic("in", 3)
+    boom = [(b"key-000", json.dumps({"n": -1, "op": "boom"}).encode())] * 30
+    sent = ledger.inputs(0, 400)
+    others = [(b"other-" + key, value) for key, value in ledger.inputs(400, 200)]
+    with transactions(engines.bootstrap, first) as write:
+        write(sent[:150], 0, commit=True)
+        write(boom, 0, commit=False)
+        write(sent[150:300], 0, commit=True)
+        write(boom, 1, commit=True)
+        delete_before(engines.bootstrap, first, len(boom), partition=1)
+        write(sent[300:], 0, commit=True)
+    with transactions(engines.bootstrap, second) as write:
+        write(boom, 1, commit=False)
+        write(others, 2, commit=True)
+        write(boom, 2, commit=False)
+    result = both_process(lambda flow: flow.read(first).union(flow.read(second)))
+    assert result.covered[0][first] == {0: 0, 1: len(boom)}
+    assert result.covered[1] == {
+        first: {0: 400 + 3 + len(boom) + 1, 1: len(boom) + 1},
+        second: {0: 0, 1: len(boom) + 1, 2: 200 + 1 + len(boom) + 1},
+    }
+    outputs, _, _ = ledger.expected(sent + others)
+    assert {value["n"]: value for value in map(json.loads, (r.value for r in result.records))} == outputs
+    assert len(result.records) == len(outputs)
+
+
+@contextlib.contextmanager
+def transactions(bootstrap: str, topic: str) -> Iterator[Callable[..., None]]:
+    """``write(pairs, partition, commit=False)``: one transaction."""
+    producer = confluent_kafka.Producer({"bootstrap.servers": bootstrap, "transactional.id": f"writer-of-{topic}"})
+    producer.init_transactions(30)
+
+    def write(pairs: list[tuple[bytes, bytes | None]], partition: int, *, commit: bool) -> None:
+        producer.begin_transaction()
+        for n, (key, value) in enumerate(pairs):
+            producer.produce(topic, value, key, partition, timestamp=next(_times), headers=[("n", b"%d" % n)])
+        assert producer.flush(30) == 0
+        if commit:
+            producer.commit_transaction(30)
+        else:
+            producer.abort_transaction(30)
+
+    yield write
 
 
 def by_key(records: list[independent.Seen]) -> dict[Any, list[Any]]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 import onceflow
 from onceflow import hooks
@@ -210,22 +209,6 @@ def ends(pipe: Any) -> dict[tuple[str, int], int]:
 
 
 # ---- compaction ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick_cleaner(onceflow_broker: str) -> Iterator[None]:
-    """The cleaner of the broker looks for work ten times a second."""
-    admin = AdminClient({"bootstrap.servers": onceflow_broker})
-    (node,) = admin.list_topics(timeout=30).brokers
-
-    def change(operation: AlterConfigOpType) -> None:
-        entry = ConfigEntry("log.cleaner.backoff.ms", "100", incremental_operation=operation)
-        resource = ConfigResource(ResourceType.BROKER, str(node), incremental_configs=[entry])
-        admin.incremental_alter_configs([resource])[resource].result(30)
-
-    change(AlterConfigOpType.SET)
-    yield
-    change(AlterConfigOpType.DELETE)
 
 
 def compacted_pipe(make_state_pipe: Any) -> Any:
