@@ -154,6 +154,126 @@ def test_a_batch_of_the_driver_that_hangs_and_one_of_tasks(
     assert found["state"] in ("CompleteAbort", "PrepareAbort")
 
 
+@dataclass(frozen=True)
+class Signalled:
+    """A signal, to the process alone or to its group, as a terminal sends it: with Spark's JVM in it."""
+
+    number: signal.Signals
+    group: bool
+    in_a_batch: bool
+
+    def send(self, process: subprocess.Popen[bytes]) -> None:
+        if self.group:
+            os.killpg(process.pid, self.number)
+        else:
+            os.kill(process.pid, self.number)
+
+
+@pytest.mark.parametrize(
+    "signalled",
+    [
+        pytest.param(Signalled(signal.SIGINT, True, True), id="Ctrl-C in a batch"),
+        pytest.param(Signalled(signal.SIGTERM, True, True), id="SIGTERM to all in a batch", marks=pytest.mark.long),
+        pytest.param(Signalled(signal.SIGTERM, False, True), id="SIGTERM in a batch", marks=pytest.mark.long),
+        pytest.param(Signalled(signal.SIGINT, True, False), id="Ctrl-C while it waits", marks=pytest.mark.long),
+        pytest.param(Signalled(signal.SIGTERM, False, False), id="SIGTERM while it waits", marks=pytest.mark.long),
+    ],
+)
+def test_a_stop_of_the_direct_engine(
+    make_topic: Any, onceflow_broker: str, onceflow_spark: Any, tmp_path: Path, signalled: Signalled
+) -> None:
+    """The batch that runs is finished, and the next start goes on behind it."""
+    source, target = make_topic("in", 2), make_topic("out", 2)
+    sent = [(b"key-%d" % (n % 5), b"%d" % n) for n in range(300)]
+    independent.fill(onceflow_broker, source, sent[:100])
+    reached, go_on = tmp_path / "reached", tmp_path / "go-on"
+    rule = faults.fault("write", "pause", batch_from=2, once_file=str(reached), until=str(go_on))
+    with service(tmp_path, onceflow_broker, source, target, faults=rule if signalled.in_a_batch else "") as copy:
+        copy.until(lambda: '"batch": 1' in copy.text())
+        if signalled.in_a_batch:
+            independent.fill(onceflow_broker, source, sent[100:200])
+            copy.until(reached.exists)
+        signalled.send(copy.process)
+        if signalled.in_a_batch:
+            copy.until(lambda: "is being stopped" in copy.text())
+            go_on.touch()
+        assert copy.process.wait(60) == 0, copy.text()
+    assert "the driver reads and writes all batches" in copy.text(), "it is the direct engine"
+    assert "Traceback" not in copy.text(), copy.text()
+    assert "Error" not in copy.text(), copy.text()
+    assert ('"batch": 2' in copy.text()) == signalled.in_a_batch
+    if not signalled.in_a_batch:
+        independent.fill(onceflow_broker, source, sent[100:200])
+    independent.fill(onceflow_broker, source, sent[200:])
+    go_on_in_this_process(f"stopping-{source}", onceflow_spark, onceflow_broker, source, target)
+    seen = independent.read_topic(onceflow_broker, target, decided=True)
+    assert sorted((record.key, record.value) for record in seen) == sorted(sent)
+
+
+def go_on_in_this_process(name: str, spark: Any, bootstrap: str, source: str, target: str) -> None:
+    with onceflow.Flow(name, spark, bootstrap_servers=bootstrap) as flow:
+        query = flow.write(flow.read(source).select("key", "value"), topic=target, engine="direct").start()
+        try:
+            query.processAllAvailable()
+        finally:
+            query.stop()
+
+
+AWAITING = """
+import sys
+import onceflow
+
+servers, source, target = sys.argv[1:]
+spark = onceflow.session("awaiting", "local[1]")
+flow = onceflow.Flow("awaiting-" + source, spark, bootstrap_servers=servers)
+query = flow.write(flow.read(source).select("key", "value"), topic=target, engine="direct").start()
+print("started", flush=True)
+query.awaitTermination()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("in_a_batch", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_script_that_only_waits(
+    make_topic: Any, onceflow_broker: str, onceflow_spark: Any, tmp_path: Path, number: signal.Signals, in_a_batch: bool
+) -> None:
+    """Without `serve`, a signal ends Python at once, as a crash would: the next start runs the batch again."""
+    source, target = make_topic("in", 1), make_topic("out", 1)
+    sent = [(b"k", b"%d" % n) for n in range(200)]
+    independent.fill(onceflow_broker, source, sent[:100])
+    reached = tmp_path / "reached"
+    rule = faults.fault("progress", "pause", batch=2, once_file=str(reached)) if in_a_batch else ""
+    process = subprocess.Popen(
+        [sys.executable, "-c", AWAITING, onceflow_broker, source, target],
+        env={**os.environ, "TMPDIR": str(tmp_path), "ONCEFLOW_FAULTS": rule},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert any(line == "started\n" for line in process.stdout)
+        done = lambda: len(independent.read_topic(onceflow_broker, target))  # noqa: E731
+        wait_until(lambda: done() == 100, 60, "the first batch")
+        if in_a_batch:
+            independent.fill(onceflow_broker, source, sent[100:])
+            wait_until(reached.exists, 60, "the second batch")
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -number, said
+    if not in_a_batch:
+        independent.fill(onceflow_broker, source, sent[100:])
+    go_on_in_this_process(f"awaiting-{source}", onceflow_spark, onceflow_broker, source, target)
+    seen = independent.read_topic(onceflow_broker, target, decided=True)
+    assert [(record.key, record.value) for record in seen] == sent
+
+
 FENCED_EARLY = """
 import sys
 import onceflow
