@@ -14,6 +14,7 @@ from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks
 from onceflow.driver import delivery
+from onceflow.driver.state_step import StateStep
 from onceflow.testing import faults
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -28,47 +29,61 @@ def merged(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return {**options, **more, "write": {**options.get("write", {}), **more.get("write", {})}}
 
 
-def driver_options(step: str) -> dict[str, Any]:
-    """Steps take the three ways a step can run in turn: driver, tasks, inside a query."""
+DIRECT: dict[str, Any] = {"write": {"engine": "direct"}}
+
+
+def driver_options(step: str, engine: str = "spark") -> dict[str, Any]:
+    """With Spark, steps take the three ways a step can run in turn: driver, tasks, inside a query."""
+    if engine == "direct":
+        return DIRECT
     turn = hooks.STEPS.index(step) % 3
     return {"write": {"engine": "spark", "small_batch_rows": 0 if turn else 4000}, "inside": turn == 2}
 
 
+#: Steps, and what kind of flow is killed there.
+KINDS = {"write": LOCAL_FLOW, "audit": AT_LEAST_ONCE, "progress": AT_LEAST_ONCE, "end": LOCAL_FLOW}
+#: With the local stores gone or not; for the direct engine, which opens them as Spark's does, steps take turns.
+CRASHES = [(step, "spark", lost) for step in hooks.STEPS for lost in (False, True)] + [
+    (step, "direct", bool(n % 2)) for n, step in enumerate(hooks.STEPS)
+]
+
+
 @pytest.mark.long
 def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
-    """One SIGKILL meets four flows at different steps, two of each kind. Their local stores survive it."""
-    pipes = {step: make_state_pipe(partitions=3) for step in ("write", "audit", "progress", "end")}
-    kinds = {"write": LOCAL_FLOW, "audit": AT_LEAST_ONCE, "progress": AT_LEAST_ONCE, "end": LOCAL_FLOW}
+    """One SIGKILL meets eight flows at different steps, two of each kind with each engine. Their local stores survive
+    it, and the other engine goes on."""
+    engines = {f"{step} {engine}": engine for step in KINDS for engine in ("direct", "spark")}
+    kinds = {name: KINDS[name.partition(" ")[0]] for name in engines}
+    pipes = {name: make_state_pipe(partitions=3) for name in engines}
+    options = {name: merged(driver_options(name.partition(" ")[0], engines[name]), kinds[name]) for name in engines}
     for pipe in pipes.values():
         pipe.fill(900)
-    killed_together(
-        pipes, {step: {**merged(driver_options(step), kinds[step]), "records_per_batch": 300} for step in pipes}
-    )
+    killed_together(pipes, {name: {**options[name], "records_per_batch": 300} for name in pipes})
     for pipe in pipes.values():
         pipe.fill(200)
 
-    def recover(step: str) -> None:
-        pipe, kind = pipes[step], kinds[step]
-        query = pipe.run(process=kind.get("process"), **kind.get("write", {}))
+    def recover(name: str) -> None:
+        pipe, kind = pipes[name], kinds[name]
+        engine = "spark" if engines[name] == "direct" else "direct"
+        query = pipe.run(process=kind.get("process"), engine=engine, **kind.get("write", {}))
         assert sum(batch.state_lost for batch in query.batches) == 0
         if kind is LOCAL_FLOW:
             pipe.check(topic=False)
         else:
-            assert (pipe.check_at_least_once() > 0) == (step == "audit")
+            assert (pipe.check_at_least_once() > 0) == name.startswith("audit")
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(recover, pipes))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lost", [False, True])
-@pytest.mark.parametrize("step", hooks.STEPS)
-def test_a_driver_kills_itself(make_state_pipe: Any, step: str, lost: bool) -> None:
+@pytest.mark.parametrize("step, engine, lost", CRASHES)
+def test_a_driver_kills_itself(make_state_pipe: Any, step: str, engine: str, lost: bool) -> None:
     """At every step, with and without the local stores: outputs are exactly-once in either case."""
     pipe = make_state_pipe()
     pipe.fill(3000)
     rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": BATCH}))
-    process = pipe.driver(rule, process=LOCAL, **driver_options(step))
+    process = pipe.driver(rule, process=LOCAL, **driver_options(step, engine))
     try:
         output = process.communicate(timeout=120)[0]
         assert process.returncode == -signal.SIGKILL, output
@@ -76,7 +91,7 @@ def test_a_driver_kills_itself(make_state_pipe: Any, step: str, lost: bool) -> N
         if lost:
             shutil.rmtree(pipe.state_dir, ignore_errors=True)
         pipe.fill(500)
-        query = pipe.run(process=LOCAL)
+        query = pipe.run(process=LOCAL, engine=engine)
     finally:
         pipe.end_driver(process)
     known = committed[-1].tables.get(pipe.table) if committed else None
@@ -109,21 +124,20 @@ def test_a_task_that_dies(make_state_pipe: Any, inject: Any, monkeypatch: pytest
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lost", [False, True])
-@pytest.mark.parametrize("step", hooks.STEPS)
-def test_at_least_once_a_driver_kills_itself(make_state_pipe: Any, step: str, lost: bool) -> None:
+@pytest.mark.parametrize("step, engine, lost", CRASHES)
+def test_at_least_once_a_driver_kills_itself(make_state_pipe: Any, step: str, engine: str, lost: bool) -> None:
     """At every step, with and without the local stores: every record is processed at least once."""
     pipe = make_state_pipe()
     pipe.fill(3000)
     rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": BATCH}))
-    process = pipe.driver(rule, **merged(driver_options(step), AT_LEAST_ONCE))
+    process = pipe.driver(rule, **merged(driver_options(step, engine), AT_LEAST_ONCE))
     try:
         output = process.communicate(timeout=120)[0]
         assert process.returncode == -signal.SIGKILL, output
         if lost:
             shutil.rmtree(pipe.state_dir, ignore_errors=True)
         pipe.fill(500)
-        pipe.run(guarantee="at_least_once")
+        pipe.run(guarantee="at_least_once", engine=engine)
     finally:
         pipe.end_driver(process)
     doubled = pipe.check_at_least_once()
@@ -161,20 +175,29 @@ def progress_first(patch: pytest.MonkeyPatch) -> None:
         "AtLeastOnceWithState",
         lambda session, progress: delivery.WithoutTransactions(session.cluster, session.names, progress_first=True),
     )
+    # The direct engine looks for timers before the first records are there. Progress must not move then.
+    patch.setattr(StateStep, "due", lambda self, now_ms: False)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("engine", ["direct", "spark"])
 @pytest.mark.parametrize("mutant", [None, progress_first])
 def test_a_broken_build_is_found_out(
-    make_state_pipe: Any, inject: Any, monkeypatch: pytest.MonkeyPatch, mutant: Any
+    make_state_pipe: Any, inject: Any, monkeypatch: pytest.MonkeyPatch, mutant: Any, engine: str
 ) -> None:
     pipe = make_state_pipe()
     pipe.fill(3000)
     if mutant is not None:
         mutant(monkeypatch)
-    inject("begin", "raise", where="task", batch=BATCH, task=0, once_file=str(pipe.tmp_path / "fired"))
+    fired = pipe.tmp_path / "fired"
+    # Of the broken build, progress has moved then, and nothing is written.
+    if engine == "direct":
+        inject("progress", "raise", batch=BATCH, once_file=str(fired))
+    else:
+        inject("begin", "raise", where="task", batch=BATCH, task=0, once_file=str(fired))
     with contextlib.suppress(StreamingQueryException):
-        pipe.run(guarantee="at_least_once", small_batch_rows=0)
+        pipe.run(guarantee="at_least_once", **({"engine": "direct"} if engine == "direct" else {"small_batch_rows": 0}))
+    assert fired.exists()
     inject("init", "raise", flow="nobody")
     pipe.run(guarantee="at_least_once")
     if mutant is None:

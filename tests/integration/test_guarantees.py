@@ -14,6 +14,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.settings import ClientSettings
 from onceflow.planning.options import GUARANTEES
+from onceflow.task.row_writer import RowWriter
 from onceflow.testing import faults, independent
 
 pytestmark = [pytest.mark.integration]
@@ -30,23 +31,33 @@ def difference(pipe: Any) -> tuple[int, int]:
     return (sent - got).total(), (got - sent).total()
 
 
-def batch_size(pipe: Any, guarantee: str, inject: Any, step: str) -> int:
+def batch_size(pipe: Any, inject: Any, step: str, **write: Any) -> int:
     """Run until the fault in batch 2; records of that batch. Everything is one bounded batch after the other."""
     pipe.fill(2500)
     inject(step, "raise", batch=BATCH)
     with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
-        pipe.run(guarantee=guarantee)
+        pipe.run(**write)
     inject("init", "raise", flow="nobody")
-    query = pipe.run(guarantee=guarantee)
+    query = pipe.run(**write)
+    assert query.engine == write["engine"]
     return int(query.batches[0].records)
 
 
-@pytest.mark.parametrize("guarantee", GUARANTEES)
-@pytest.mark.parametrize("step", ["write", "progress"])
-def test_a_crash_at_the_same_step(make_pipe: Any, inject: Any, guarantee: str, step: str) -> None:
+def crash_case(guarantee: str, step: str, engine: str) -> Any:
+    """`make test` has every crash with one of the engines, `make test-long` with both."""
+    first = {"write": "direct", "progress": "spark"} if guarantee == "at_least_once" else {"progress": "direct"}
+    marks = [] if first.get(step, "spark") == engine else [pytest.mark.long]
+    return pytest.param(guarantee, step, engine, marks=marks)
+
+
+@pytest.mark.parametrize(
+    "guarantee, step, engine",
+    [crash_case(g, s, engine) for g in GUARANTEES for s in ("write", "progress") for engine in ("direct", "spark")],
+)
+def test_a_crash_at_the_same_step(make_pipe: Any, inject: Any, guarantee: str, step: str, engine: str) -> None:
     """After the rows and before progress: at_least_once doubles. The other way round: at_most_once loses."""
     pipe = make_pipe()
-    batch = batch_size(pipe, guarantee, inject, step)
+    batch = batch_size(pipe, inject, step, guarantee=guarantee, engine=engine)
     lost, doubled = difference(pipe)
     expected = {
         ("exactly_once", "write"): (0, 0),
@@ -88,6 +99,40 @@ def test_a_task_that_dies(make_pipe: Any, inject: Any) -> None:
     assert found["at_least_once"][0] == 0
     assert found["at_least_once"][1] > 0
     assert found["at_most_once"][1] == 0
+
+
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+def test_an_attempt_of_the_direct_engine_that_fails(
+    make_pipe: Any, monkeypatch: pytest.MonkeyPatch, guarantee: str
+) -> None:
+    """Some of its rows are acknowledged: all of them are written again, from memory, or the batch is given up."""
+    encode, failed = RowWriter._encode, []
+
+    def failing(self: Any, *arguments: Any) -> None:
+        encode(self, *arguments)
+        if self._order.batch == BATCH and not failed:
+            self._producer.flush()
+            failed.append(self)
+            raise onceflow.BatchAbortedError("injected behind some rows", next_step="none: it is run again")
+
+    monkeypatch.setattr(RowWriter, "_encode", failing)
+    pipe = make_pipe()
+    pipe.fill(2500)
+    query = pipe.run(guarantee=guarantee, engine="direct")
+    assert failed
+    summary = {b.batch: b for b in query.batches}[BATCH]
+    lost, doubled = difference(pipe)
+    if guarantee == "at_most_once":
+        assert (summary.attempts, summary.lost) == (1, True)
+        assert 0 < lost < summary.max_rows
+        assert doubled == 0
+    else:
+        assert (summary.attempts, summary.lost) == (2, False)
+        assert lost == 0
+        assert (doubled > 0) == (guarantee == "at_least_once")
+    assert independent.committed_offsets(pipe.bootstrap, pipe.flow) == independent.end_offsets(
+        pipe.bootstrap, pipe.source
+    )
 
 
 @pytest.mark.parametrize("rows", [0, 4000])
