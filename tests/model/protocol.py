@@ -5,7 +5,8 @@
     python tests/model/protocol.py --variant reads_before_fencing
 
 What the driver and its tasks do has the names of ``onceflow.hooks.STEPS``; comments name the code that does it. What
-brokers do is in brokers.py. A crash, a delay, a lost answer are steps of their own, and bounded by ``Config``.
+brokers do is in brokers.py. A crash, a delay, a lost answer are steps of their own, and bounded by ``Config``. A driver
+stands for one of either engine: docs/model.md says why.
 """
 
 from __future__ import annotations
@@ -260,7 +261,8 @@ class Model(Kafka):
         return self.decided_so_far(s)[1]
 
     def plan(self, s: State) -> Next:
-        """BatchCommit.plan: a range that starts where progress ends. Its end is Spark's choice."""
+        """BatchCommit.plan, BatchCommit.plan_range: a range that starts where progress ends. Its end is the choice of
+        Spark, or of the direct engine: it takes what has arrived, up to a limit (Arrivals.take)."""
         for n, d in enumerate(s.drivers):
             if d.phase == READY:
                 for end in range(d.at + 1, min(d.at + 2, self.config.batches) + 1):

@@ -156,6 +156,26 @@ class SettlesByOffset(Model):
         return store.pending is not None and store.at != d.at and store.pending[1:3] == (store.at, d.at)
 
 
+class ArrivedCountsAsTaken(Model):
+    def requests(self, d: Driver) -> list[Message]:
+        """Of two records that have arrived, the batch takes one; progress moves behind both."""
+        return super().requests(d._replace(end=d.at + 1))
+
+
+class RowsAreThereOnce(Model):
+    def requests(self, d: Driver) -> list[Message]:
+        return [] if d.attempt > 1 else super().requests(d)
+
+
+class TakesWhatFollows(Model):
+    def rerun(self, s: State, n: int, epoch: int) -> State:
+        """The reader is behind the batch that has failed, and nobody has given the records back."""
+        d = s.drivers[n]
+        if d.end < self.config.batches:
+            s = self.moved(s, n, d, at=d.end, end=d.end + 1)
+        return super().rerun(s, n, epoch)
+
+
 class Variant(NamedTuple):
     """One mistake.
 
@@ -214,4 +234,10 @@ VARIANTS = (
             {"local": 1, "crashes": 1}),
     Variant(SettlesByOffset, "pending changes are applied if their offsets fit, whatever attempt they are of", "I7",
             {"local": 1, "timeouts": 1}),
+    Variant(ArrivedCountsAsTaken, "direct engine: progress moves behind what has arrived, not behind what was taken",
+            "I1", {"batches": 2}),
+    Variant(RowsAreThereOnce, "direct engine: an attempt uses up its records, and the next one finds none", "I1",
+            {"deaths": 1}),
+    Variant(TakesWhatFollows, "direct engine: the next attempt takes the records behind those of the failed one", "I2",
+            {"batches": 2, "deaths": 1}),
 )  # fmt: skip
