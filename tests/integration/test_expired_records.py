@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,12 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from onceflow import BatchAbortedError, DataLossError
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.task.direct_plan import DirectPlan, DirectSource
+from onceflow.task.range_reader import RangeReader, ReadOrder
+from onceflow.task.source_rows import QueryRows
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
 
@@ -56,50 +64,112 @@ def places(pipe: Any) -> list[int]:
     return [progress.offsets[pipe.source][0] for progress in pipe.committed_progress()]
 
 
-@pytest.mark.parametrize("engine", ["direct", "spark"])
+@dataclass(frozen=True)
+class Way:
+    """How a flow reads.
+
+    Args:
+        write: arguments of ``Flow.write``.
+        kept: how many records have been fetched before they expire: all that were there, or those of the first batch.
+    """
+
+    write: dict[str, Any]
+    kept: int
+
+
+DRIVER = Way({"engine": "direct"}, 300)
+TASKS = Way({"engine": "direct", "small_batch_rows": 0}, 100)
+SPARK = Way({"engine": "spark"}, 300)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(DRIVER, id="driver"),
+        pytest.param(TASKS, id="tasks", marks=pytest.mark.long),
+        pytest.param(SPARK, id="spark"),
+    ],
+)
 def test_a_flow_that_may_lose_records_goes_on(
-    make_pipe: Any, held: Any, caplog: pytest.LogCaptureFixture, engine: str
+    make_pipe: Any, held: Any, caplog: pytest.LogCaptureFixture, way: Way
 ) -> None:
     """What had been fetched before it expired is not lost, and what follows the gap is written once."""
     pipe = make_pipe(partitions=1)
-    query = held(pipe, engine=engine, read={"max_records_per_batch": 100, "fail_on_data_loss": False})
+    query = held(pipe, **way.write, read={"max_records_per_batch": 100, "fail_on_data_loss": False})
     try:
         query.processAllAvailable()
         pipe.fill(10)
         query.processAllAvailable()
     finally:
         query.stop()
-    assert query.engine == engine
-    assert values(pipe) == [*range(300), *range(400, 450)]
-    assert places(pipe) == [0, 100, 200, 300, 400, 440, 450], "the gap counts as one batch of the largest size"
-    if engine == "direct":  # Spark writes it to its own log
+    assert query.engine == way.write["engine"]
+    assert values(pipe) == [*range(way.kept), *range(400, 450)]
+    assert places(pipe) == [0, 100, 200, 300, 400, 440, 450], "a gap is divided like records"
+    if way == DRIVER:  # tasks write it to theirs
         lost = f"{pipe.source}-0: offsets 300 to 399 have expired before they were read; skipped, because"
         assert [text for text in caplog.messages if "expired" in text] == [
             f"flow {pipe.flow}: {lost} fail_on_data_loss=False"
         ]
 
 
-@pytest.mark.parametrize("engine", ["direct", pytest.param("spark", marks=pytest.mark.long)])
-def test_a_flow_that_may_lose_nothing_ends(make_pipe: Any, held: Any, engine: str) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(DRIVER, id="driver"),
+        pytest.param(TASKS, id="tasks", marks=pytest.mark.long),
+        pytest.param(SPARK, id="spark", marks=pytest.mark.long),
+    ],
+)
+def test_a_flow_that_may_lose_nothing_ends(make_pipe: Any, held: Any, way: Way) -> None:
     """Nothing behind the gap is committed, until somebody accepts the loss."""
     pipe = make_pipe(partitions=1)
-    query = held(pipe, engine=engine, read={"max_records_per_batch": 100})
+    query = held(pipe, **way.write, read={"max_records_per_batch": 100})
     try:
-        with pytest.raises(DataLossError if engine == "direct" else BatchAbortedError) as caught:
+        with pytest.raises(BatchAbortedError if way == SPARK else DataLossError) as caught:
             query.processAllAvailable()
     finally:
         query.stop()
-    if engine == "direct":
+    before = [0, 100, 200, 300] if way.kept == 300 else [0, 100]
+    if way != SPARK:
         error = caught.value
         assert (error.flow, error.topic) == (pipe.flow, f"{pipe.source}-0")
-        assert "offsets 300 to 399 have expired" in error.detail
+        assert f"offsets {way.kept} to" in error.detail
         assert "fail_on_data_loss=False" in error.next_step
         assert isinstance(query.failure, DataLossError)
-    assert values(pipe) == list(range(300))
-    assert places(pipe) == [0, 100, 200, 300]
-    with pytest.raises(DataLossError, match="offsets 300 to 399 have expired"):
-        pipe.run(engine=engine)
-    assert places(pipe) == [0, 100, 200, 300]
-    pipe.run(engine=engine, read={"fail_on_data_loss": False})
-    assert values(pipe) == [*range(300), *range(400, 440)]
+    assert values(pipe) == list(range(way.kept))
+    assert places(pipe) == before
+    with pytest.raises(DataLossError, match=f"offsets {way.kept} to 399 have expired"):
+        pipe.run(**way.write)
+    assert places(pipe) == before
+    pipe.run(**way.write, read={"fail_on_data_loss": False})
+    assert values(pipe) == [*range(way.kept), *range(400, 440)]
     assert places(pipe)[-1] == 440
+
+
+@pytest.mark.parametrize("fail", [True, False])
+def test_a_task_says_what_has_expired(
+    onceflow_broker: str, make_topic: Any, caplog: pytest.LogCaptureFixture, fail: bool
+) -> None:
+    """Each task names the part of the gap that is in its range."""
+    topic = make_topic("in", 1)
+    independent.fill(onceflow_broker, topic, [(b"k", b"%d" % n) for n in range(50)])
+    delete_before(onceflow_broker, topic, 30)
+    settings = ClientSettings(onceflow_broker)
+    source = DirectSource(topic, include_headers=False, fail_on_data_loss=fail, max_records=None)
+    query = QueryRows(DirectPlan((source,), ("key", "value")))
+    found = []
+    with contextlib.closing(Cluster(settings)) as cluster:
+        ids = {topic: cluster.topics([topic], Deadline(30, "the test"))[topic].topic_id}
+        for ends in ((10, 20), (20, 40)):
+            order = ReadOrder("flow", settings, ({(topic, 0): ends},), ids, query, 30)
+            if fail:
+                last = min(ends[1], 30) - 1
+                with pytest.raises(DataLossError, match=f"offsets {ends[0]} to {last} have expired") as caught:
+                    list(RangeReader(order, 0, cluster).rows())
+                assert (caught.value.flow, caught.value.topic) == ("flow", f"{topic}-0")
+            else:
+                found += [v for rows in RangeReader(order, 0, cluster).rows() for v in rows.column("value").to_pylist()]
+    if not fail:
+        assert found == [b"%d" % n for n in range(30, 40)]
+        why = "have expired before they were read; skipped, because fail_on_data_loss=False"
+        assert caplog.messages == [f"flow flow: {topic}-0: offsets {span} {why}" for span in ("10 to 19", "20 to 29")]

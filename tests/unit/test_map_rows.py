@@ -10,7 +10,14 @@ import pyarrow as pa
 import pytest
 
 from onceflow.driver.batch_errors import of_task
-from onceflow.errors import OnceflowError, ProcessorError, SchemaError, StorageUnavailableError
+from onceflow.errors import (
+    DataLossError,
+    OnceflowError,
+    ProcessorError,
+    SchemaError,
+    StorageUnavailableError,
+    data_loss,
+)
 from onceflow.spark import queries
 from onceflow.task.map_rows import RowsMap
 
@@ -196,3 +203,15 @@ def test_times_are_in_utc_whatever_time_zone_the_session_has() -> None:
 def test_it_is_sent_to_tasks() -> None:
     copy = pickle.loads(pickle.dumps(rows_map(len)))
     assert (copy.name, copy.schema, copy.flow, copy.__name__) == ("clean", SCHEMA, "flow", "onceflow_map_1_clean")
+
+
+def test_the_driver_gets_the_loss_of_records_that_a_task_has_found() -> None:
+    """No attempt helps: the records have expired."""
+    error = data_loss("in-0", "offsets 3 to 5 have expired before they were read", "flow")
+    found = of_task(
+        RuntimeError(f"Traceback (most recent call last):\n  File\nonceflow.errors.DataLossError: {error}\n\n\tat")
+    )
+    assert isinstance(found, DataLossError)
+    assert (found.what, found.topic, found.detail, found.next_step) == (
+        error.what, error.topic, error.detail, error.next_step,
+    )  # fmt: skip

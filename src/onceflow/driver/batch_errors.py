@@ -7,6 +7,7 @@ import re
 from onceflow.errors import (
     BatchAbortedError,
     ClaimCheckError,
+    DataLossError,
     DeadlineExceededError,
     EnvironmentUnusableError,
     FencedError,
@@ -26,6 +27,7 @@ _RAISED_THERE: tuple[type[OnceflowError], ...] = (
     EnvironmentUnusableError,
     StorageUnavailableError,
     SchemaError,
+    DataLossError,
 )
 _CLASSES = {each.__name__: each for each in _RAISED_THERE}
 # An error as the worker of a task has written it, see `OnceflowError`.
@@ -39,7 +41,8 @@ _MAP = "Flow.map: "
 
 
 def of_task(problem: BaseException) -> OnceflowError | None:
-    """The error of ``ClaimCheck.load`` or ``Flow.map`` in a task, if Spark's job has failed by it: no attempt helps."""
+    """The error in a task of ``ClaimCheck.load``, of ``Flow.map``, or of records that have expired before it has read
+    them, if Spark's job has failed by it: no attempt helps."""
     if isinstance(problem, OnceflowError):
         return None
     text = str(problem)
@@ -47,11 +50,13 @@ def of_task(problem: BaseException) -> OnceflowError | None:
     if found is not None:
         return ClaimCheckError(found[1], detail=found[2] or "", next_step=found[3] or "")
     raised = raised_error(text)
-    return raised if raised is not None and raised.what.startswith(_MAP) else None
+    if raised is None or not (raised.what.startswith(_MAP) or isinstance(raised, DataLossError)):
+        return None
+    return raised
 
 
 def raised_error(text: str) -> OnceflowError | None:
-    """The error that ``Flow.enrich`` or ``Flow.map`` has raised in a task, from the text of Spark's error.
+    """The error that a task has raised, from the text of Spark's error.
 
     None: it is another one.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.task.row_writer import worker_cluster
 from onceflow.task.source_rows import QueryRows, joined
-from onceflow.task.task_logs import log
+
+log = logging.getLogger("onceflow")
 
 _FETCH_BYTES = 4_000_000
 # Of one partition in a response. Without it, a response would have one partition only, and mostly records that are
@@ -137,16 +139,19 @@ class RangeReader:
     def _in_range(self, place: TopicPartition, chunk: ColumnChunk) -> RecordColumns:
         """The records of a chunk that belong to the range: a response has whole record batches, which end later."""
         if chunk.expired_from is not None:
-            last = min(chunk.next_offset, self._ends[place]) - 1
-            lost = f"offsets {chunk.expired_from} to {last} have expired before they were read"
-            if place[0] not in self._lossy:
-                raise data_loss(f"{place[0]}-{place[1]}", lost, self._order.flow)
-            log.warning("%s-%d: %s; skipped, because fail_on_data_loss=False", *place, lost)
+            self._expired(place, chunk.expired_from, min(chunk.next_offset, self._ends[place]))
         records = chunk.records
         if chunk.next_offset > self._ends[place]:
             records = records.slice(0, int(np.searchsorted(records.offsets, self._ends[place])))
         self.records[place[0]] = self.records.get(place[0], 0) + len(records)
         return records
+
+    def _expired(self, place: TopicPartition, first: int, end: int) -> None:
+        (topic, partition), flow = place, self._order.flow
+        lost = f"offsets {first} to {end - 1} have expired before they were read"
+        if topic not in self._lossy:
+            raise data_loss(f"{topic}-{partition}", lost, flow)
+        log.warning("flow %s: %s-%d: %s; skipped, because fail_on_data_loss=False", flow, topic, partition, lost)
 
 
 def reader_cluster(settings: ClientSettings) -> Cluster:
