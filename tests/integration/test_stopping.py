@@ -219,6 +219,31 @@ def go_on_in_this_process(name: str, spark: Any, bootstrap: str, source: str, ta
             query.stop()
 
 
+def test_a_batch_that_tasks_of_the_direct_engine_read_is_aborted(
+    make_topic: Any, onceflow_broker: str, onceflow_spark: Any, tmp_path: Path, inject: Any
+) -> None:
+    """A stop does not wait for tasks, as with Spark's engine. The next start runs the batch again."""
+    source, target = make_topic("in", 2), make_topic("out", 2)
+    sent = [(b"key-%d" % (n % 5), b"%d" % n) for n in range(100)]
+    independent.fill(onceflow_broker, source, sent)
+    hangs = tmp_path / "hangs"
+    inject("write", "pause", where="task", task=0, seconds=40, once_file=str(hangs))
+    with onceflow.Flow(f"stopping-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        rows = flow.read(source).select("key", "value")
+        query = flow.write(rows, topic=target, engine="direct", small_batch_rows=0).start()
+        wait_until(hangs.exists, 60, lambda: repr(query))
+        at = time.monotonic()
+        query.stop()
+        assert time.monotonic() - at < 20
+        assert query.failure is None
+        assert query.exception() is None
+    assert independent.read_topic(onceflow_broker, target, decided=True) == []
+    inject("init", "raise", flow="nobody")
+    go_on_in_this_process(f"stopping-{source}", onceflow_spark, onceflow_broker, source, target)
+    seen = independent.read_topic(onceflow_broker, target, decided=True)
+    assert sorted((record.key, record.value) for record in seen) == sorted(sent)
+
+
 AWAITING = """
 import sys
 import onceflow

@@ -6,9 +6,11 @@ from how long the last batches have taken. While a batch runs, brokers prepare t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from uuid import uuid4
 
 from pyspark.sql import SparkSession
 
@@ -24,6 +26,7 @@ from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.driver.offset_log import SourceRange, TopicOffsets, earlier
 from onceflow.driver.range_rows import RangeRows, RangeSource
 from onceflow.errors import BatchAbortedError
+from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.query_progress import ProgressReports, left
 
 _WAIT_S = 0.1  # how long a Fetch is waited for, before stops and timers are looked at again
@@ -82,6 +85,8 @@ class DirectLoop:
         self._next_at = 0.0
         self._offsets_since: float | None = None  # since when there are offsets without records
         self._busy_s = 0.0  # for fetching, since the last batch
+        self._job_group = f"onceflow-direct-{uuid4()}"
+        self._tasks_run = False
         self.lag: TopicOffsets = {}
         self.error: BaseException | None = None
         self.waiting = False
@@ -102,6 +107,12 @@ class DirectLoop:
         self._stop.set()
         if self._thread.ident is None:
             self._reader.close()
+
+    def cancel_tasks(self) -> None:
+        """End the tasks that read a batch. It is aborted, and the next start runs it again."""
+        if self._tasks_run:
+            with contextlib.suppress(*SPARK_ERRORS, OSError):  # Spark may be gone
+                self._spark.sparkContext.cancelJobGroup(self._job_group)
 
     def _run(self) -> None:
         log_context.add(flow=self._batches.flow)
@@ -217,7 +228,12 @@ class DirectLoop:
         source = self._reader.arrivals.take_unread(self._spread(wanted))
         rows = RangeRows(self._tasks, source)
         started_ms, before, started = clock_ms(), self._batches.progress.batch_id, time.monotonic()
-        self._batches(rows, source, backlog=True)
+        self._spark.sparkContext.setJobGroup(self._job_group, f"flow {self._batches.flow}", interruptOnCancel=True)
+        self._tasks_run = True
+        try:
+            self._batches(rows, source, backlog=True)
+        finally:
+            self._tasks_run = False
         seconds = time.monotonic() - started
         if self._tasks_size.ran(source.max_rows, seconds):
             self._backlog.ran(source.max_rows, seconds, now=time.monotonic())

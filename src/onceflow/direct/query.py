@@ -24,6 +24,7 @@ from onceflow.task.direct_plan import DirectPlan, described
 
 _LOOK_S = 30.0
 _WAIT_S = 0.05
+_CANCEL_EVERY_S = 1.0
 
 
 class DirectQuery:
@@ -109,7 +110,9 @@ class DirectQuery:
 
     def stop(self) -> None:
         self._loop.stop()
-        self._ended.wait()
+        self._loop.cancel_tasks()
+        while not self._ended.wait(_CANCEL_EVERY_S):
+            self._loop.cancel_tasks()  # their job may have begun only now
 
     def error(self) -> BaseException | None:
         error = self._loop.error
