@@ -87,7 +87,7 @@ SPARK = Way({"engine": "spark"}, 300)
     [
         pytest.param(DRIVER, id="driver"),
         pytest.param(TASKS, id="tasks", marks=pytest.mark.long),
-        pytest.param(SPARK, id="spark"),
+        pytest.param(SPARK, id="spark", marks=pytest.mark.long),
     ],
 )
 def test_a_flow_that_may_lose_records_goes_on(
