@@ -28,17 +28,19 @@ from onceflow.direct import run as direct_module
 from onceflow.direct.arrivals import Arrivals
 from onceflow.direct.fetched import FetchedPart
 from onceflow.driver import commit as batch_module
-from onceflow.driver import output_writer, progress_log
+from onceflow.driver import output_writer, progress_log, range_rows
 from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import ExactlyOnce
 from onceflow.driver.fetched_rows import FetchedRows
-from onceflow.engine_query import DIRECT
+from onceflow.engine_query import DIRECT, SPARK
 from onceflow.messages import TaskReport
 from onceflow.protocol.transaction import GIVEN, Epoch, Event
 from onceflow.spark import queries
 from onceflow.task import row_writer
 from onceflow.testing import faults, recorder
 
+#: Besides the engines: the direct engine, whose tasks read. Patches are in the driver, so only some of them work.
+BY_TASKS = "tasks"
 BATCH_ROWS = 20
 # The batch that something happens to: neither the first nor the last.
 BATCH = 2
@@ -359,6 +361,16 @@ def rows_are_there_once(patch: Patch) -> None:
     patch.setattr(FetchedPart, "rows", rows)
 
 
+def tasks_begin_too_early(patch: Patch) -> None:
+    """Tasks read a range from one record before it on."""
+    original = range_rows.dealt
+
+    def dealt(places: Any, tasks: int) -> Any:
+        return original([(topic, n, max(0, start - 1), end) for topic, n, start, end in places], tasks)
+
+    patch.setattr(range_rows, "dealt", dealt)
+
+
 # ---- a run -----------------------------------------------------------------------------------------------
 
 
@@ -382,7 +394,7 @@ class Placed:
 def written_rows(flow: Any, pipe: Any, fault: Fault, once: Path, engine: str) -> Any:
     """The rows of the flow with their tags, as a query that the engine can run."""
     read = flow.read(pipe.source, max_records_per_batch=BATCH_ROWS)
-    if engine != DIRECT:
+    if engine == SPARK:
         rows = recorder.tagged(read, pipe.flow)
         return rows.mapInArrow(Placed(once), Placed.SCHEMA) if fault.placed else rows
     rows = read.selectExpr("key", "value", "topic", "partition", "offset", "0L AS n")
@@ -396,7 +408,10 @@ def write_everything(pipe: Any, fault: Fault, once: Path, engine: str) -> BaseEx
     try:
         rows = written_rows(flow, pipe, fault, once, engine)
         # As without `placed`, whose function may make any number of rows as far as onceflow knows.
-        query = flow.write(rows, topic=pipe.target, engine=engine, small_batch_rows=8_000).start()
+        options = {"engine": engine, "small_batch_rows": 8_000}
+        if engine == BY_TASKS:
+            options = {"engine": DIRECT, "small_batch_rows": 0}
+        query = flow.write(rows, topic=pipe.target, **options).start()
         try:
             query.processAllAvailable()
         finally:

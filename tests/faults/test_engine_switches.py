@@ -45,6 +45,7 @@ def check_visible(pipe: Any) -> None:
     assert len(independent.read_topic(pipe.bootstrap, pipe.target)) == covered
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("state", [False, True])
 def test_every_driver_is_killed(

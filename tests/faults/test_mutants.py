@@ -41,6 +41,14 @@ BROKEN_DIRECT = [
     ("none", "rest_begins_too_early", {DUPLICATE, GAP}),
     ("an attempt fails half-way", "rows_are_there_once", {LOST, TORN}),
 ]
+#: The direct engine, whose tasks read: of the mutants and faults, those that are in the driver.
+BY_TASKS = "tasks"
+BROKEN_BY_TASKS = [
+    ("none", "tasks_begin_too_early", {DUPLICATE, GAP}),
+    ("killed after progress", "progress_outside_the_transaction", {LOST, TORN}),
+    ("killed after write", "progress_in_a_transaction_before", {LOST, TORN}),
+    ("started again too early in the source", "no_contiguity_check", {DUPLICATE, GAP}),
+]
 # Most of what these change is the same for both engines. For those the direct engine has code of its own.
 OWN = {
     "next_attempt_continues",
@@ -53,18 +61,20 @@ OWN_FAULTS = {"an attempt fails half-way", "started again too early in the sourc
 
 
 def case(engine: str, fault: str, mutant: str, kinds: set[str]) -> Any:
-    marks = [pytest.mark.long] if engine == DIRECT and mutant not in OWN else []
+    marks = [] if engine == SPARK or (engine == DIRECT and mutant in OWN) else [pytest.mark.long]
     return pytest.param(engine, fault, mutant, kinds, id=f"{mutant}-{fault}-{engine}", marks=marks)
 
 
 def sound_case(engine: str, fault: str) -> Any:
-    marks = [pytest.mark.long] if engine == DIRECT and fault not in OWN_FAULTS else []
+    marks = [] if engine == SPARK or (engine == DIRECT and fault in OWN_FAULTS) else [pytest.mark.long]
     return pytest.param(engine, fault, id=f"{fault}-{engine}", marks=marks)
 
 
 CASES = [case(SPARK, *each) for each in BROKEN] + [case(DIRECT, *each) for each in BROKEN + BROKEN_DIRECT]
+CASES += [case(BY_TASKS, *each) for each in BROKEN_BY_TASKS]
 FAULTS = list(dict.fromkeys(fault for fault, _, _ in BROKEN[1:]))
 SOUND_CASES = [sound_case(engine, fault) for engine in (SPARK, DIRECT) for fault in FAULTS]
+SOUND_CASES += [sound_case(BY_TASKS, fault) for fault, _, _ in BROKEN_BY_TASKS[1:]]
 
 
 @pytest.fixture(scope="module")
