@@ -19,7 +19,8 @@ from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, SOURCE_COLU
 from onceflow.state.api.serdes import LONG
 from onceflow.state.engine import dedup_engine
 from onceflow.state.engine.dedup_engine import DedupEngine
-from onceflow.state.local.format import Changes, stamped_changes
+from onceflow.state.local.changelog_rows import stamped_rows
+from onceflow.state.local.format import Changes
 from onceflow.state.segments import Segments
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.stamped_view import StampedView
@@ -343,8 +344,8 @@ def restored(store: Any, folder: Path, topic: dict[bytes, bytes]) -> Any:
     class Chunk:
         keys, values, headers = list(topic), list(topic.values()), {}  # type: ignore[var-annotated]
 
-    changes: Changes = {}
-    stamped_changes(Chunk, changes)  # type: ignore[arg-type]
+    found = stamped_rows(Chunk)  # type: ignore[arg-type]
+    changes: Changes = dict(zip(found.keys.to_pylist(), found.rows.to_pylist(), strict=True))
     store.close()
     MemoryStore.remove(folder)
     fresh = MemoryStore.open(folder)

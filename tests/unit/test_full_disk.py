@@ -9,10 +9,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from onceflow.client.committed import Chunk
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.state.local.changelog_rows import RowColumns
 from onceflow.state.local.format import Goal
 from onceflow.state.local.opening import Opened, open_partition
 from onceflow.state.local.spool import Spool
@@ -126,9 +128,11 @@ def test_changes_that_do_not_fit_until_their_commit(left: int, small_disk: Any) 
         with spool:
             try:
                 for mark in range(1_000):
-                    spool.add(mark, {b"%d" % n: b"x" * 500 + b"%d" % mark for n in range(50)})
+                    found = [b"x" * 500 + b"%d" % mark for _ in range(50)]
+                    spool.add(mark, RowColumns(pa.array([b"%02d" % n for n in range(50)]), pa.array(found)))
             finally:
-                list(spool.take())  # as a restore does, so that what was read is kept
+                for _, blocks in spool.take():  # as a restore does, so that what was read is kept
+                    list(blocks)
 
     small_disk.fill(left)
     with pytest.raises(EnvironmentUnusableError, match="cannot be written"):

@@ -166,6 +166,26 @@ def test_bulk_writes_are_there_at_the_end(store: Store) -> None:
     assert store.checksum_holds()
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_behind_the_last_one_and_before_it(store: Store, seed: int) -> None:
+    """An engine may append what is behind its last row."""
+    dice = random.Random(seed)
+    want: dict[bytes, bytes] = {}
+    with store.bulk():
+        for low in (0, 40, 80, 79, 100, 30):
+            changes: dict[bytes, bytes | None] = {
+                b"v%03d" % n: None if dice.random() < 0.1 else rows.pack(b"%d" % low, dice.choice([None, low]))
+                for n in range(low, low + 40)
+            }
+            store.write(changes, index=True)
+            want |= changes  # type: ignore[arg-type]
+    want = {key: row for key, row in want.items() if row is not None}
+    assert dict(store.scan(b"v")) == want
+    expiring = {rows.expiry_index(ms, key) for key, row in want.items() if (ms := rows.expiry_of(row)) is not None}
+    assert {key for key, _ in store.scan(b"X", b"Y")} == expiring
+    assert store.checksum_holds()
+
+
 def test_index_rows_come_with_their_rows(store: Store) -> None:
     timer = rows.timer_key(b"k", b"t")
     entry = rows.map_key(b"k", b"m", b"e")

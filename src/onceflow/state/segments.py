@@ -17,7 +17,7 @@ deletes. It says that with `LOCATED`, so that they need not be looked for once m
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple, Protocol, TypeVar
@@ -149,7 +149,7 @@ class Placed(NamedTuple):
     known: dict[bytes, bytes | None]
 
 
-def placed(changes: Mapping[bytes, bytes | None], fetch: Fetch, scan: Scan) -> Placed | None:
+def placed(changes: Mapping[bytes, bytes | None], fetch: Fetch, scan: Scan, flags: Container[int]) -> Placed | None:
     """The changes of the store that changes of stamped rows become; None: this is no store of stamped rows.
 
     Args:
@@ -157,9 +157,12 @@ def placed(changes: Mapping[bytes, bytes | None], fetch: Fetch, scan: Scan) -> P
             that are gone, those with an empty row for all rows of the segment up to this one, and `rows.FILTER` keys
             for their segments: None if no id is left in it, and an empty row if it is to be closed.
         fetch: returns the current rows for keys. scan: those with ``start <= key < end``.
+        flags: of the changed rows.
     """
     (raw,) = fetch([LIST])
-    new = {key[1:]: row for key, row in changes.items() if row is not None and row[:1] == stamps.FLAGS}
+    new: dict[bytes, bytes] = {}
+    if rows.STAMPED in flags:
+        new = {key[1:]: row for key, row in changes.items() if row is not None and row[:1] == stamps.FLAGS}
     if raw is None and not new:
         return None
     segments = listed(raw)

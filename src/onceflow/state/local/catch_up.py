@@ -7,7 +7,7 @@ process has written meanwhile. So when a process is killed, the next one can con
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,31 +15,30 @@ from typing import Protocol
 
 from onceflow.errors import EnvironmentUnusableError, FencedError, OnceflowError
 from onceflow.state import rows
+from onceflow.state.local.changelog_rows import RowColumns, internal_rows, stamped_rows, table_rows
 from onceflow.state.local.format import (
     AHEAD,
     COMMIT_RECORD,
     KINDS,
     PENDING,
-    SNAPSHOT_ROW,
+    SNAPSHOT_KEY,
     Changes,
     Chunk,
     CommitRecord,
     Goal,
     Pending,
-    internal_changes,
-    is_snapshot_row,
+    is_snapshot,
     rows_of_snapshot,
-    stamped_changes,
-    table_changes,
 )
+from onceflow.state.local.sorted_rows import sorted_rows
 from onceflow.state.local.spool import Spool
-from onceflow.state.stores.base import BULK_ROWS_MAX, Store, StoreCorruptError
+from onceflow.state.stores.base import BULK_BYTES_MAX, BULK_ROWS_MAX, NO_BLOBS, Store, StoreCorruptError
 
 REFRESHED_MS = 3_600_000
-# A restore keeps this much in memory before it writes (the more, the fewer pages are written again), and commits from
-# time to time.
+# A restore keeps this much in memory, and commits from time to time (the more, the fewer pages are written again).
 _WRITTEN_ROWS, _WRITTEN_BYTES = 250_000, 32 << 20
-_COMMITTED_ROWS, _COMMITTED_S = BULK_ROWS_MAX - 2 * _WRITTEN_ROWS, 10.0
+_COMMITTED_ROWS, _COMMITTED_BYTES = BULK_ROWS_MAX - 2 * _WRITTEN_ROWS, BULK_BYTES_MAX - 4 * _WRITTEN_BYTES
+_COMMITTED_S = 10.0
 _ATTEMPTS = 10
 
 IN_SYNC, SETTLED, CAUGHT_UP, RESTORED = "in sync", "settled", "caught up", "restored"
@@ -96,7 +95,7 @@ class CatchUp:
         stamped: bool = False,
     ) -> None:
         self._stamped = stamped
-        self._table_changes = stamped_changes if stamped else table_changes
+        self._table_rows = stamped_rows if stamped else table_rows
         self.goal = goal
         self.records = self.ignored = 0
         self._folder = folder
@@ -194,9 +193,10 @@ class CatchUp:
         since = time.monotonic()
         with Spool[CommitRecord](self._folder) as spool:
             try:
-                for reached, changes in self._pieces(commit_record):
-                    spool.add(reached, changes)
-                    if spool.rows > _COMMITTED_ROWS or time.monotonic() - since > _COMMITTED_S:
+                for reached, part in self._pieces(commit_record):
+                    spool.add(reached, part)
+                    full = spool.rows > _COMMITTED_ROWS or spool.nbytes > _COMMITTED_BYTES
+                    if full or time.monotonic() - since > _COMMITTED_S:
                         raw = self._write_spooled(store, raw, spool)
                         since = time.monotonic()
             except OnceflowError:
@@ -205,17 +205,17 @@ class CatchUp:
                 raise
             self._write_spooled(store, raw, spool, done=True)
 
-    def _pieces(self, commit_record: CommitRecord) -> Iterator[tuple[CommitRecord, Changes]]:
+    def _pieces(self, commit_record: CommitRecord) -> Iterator[tuple[CommitRecord, RowColumns]]:
         """The missing changes in parts, each with the commit record that is valid when the part is written."""
-        for name, topic, changes_of in (
-            ("table_end", self.goal.table, self._table_changes),
-            ("internal_end", self.goal.internal, internal_changes),
+        for name, topic, rows_of in (
+            ("table_end", self.goal.table, self._table_rows),
+            ("internal_end", self.goal.internal, internal_rows),
         ):
             start, goal_end = getattr(commit_record, name), getattr(self.goal, name)
-            for changes, position in self._gathered(topic, start, self._end(topic, goal_end), changes_of):
+            for part, position in self._gathered(topic, start, self._end(topic, goal_end), rows_of):
                 if position < goal_end or not self.goal.open_ended:  # else rows after the goal may still be missing
                     commit_record = replace(commit_record, **{name: position})  # type: ignore[arg-type]
-                yield commit_record, changes
+                yield commit_record, part
 
     def _end(self, topic: str, goal_end: int) -> int:
         """Up to where a topic is read. Rows after the goal belong to batches without progress, which run again. They
@@ -228,30 +228,48 @@ class CatchUp:
         Args:
             done: nothing is missing after this write.
         """
+        # Rows of all parts may be written in the order of their keys only if all of them become visible together. In
+        # a table of stamped rows, those that are deleted together have to be written together.
+        merges = store.combines and not self._stamped
         with store.bulk():
-            for reached, changes in spool.take():
+            if merges and (found := spool.take_merged()) is not None:
+                reached, blocks = found
+                for block in blocks:
+                    self._write_rows(store, raw, _changes(block))
+                raw = self._write(store, raw, reached, {})
+            for reached, blocks in spool.take():
+                changes: Changes = {}
+                for block in blocks:
+                    changes.update(_changes(block))
                 raw = self._write(store, raw, reached, changes)
             if done:
                 raw = self._write(store, raw, CommitRecord.of(self.goal, self._now_ms), {}, done=True)
         return raw
 
     def _gathered(
-        self, topic: str, start: int, end: int, changes_of: Callable[[Chunk, Changes], int]
-    ) -> Iterator[tuple[Changes, int]]:
-        """Parts with the last row of each row key, each part of limited size, and the offset at which the part ends."""
-        gathered: Changes = {}
-        size = 0
+        self, topic: str, start: int, end: int, rows_of: Callable[[Chunk], RowColumns]
+    ) -> Iterator[tuple[RowColumns, int]]:
+        """Parts with the last row of each row key, sorted and of limited size, and the offset at which each ends."""
+        gathered: list[RowColumns] = []
+        count = size = 0
         for chunk in self._chunks(topic, start, end):
-            self.ignored += changes_of(chunk, gathered)
-            if not self._rows_only and is_snapshot_row(gathered.get(SNAPSHOT_ROW)):
+            if not self._rows_only and _ends_with_snapshot(chunk):
                 self.snapshots = True
                 raise _MovedError
-            size += sum(map(len, filter(None, chunk.values)))
-            if len(gathered) >= _WRITTEN_ROWS or size >= _WRITTEN_BYTES:
-                yield gathered, min(chunk.next_offset, end)
-                gathered, size = {}, 0
-        if gathered:
-            yield gathered, end
+            if not chunk.keys:
+                continue
+            found = rows_of(chunk)
+            gathered.append(found)
+            self.ignored += found.ignored
+            count, size = count + len(found.keys), size + found.nbytes
+            if count >= _WRITTEN_ROWS or size >= _WRITTEN_BYTES:
+                part = sorted_rows(gathered)
+                gathered, count, size = [part], len(part.keys), part.nbytes
+                if count > _WRITTEN_ROWS // 2 or size > _WRITTEN_BYTES // 2:  # else the same keys come again and again
+                    yield part, min(chunk.next_offset, end)
+                    gathered, count, size = [], 0, 0
+        if count:
+            yield sorted_rows(gathered), end
 
     def _chunks(self, topic: str, start: int, end: int) -> Iterator[Chunk]:
         if start < end:
@@ -290,6 +308,27 @@ class CatchUp:
         blobs: dict[str, bytes | None] = {COMMIT_RECORD: commit_record.encode()}
         if done:
             blobs[PENDING] = None
+        self._write_rows(store, raw, changes, blobs)
+        return commit_record.encode()
+
+    def _write_rows(
+        self,
+        store: Store,
+        raw: bytes | None,
+        changes: Changes | Sequence[tuple[bytes, bytes | None]],
+        blobs: Mapping[str, bytes | None] = NO_BLOBS,
+    ) -> None:
         if not store.write(changes, blobs, (COMMIT_RECORD, raw), index=True):
             raise _MovedError
-        return commit_record.encode()
+
+
+def _changes(block: RowColumns) -> Changes:
+    return dict(zip(block.keys.to_pylist(), block.rows.to_pylist(), strict=True))
+
+
+def _ends_with_snapshot(chunk: Chunk) -> bool:
+    """Whether the last record of the key of snapshots is one."""
+    if SNAPSHOT_KEY not in chunk.keys:
+        return False
+    values = [value for key, value in zip(chunk.keys, chunk.values, strict=True) if key == SNAPSHOT_KEY]
+    return is_snapshot(SNAPSHOT_KEY, values[-1])

@@ -18,7 +18,7 @@ import orjson
 
 from onceflow.errors import ProtocolError
 from onceflow.protocol.names import INTERNAL_SUFFIX
-from onceflow.state import rows, stamps
+from onceflow.state import rows
 from onceflow.state.stores.base import StoreCorruptError
 
 #: Names of blobs. The commit record was called marker earlier, and its blob still has that name.
@@ -216,12 +216,7 @@ Changes = dict[bytes, bytes | None]
 
 def table_changes(chunk: Chunk, changes: Changes) -> int:
     """Adds the rows of records of the table topic. Returns how many records were not written by a processor."""
-    keys, values = chunk.keys, chunk.values
-    packed = [None if value is None else b"\0" + value for value in values]
-    for at, headers in chunk.headers.items():
-        value = values[at]
-        if value is not None:
-            packed[at] = rows.from_record(value, headers)
+    keys, packed = chunk.keys, packed_values(chunk)
     if None not in keys and max(map(len, keys), default=0) < rows.ROW_KEY_BYTES_MAX:  # type: ignore[arg-type]
         changes.update(zip([rows.VALUE + key for key in keys], packed, strict=True))  # type: ignore[operator]
         return 0
@@ -230,26 +225,14 @@ def table_changes(chunk: Chunk, changes: Changes) -> int:
     return len(keys) - len(fit)
 
 
-def stamped_changes(chunk: Chunk, changes: Changes) -> int:
-    """As `table_changes`, for a table of stamped rows."""
-    fit = [
-        (rows.VALUE + key, None if value is None else stamps.from_value(value))
-        for key, value in zip(chunk.keys, chunk.values, strict=True)
-        if key is not None and len(key) < rows.ROW_KEY_BYTES_MAX
-    ]
-    changes.update(fit)
-    return len(chunk.keys) - len(fit)
-
-
-def internal_changes(chunk: Chunk, changes: Changes) -> int:
-    """As `table_changes`, for the internal topic."""
-    fit = [
-        (key, row)
-        for key, row in zip(chunk.keys, chunk.values, strict=True)
-        if key is not None and is_internal_row(key, row)
-    ]
-    changes.update(fit)
-    return len(chunk.keys) - len(fit)
+def packed_values(chunk: Chunk) -> list[bytes | None]:
+    """The row of each record of the table topic; None for a tombstone."""
+    packed = [None if value is None else b"\0" + value for value in chunk.values]
+    for at, headers in chunk.headers.items():
+        value = chunk.values[at]
+        if value is not None:
+            packed[at] = rows.from_record(value, headers)
+    return packed
 
 
 def is_internal_row(key: bytes, row: bytes | None) -> bool:

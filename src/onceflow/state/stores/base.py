@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from operator import lt
+from operator import itemgetter, lt
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -42,6 +42,7 @@ _OF_KEY_LENGTH, _OF_ROW_LENGTH, _OF_ROW = 0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D
 _MASK = (1 << 64) - 1
 # Small, so that the lists stay in the CPU cache. With ten thousand at a time, a scan takes four times as long.
 _SCANNED_AT_ONCE = 256
+_FLAGS = itemgetter(0)  # of a row
 
 
 class StoreCorruptError(OnceflowError):
@@ -159,7 +160,8 @@ def plan(
             rows are placed in their segments.
     """
     known: Mapping[bytes, bytes | None] = {}
-    if index and (placed := segments.placed(changes, fetch, scan)) is not None:
+    flags = set(map(_FLAGS, filter(None, changes.values())))
+    if index and (placed := segments.placed(changes, fetch, scan, flags)) is not None:
         (changes, known), index = placed, False
     keys = sorted(changes)
     if keys and not (keys[0] and max(map(len, changes)) <= rows.STORE_KEY_BYTES_MAX):
@@ -168,7 +170,7 @@ def plan(
     if tally.rows:
         old = _found([key for key in keys if key not in known] if known else keys, fetch)
         old.update((key, row) for key, row in known.items() if row is not None)
-    if index and (follow := _index_rows(changes, old)):
+    if index and (follow := _index_rows(changes, keys, flags, old)):
         if tally.rows:
             old.update(_found(sorted(follow), fetch))
         changes = {**changes, **follow}
@@ -203,10 +205,18 @@ def _found(keys: Sequence[bytes], fetch: Callable[[Sequence[bytes]], Iterable[by
     return {key: row for key, row in zip(keys, fetch(keys), strict=True) if row is not None}
 
 
-def _index_rows(changes: Mapping[bytes, bytes | None], old: Mapping[bytes, bytes]) -> dict[bytes, bytes | None]:
-    """The changes of index rows. Most rows have no index row, so those that have one are selected first."""
-    timer = rows.TIMER[0]
-    concerned = {key for key, row in changes.items() if (row is not None and row[0] & 1) or key[0] == timer}
+def _index_rows(
+    changes: Mapping[bytes, bytes | None], keys: Sequence[bytes], flags: set[int], old: Mapping[bytes, bytes]
+) -> dict[bytes, bytes | None]:
+    """The changes of index rows. Most rows have no index row, so those that have one are selected first.
+
+    Args:
+        keys: of the changes, sorted. flags: of the rows.
+    """
+    timers, behind = (bisect_left(keys, each) for each in (rows.TIMER, bytes((rows.TIMER[0] + 1,))))
+    concerned = set(keys[timers:behind])
+    if any(each & 1 for each in flags):
+        concerned.update(key for key, row in changes.items() if row and row[0] & 1)
     concerned.update(key for key, row in old.items() if row and row[0] & 1)
     follow = dict(rows.with_index(((key, changes[key]) for key in concerned), old.get))
     index: dict[bytes, bytes | None] = {key: row for key, row in follow.items() if key not in concerned}
@@ -221,9 +231,11 @@ class Store(abc.ABC):
 
     Attributes:
         on_disk: whether all processes of the machine see the same rows in a folder.
+        combines: whether `bulk` combines writes, so that they become visible together.
     """
 
     on_disk: ClassVar[bool] = True
+    combines: ClassVar[bool] = False
 
     @classmethod
     @abc.abstractmethod

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice, takewhile
 from pathlib import Path
@@ -35,6 +36,8 @@ _BULK_ROOM = 2 * BULK_ROWS_MAX * 4096 + 2 * BULK_BYTES_MAX
 
 class LmdbStore(Store):
     """Rows and blobs in two named databases of one LMDB environment."""
+
+    combines = True
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -112,13 +115,15 @@ class LmdbStore(Store):
                 return False
             tally = Tally.decode(txn.get(TALLY.encode(), db=environment.blobs))
             cursor = txn.cursor(db)
-            planned = plan(
-                wanted, tally, lambda keys: map(cursor.get, keys), lambda *ends: _between(cursor, *ends), index=index
-            )
+            last = cursor.key() if cursor.last() else b""
+
+            def fetch(keys: Sequence[bytes]) -> Iterable[bytes | None]:
+                return map(cursor.get, keys) if keys and keys[0] <= last else [None] * len(keys)
+
+            planned = plan(wanted, tally, fetch, lambda *ends: _between(cursor, *ends), index=index)
             for key in planned.deletes:
                 txn.delete(key, db=db)
-            # Appending fills each page. Otherwise full pages are split in halves.
-            cursor.putmulti(zip(planned.keys, planned.values, strict=True), append=not tally.rows)
+            _put(cursor, planned.keys, planned.values)
             for name, blob in {**blobs, TALLY: planned.tally.with_blobs(blobs).encode()}.items():
                 if blob is None:
                     txn.delete(name.encode(), db=environment.blobs)
@@ -236,6 +241,16 @@ def _part_read(start: bytes, end: bytes | None, reverse: bool, wanted: int) -> C
         return part if part[-1][0] >= start else [(key, row) for key, row in part if key >= start]
 
     return read
+
+
+def _put(cursor: Any, keys: list[bytes], values: list[bytes]) -> None:
+    """Put sorted rows. Those behind the last row are appended: that fills each page. Otherwise full pages are split in
+    halves."""
+    at = bisect_right(keys, cursor.key()) if cursor.last() else 0
+    if at:
+        cursor.putmulti(zip(keys[:at], values[:at], strict=True))
+        keys, values = keys[at:], values[at:]
+    cursor.putmulti(zip(keys, values, strict=True), append=True)
 
 
 def _between(cursor: Any, start: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
