@@ -33,7 +33,7 @@ class Deadline:
         self.what = what
         self._clock = clock
         self._sleep = sleep
-        self._rng = rng or random.Random()
+        self._rng = rng  # one of its own is made when it is needed: its seed takes longer than most operations
         self._end = clock() + seconds
 
     @property
@@ -56,6 +56,7 @@ class Deadline:
         the same time, which is over within milliseconds.
         """
         ceiling = min(max_s, min_s * (2 ** min(attempt, 16)))
+        self._rng = self._rng or random.Random()
         return self._rng.uniform(ceiling / 2, ceiling)
 
     def pause(self, attempt: int, last_problem: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -48,6 +49,7 @@ _PLAIN = ProducerIdAndEpoch(-1, -1, transactional=False)
 _HINT = re.compile(r"onceflow:(\d+):(\d+)")
 
 
+@lru_cache
 def partition_of(flow: str) -> int:
     """Partition of the progress topic that holds this flow's record."""
     return progress_partition(flow, PROGRESS_PARTITIONS)

@@ -1,0 +1,75 @@
+"""Which sockets the event loop waits for, told to the system only when it waits.
+
+kafka-python's loop unregisters a socket for every response, and registers it again at once. For every request it does
+the same with the other direction. So a small request costs four calls of the system, and more in which Python describes
+the socket for an error that nobody reads. Here only what has changed when the loop waits is told to the system.
+"""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+
+class WatchedSockets(selectors.BaseSelector):
+    """A selector as ``selectors.DefaultSelector``, with the calls of the system put off until ``select``."""
+
+    def __init__(self) -> None:
+        self._system = selectors.DefaultSelector()
+        self._told: dict[Any, int] = {}  # events of the sockets that the system knows
+        self._wanted: dict[Any, selectors.SelectorKey] = {}
+        self._changed: set[Any] = set()
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        if fileobj in self._wanted:
+            raise KeyError(fileobj)
+        number = fileobj.fileno()
+        if number < 0:
+            raise ValueError(f"{fileobj!r} is closed")
+        return self._set(selectors.SelectorKey(fileobj, number, events, data))
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        key = self._wanted.pop(fileobj)
+        self._changed.add(fileobj)
+        return key
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._set(self._wanted[fileobj]._replace(events=events, data=data))
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self._changed:
+            self._tell()
+        found = self._system.select(timeout)
+        wanted = ((self._wanted.get(told.fileobj), events) for told, events in found)
+        return [(key, events & key.events) for key, events in wanted if key is not None]
+
+    def get_key(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._wanted[fileobj]
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._wanted
+
+    def close(self) -> None:
+        self._system.close()
+        self._wanted.clear()
+
+    def _set(self, key: selectors.SelectorKey) -> selectors.SelectorKey:
+        self._wanted[key.fileobj] = key
+        self._changed.add(key.fileobj)
+        return key
+
+    def _tell(self) -> None:
+        # First what is not waited for any more: its number may belong to another socket by now.
+        for fileobj in self._changed - self._wanted.keys():
+            if self._told.pop(fileobj, 0):
+                self._system.unregister(fileobj)
+        for fileobj in self._changed & self._wanted.keys():
+            events, told = self._wanted[fileobj].events, self._told.get(fileobj)
+            if told != events:
+                # A socket that was closed in between has no events any more. Who waits for it has a deadline.
+                with suppress(OSError, ValueError):
+                    (self._system.register if told is None else self._system.modify)(fileobj, events)
+                    self._told[fileobj] = events
+        self._changed.clear()
