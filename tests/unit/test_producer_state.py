@@ -389,6 +389,39 @@ def test_one_enrolling_request_at_a_time(world: World) -> None:
     assert [sum(len(topic.partition_data) for topic in request.topic_data) for request in world.requests] == [1, 3]
 
 
+def test_small_batches_of_several_partitions_are_one_request(world: World) -> None:
+    batches = [encode(1)[0] for _ in range(3)]
+    producer = world.producer(gathered_bytes=4 * batches[0].nbytes)
+    for partition, one in enumerate(batches):
+        producer.send("out", partition, one)
+    assert not world.requests
+    producer.flush()
+    assert len(world.requests) == 1
+    assert_exactly_once(world, {("out", partition): [one] for partition, one in enumerate(batches)})
+
+
+def test_what_is_gathered_is_sent_when_it_is_enough(world: World) -> None:
+    batches = encode(9, size=1000)
+    producer = world.producer(gathered_bytes=3 * batches[0].nbytes)
+    sent = []
+    for one in batches:
+        producer.send("out", 0, one)
+        sent.append(len(world.requests) > 0)
+    assert sent.index(True) == 2
+    producer.flush()
+    assert_exactly_once(world, {("out", 0): batches})
+
+
+def test_gathering_ends_where_memory_does(world: World) -> None:
+    batches = encode(9, size=1000)
+    producer = world.producer(gathered_bytes=10_000_000, max_unacked_bytes=3 * batches[0].nbytes)
+    for one in batches:
+        producer.send("out", 0, one)
+        assert producer._unacked_bytes <= 3 * batches[0].nbytes
+    producer.flush()
+    assert_exactly_once(world, {("out", 0): batches})
+
+
 def test_flush_without_anything(world: World) -> None:
     assert world.producer().flush() == {}
     assert world.polls == 0

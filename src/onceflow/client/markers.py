@@ -14,6 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
+from onceflow.client.background import Background
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.leaders import by_topic
@@ -56,6 +57,7 @@ class Markers:
         self._topic_partitions: dict[TopicPartition, int | None] = {}
         self._producer_ids: set[int] = set()  # all of this flow: it gets another one after Kafka has forgotten its id
         self._look: _Look | None = None
+        self._background = Background("onceflow-markers")
 
     def ended(self, topic_partitions: Mapping[TopicPartition, int | None]) -> None:
         """Report that the last transaction has ended. A thread begins to watch for its markers in the background.
@@ -67,9 +69,12 @@ class Markers:
         self._topic_partitions = dict(topic_partitions)
         self._producer_ids.add(self._transactions.identity.producer_id)
         firsts = {topic_partition: first for topic_partition, first in topic_partitions.items() if first is not None}
-        self._look = None
+        if self._look is not None:
+            self._look.end()
+            self._look = None
         if self._was_committed and topic_partitions and len(firsts) == len(topic_partitions):
             self._look = _Look(self._cluster, firsts, self._own)
+            self._background.submit(self._look.run)
 
     def confirm(self, deadline: Deadline) -> None:
         """Return when the last transaction is decided in all its partitions. If the thread has seen that, no request
@@ -256,8 +261,8 @@ class Markers:
 
 
 class _Look:
-    """A thread that checks whether a committed transaction is decided in all its partitions. If it cannot find out,
-    the transaction counts as undecided."""
+    """Checks in a thread whether a committed transaction is decided in all its partitions. If it cannot find out, the
+    transaction counts as undecided."""
 
     def __init__(
         self,
@@ -271,17 +276,20 @@ class _Look:
         self._topic_partitions = topic_partitions
         self._own = own
         self._yes = False
-        self._last = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="onceflow-markers", daemon=True)
-        self._thread.start()
+        self._last, self._ended = threading.Event(), threading.Event()
+
+    def end(self) -> None:
+        """Look once more at most."""
+        self._last.set()
 
     def seen(self) -> bool:
-        """Whether the thread has seen that all partitions are decided. Stops the thread."""
-        self._last.set()
-        self._thread.join()
+        """Whether the thread has seen that all partitions are decided. Ends it."""
+        self.end()
+        self._ended.wait()
         return self._yes
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Called by the thread."""
         deadline = Deadline(_LOOK_S, "looking at transaction markers")
         pause_s = _FIRST_LOOK_S
         try:
@@ -300,6 +308,8 @@ class _Look:
                     return
         except Exception as error:  # for example, the cluster was closed: then the result stays "not seen"
             log.debug("could not read transaction markers: %s", error)
+        finally:
+            self._ended.set()
 
 
 def _named(topic_partitions: Iterable[TopicPartition]) -> str:

@@ -120,6 +120,8 @@ class Producer:
         transactional_id: None for a producer without transactions.
         deadline: applies to everything this producer does.
         max_unacked_bytes: limit of memory; ``send`` waits above it.
+        gathered_bytes: ``send`` waits for so many before it sends the first ones. So the batches of several partitions
+            go in one request, and are enrolled by it. ``flush`` sends what there is.
         transaction_version: for a task, the one that the driver uses. None: that of the cluster.
     """
 
@@ -130,6 +132,7 @@ class Producer:
         transactional_id: str | None,
         deadline: Deadline,
         max_unacked_bytes: int = 12_000_000,
+        gathered_bytes: int = 0,
         transaction_version: int | None = None,
     ) -> None:
         cluster.connect(deadline)
@@ -139,6 +142,8 @@ class Producer:
         self._max_unacked_bytes = max_unacked_bytes
         self._partitions: dict[tuple[str, int], _Partition] = {}
         self._unacked_bytes = 0
+        self._gathered_bytes = gathered_bytes
+        self._unsent_bytes = 0  # at most
         self._failure: BaseException | None = None
         self._answer = _Signal()
         # Produce version 12 enrols partitions, but only if the cluster has transaction version 2 (KIP-890).
@@ -148,14 +153,18 @@ class Producer:
         self._version = cluster.version(ProduceRequest, min_version=MIN_VERSION, max_version=max_version)
 
     def send(self, topic: str, partition: int, batch: EncodedBatch) -> None:
-        """Queue one batch, and send what can be sent. Waits while more than ``max_unacked_bytes`` are
-        unacknowledged."""
+        """Queue one batch, and send what can be sent if enough is queued. Waits while more than ``max_unacked_bytes``
+        are unacknowledged."""
         slot = self._partitions.get((topic, partition))
         if slot is None:
             slot = self._partitions[topic, partition] = _Partition(topic, partition)
             slot.enrolled = self._transactional_id is None  # there is no transaction
         slot.queue.append(batch)
         self._unacked_bytes += batch.nbytes
+        self._unsent_bytes += batch.nbytes
+        if self._unsent_bytes < self._gathered_bytes and self._unacked_bytes <= self._max_unacked_bytes:
+            return
+        self._unsent_bytes = 0
         self._pump(wait=False)
         while self._unacked_bytes > self._max_unacked_bytes:
             self._pump(wait=True)

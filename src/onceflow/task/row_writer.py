@@ -33,6 +33,8 @@ from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.task import task_logs
 
+_GATHERED_BYTES = 256_000  # a small batch of a flow is one request to each broker
+
 
 def owner_of(topic: str | None, partition: int, tasks: int) -> int:
     """The task that writes a partition. ``ownership._group`` is the same function in Spark SQL.
@@ -316,6 +318,7 @@ class RowWriter:
                 self._cluster,
                 transactional_id=self._order.transactional_id,
                 deadline=self._deadline,
+                gathered_bytes=_GATHERED_BYTES,
                 transaction_version=self._order.transaction_version,
             )
         transactional_id = self._order.transactional_id
