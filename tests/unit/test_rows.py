@@ -106,6 +106,21 @@ def timer(at_ms: int, clock: bytes = b"e") -> bytes:
     return rows.pack(rows.timer_payload(clock, at_ms))
 
 
+@given(PARTS, PARTS, PARTS, TIMES, st.none() | TIMES, st.integers(0, 3))
+def test_index_rows_of_new_rows(
+    key: bytes, name: bytes, entry: bytes, at_ms: int, expires_ms: int | None, version: int
+) -> None:
+    changes: dict[bytes, bytes | None] = {
+        rows.value_key(key): rows.pack(entry, expires_ms, version),
+        rows.map_key(key, name, entry): rows.pack(b"", expires_ms, version),
+        rows.timer_key(key, name): rows.pack(rows.timer_payload(b"p", at_ms), None, version),
+        rows.timer_key(key, name + b"gone"): None,
+        rows.value_key(key + b"gone"): None,
+    }
+    want = {index: row for index, row in rows.with_index(changes.items(), {}.get) if index not in changes}
+    assert dict(rows.new_index(changes.items())) == want
+
+
 def test_a_moved_timer_moves_its_index_row() -> None:
     old = {TIMER: timer(5)}
     assert dict(rows.with_index([(TIMER, timer(9, b"p"))], old.get)) == {

@@ -47,6 +47,7 @@ EXPIRES_HEADER = "onceflow.expires"
 VERSION_HEADER = "onceflow.version"
 
 _HAS_EXPIRY, _HAS_VERSION, STAMPED = 1, 2, 4
+_TIMER_PAYLOAD = 1  # where it begins in a row without fields: clock and time
 _TIME = struct.Struct(">Q")
 _VERSION = struct.Struct(">I")
 _SIGN = 1 << 63
@@ -238,3 +239,17 @@ def with_index(changes: Changes, old_row: Callable[[bytes], bytes | None]) -> It
                 if after_ms is not None:
                     yield expiry_index(after_ms, row_key), b""
         yield row_key, row
+
+
+def new_index(changes: Iterable[tuple[bytes, bytes | None]]) -> Iterator[tuple[bytes, bytes | None]]:
+    """The index rows of `with_index` for rows that are new: of ``v``, ``m`` and ``t`` rows that were not there before.
+
+    It is much faster, because the parts of the rows are not taken apart: the bytes are in the same order in both.
+    """
+    for row_key, row in changes:
+        if row:
+            if row_key[:1] == TIMER:
+                at = _TIMER_PAYLOAD if not row[0] else len(row) - len(unpack(row).payload)
+                yield TIMER_INDEX + row[at : at + 9] + row_key[1:], b""
+            elif row[0] & _HAS_EXPIRY:
+                yield EXPIRY_INDEX + row[1:9] + row_key, b""

@@ -228,10 +228,14 @@ def table_changes(chunk: Chunk, changes: Changes) -> int:
 def packed_values(chunk: Chunk) -> list[bytes | None]:
     """The row of each record of the table topic; None for a tombstone."""
     packed = [None if value is None else b"\0" + value for value in chunk.values]
+    fields: dict[int, bytes] = {}  # what the rows begin with; many records share one list of headers
     for at, headers in chunk.headers.items():
         value = chunk.values[at]
         if value is not None:
-            packed[at] = rows.from_record(value, headers)
+            begin = fields.get(id(headers))
+            if begin is None:
+                begin = fields[id(headers)] = rows.from_record(b"", headers)
+            packed[at] = begin + value
     return packed
 
 

@@ -171,7 +171,7 @@ def plan(
         old = _found([key for key in keys if key not in known] if known else keys, fetch)
         old.update((key, row) for key, row in known.items() if row is not None)
     if index and (follow := _index_rows(changes, keys, flags, old)):
-        if tally.rows:
+        if old:  # otherwise there are no index rows yet
             old.update(_found(sorted(follow), fetch))
         changes = {**changes, **follow}
         keys = sorted(changes)
@@ -217,6 +217,8 @@ def _index_rows(
     concerned = set(keys[timers:behind])
     if any(each & 1 for each in flags):
         concerned.update(key for key, row in changes.items() if row and row[0] & 1)
+    if not old:
+        return dict(rows.new_index((key, changes[key]) for key in concerned))
     concerned.update(key for key, row in old.items() if row and row[0] & 1)
     follow = dict(rows.with_index(((key, changes[key]) for key in concerned), old.get))
     index: dict[bytes, bytes | None] = {key: row for key, row in follow.items() if key not in concerned}
