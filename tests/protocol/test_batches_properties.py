@@ -305,3 +305,36 @@ def test_varints_in_columns_are_those_of_single_numbers(value: int) -> None:
     column = varints.interleave([codes], 3)
     assert column.to_pylist() == [varints.encode(number) for number in (0, value, 1)]
     assert varints.width(varints.zigzag(value)) == len(varints.encode(value))
+
+
+@settings(max_examples=60, deadline=None, derandomize="CI" in os.environ)
+@given(
+    given_rows=st.lists(st.tuples(payloads, payloads, stamps), min_size=1, max_size=90),
+    with_times=st.booleans(),
+    missing=st.sampled_from(["", "key", "value"]),
+    base_sequence=st.sampled_from([0, 17, 2**31 - 2]),
+)
+def test_a_few_records_have_the_same_bytes_as_many(
+    given_rows: list[Any], with_times: bool, missing: str, base_sequence: int
+) -> None:
+    """A few records are encoded by a loop, many by columns."""
+
+    def encoded() -> list[bytes]:
+        columns = [pa.array([row[at] for row in given_rows], pa.binary()) for at in (0, 1)]
+        found = encode_batches(
+            None if missing == "key" else columns[0],
+            None if missing == "value" else columns[1],
+            None,
+            pa.array([row[2] for row in given_rows], pa.int64()) if with_times else None,
+            identity=IDENTITY,
+            base_sequence=base_sequence,
+            max_batch_bytes=1_000_000,
+            default_timestamp_ms=DEFAULT_MS,
+        )
+        return [one.head + bytes(one.body) for one in found]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "_FEW_RECORDS", 1000)
+        by_loop = encoded()
+        patch.setattr(batches, "_FEW_RECORDS", 0)
+        assert encoded() == by_loop
