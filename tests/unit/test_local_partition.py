@@ -25,7 +25,7 @@ import pytest
 
 from onceflow.errors import DataLossError, EnvironmentUnusableError, FencedError, OptionError, ProtocolError
 from onceflow.state import rows
-from onceflow.state.local import catch_up
+from onceflow.state.local import catch_up, spool
 from onceflow.state.local.format import (
     COMMIT_RECORD,
     PENDING,
@@ -1000,34 +1000,51 @@ def test_a_crash_of_the_engine_leads_to_a_restore(folder: Path) -> None:
     flow.check(opened)
 
 
-def play_restore(folder: Path, commits: bool) -> None:
-    """Says so after every chunk, and waits to be killed after some."""
+def play_restore(folder: Path, when: str) -> None:
+    """Says so after every chunk, or after every block that is written, and waits to be killed after some."""
     catch_up._WRITTEN_ROWS = 100
-    catch_up._COMMITTED_S = 0.0 if commits else 1000.0
+    catch_up._COMMITTED_S = 0.0 if when == "between commits" else 1000.0
+    spool._BLOCK_ROWS = 20
     flow = damaged_flow()
     flow.topics.chunk_size = 100
+    write, blocks = LmdbStore.write, []
+
+    def wait() -> None:
+        print("now", flush=True)
+        sys.stdin.read()
 
     def progress(records: int) -> None:
-        if records >= 3000:
-            print("now", flush=True)
-            sys.stdin.read()
+        if when != "in a commit" and records >= 3000:
+            wait()
 
+    def written(*args: Any, **options: Any) -> bool:
+        done = write(*args, **options)
+        blocks.append(done)
+        if when == "in a commit" and len(blocks) == 10:
+            wait()
+        return done
+
+    LmdbStore.write = written  # type: ignore[method-assign]
     open_partition(folder, LmdbStore, flow.goal, flow.topics, verify=False, now_ms=NOW, progress=progress)
 
 
-@pytest.mark.parametrize("commits", [False, True])
-def test_a_kill_in_the_middle_of_a_restore(folder: Path, commits: bool) -> None:
-    command = [sys.executable, __file__, "restore", str(folder), str(int(commits))]
+@pytest.mark.parametrize("when", ["before a commit", "in a commit", "between commits"])
+def test_a_kill_in_the_middle_of_a_restore(folder: Path, when: str) -> None:
+    command = [sys.executable, __file__, "restore", str(folder), when]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "now\n"
         process.kill()
         process.wait()
+    if when != "between commits":  # blocks of keys become visible together
+        left = LmdbStore.open(folder)
+        assert left.row_count() == 0
+        left.close()
     flow = damaged_flow()
     opened = flow.open(folder, LmdbStore, verify=True)
     total = sum(len(records) for records in flow.topics.records.values())
     assert opened.how == "caught up"
-    assert opened.records == total if not commits else 0 < opened.records < total - 2000
+    assert opened.records == total if when != "between commits" else 0 < opened.records < total - 2000
     flow.check(opened)
 
 
@@ -1038,4 +1055,4 @@ if __name__ == "__main__":
     elif action == "dying":
         play_dying(Path(place))
     else:
-        play_restore(Path(place), commits=bool(int(rest[0])))
+        play_restore(Path(place), rest[0])
