@@ -117,3 +117,33 @@ def test_rows_of_an_internal_topic() -> None:
     found = internal_rows(Chunk([key for key, _ in pairs], [row for _, row in pairs]))
     want = [(key, row) for key, row in pairs if key is not None and is_internal_row(key, row)]
     assert (pairs_of([found]), found.ignored, len(want)) == (want, 3, 3)
+
+
+ENTRY: tuple[bytes | None, bytes | None] = rows.map_key(b"k", b"m", b"e"), rows.pack(b"1")
+TIMER: tuple[bytes | None, bytes | None] = rows.timer_key(b"k", b"t"), rows.pack(rows.timer_payload(b"e", 5))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        [],
+        [(ENTRY[0], None)],
+        [(ENTRY[0], b"")],
+        [(ENTRY[0], b"\1")],
+        [(ENTRY[0], rows.pack(b"", 5))],
+        [(TIMER[0], b"\0short")],
+        [(TIMER[0], None)],
+        [(TIMER[0], b"\1" + (TIMER[1] or b"")[1:])],
+        [(b"x", b"\0")],
+        [(b"", b"\0")],
+        [(None, b"\0")],
+        [(b"m" * (rows.ROW_KEY_BYTES_MAX + 1), b"\0")],
+        [(b"m" * rows.ROW_KEY_BYTES_MAX, b"\0")],
+    ],
+)
+def test_rows_of_an_internal_topic_one_by_one(odd: list[tuple[bytes | None, bytes | None]]) -> None:
+    """Most chunks have only plain rows, which are looked at together."""
+    pairs = [ENTRY, TIMER, *odd, ENTRY]
+    found = internal_rows(Chunk([key for key, _ in pairs], [row for _, row in pairs]))
+    want = [(key, row) for key, row in pairs if key is not None and is_internal_row(key, row)]
+    assert (pairs_of([found]), found.ignored) == (want, len(pairs) - len(want))

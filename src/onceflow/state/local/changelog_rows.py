@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.state import rows, stamps
-from onceflow.state.local.format import Chunk, is_internal_row, packed_values
+from onceflow.state.local.format import TIMER_ROW_BYTES, Chunk, is_internal_row, packed_values
 
 _NOTHING = pa.scalar(b"", pa.binary())
 _VALUE, _PLAIN, _STAMPED = (pa.scalar(each, pa.binary()) for each in (rows.VALUE, b"\0", stamps.FLAGS))
@@ -56,6 +57,9 @@ def stamped_rows(chunk: Chunk) -> RowColumns:
 
 def internal_rows(chunk: Chunk) -> RowColumns:
     """As `table_rows`, for the internal topic."""
+    keys, found = _binary(chunk.keys), _binary(chunk.values)
+    if _are_internal(keys, found):
+        return RowColumns(keys, found)
     fit = [
         (key, row)
         for key, row in zip(chunk.keys, chunk.values, strict=True)
@@ -63,6 +67,25 @@ def internal_rows(chunk: Chunk) -> RowColumns:
     ]
     keys, found = _binary([key for key, _ in fit]), _binary([row for _, row in fit])
     return RowColumns(keys, found, len(chunk.keys) - len(fit))
+
+
+def _are_internal(keys: pa.BinaryArray, found: pa.BinaryArray) -> bool:
+    """Whether all of these are rows of a processor, without expiry and version: as `is_internal_row`, for most."""
+    if not len(keys) or keys.null_count or found.null_count:
+        return False
+    key_bytes, row_bytes = (pc.binary_length(each).to_numpy() for each in (keys, found))
+    if not key_bytes.all() or key_bytes.max() > rows.ROW_KEY_BYTES_MAX or not row_bytes.all() or _first(found).any():
+        return False
+    kinds = _first(keys)
+    fits = (kinds == rows.MAP[0]) | ((kinds == rows.TIMER[0]) & (row_bytes == TIMER_ROW_BYTES))
+    return bool(fits.all())
+
+
+def _first(column: pa.BinaryArray) -> npt.NDArray[np.uint8]:
+    """The first byte of each payload, none of which is null or empty. The column is no slice."""
+    _, offsets, data = column.buffers()
+    starts = np.frombuffer(offsets, np.int32)[: len(column)]
+    return np.frombuffer(data, np.uint8)[starts]
 
 
 def _value_rows(chunk: Chunk, found: pa.BinaryArray) -> RowColumns:

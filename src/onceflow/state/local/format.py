@@ -36,7 +36,7 @@ _FORMAT = 1
 _DELETED = 0xFFFF_FFFF
 # The smallest size of a row by its flags (see `rows.pack`).
 _MIN_ROW_BYTES = {row[:1]: len(row) for row in (rows.pack(b"", e, v) for e in (None, 0) for v in (0, 1))}
-_TIMER_ROW_BYTES = len(rows.pack(rows.timer_payload(b"e", 0)))
+TIMER_ROW_BYTES = len(rows.pack(rows.timer_payload(b"e", 0)))
 
 
 AHEAD = "it is ahead of what is committed"
@@ -246,7 +246,7 @@ def is_internal_row(key: bytes, row: bytes | None) -> bool:
         return False
     if row is None or kind == rows.MAP:
         return row is None or (row[:1] in _MIN_ROW_BYTES and len(row) >= _MIN_ROW_BYTES[row[:1]])
-    return len(row) == _TIMER_ROW_BYTES and not row[0]
+    return len(row) == TIMER_ROW_BYTES and not row[0]
 
 
 def snapshot(all_rows: Iterable[tuple[bytes, bytes]]) -> bytes:
