@@ -143,7 +143,8 @@ class Flow(FlowSteps):
             queries.check_connector(self._spark, self.name)
             offsets = self._runs.startup.add_source(given)
             ends = self._runs.startup.until.get(topic)
-        return load_source(self._spark, self._settings, source_options(given, offsets, self.name), ends)
+        options_of_source = source_options(given, offsets, self.name)
+        return load_source(self._spark, self._settings, options_of_source, ends, partitions=len(offsets))
 
     def peek(
         self,

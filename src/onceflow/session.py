@@ -39,6 +39,9 @@ DEFAULTS: Mapping[str, str] = {
     # Makes Python tasks shorter: without a watchdog thread in the worker.
     "spark.python.worker.tracebackDumpIntervalSeconds": "0",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
+    # Spark keeps a consumer for every source partition. With as many as fit, by default 64, it closes idle ones before
+    # each task, and opens new ones. That takes more time than to read the records.
+    "spark.kafka.consumer.cache.capacity": "1000",
     # Every batch runs two plans, and Spark describes each for the UI before it starts: "formatted" takes milliseconds.
     "spark.sql.ui.explainMode": "simple",
     # For queries with state in Spark. The default store keeps all of it on the JVM's heap, and without the changelog

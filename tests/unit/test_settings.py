@@ -318,6 +318,18 @@ def test_spark_reader_gets_everything_under_its_prefix() -> None:
     assert ours == ClientSettings("a:1").spark_reader().keys() - expected.keys(), "options from nowhere"
 
 
+@pytest.mark.parametrize(
+    "partitions, records, nbytes",
+    [(1, 5000, 4 << 20), (8, 5000, 4 << 20), (64, 1000, 512 << 10), (256, 250, 128 << 10), (3000, 200, 64 << 10)],
+)
+def test_less_is_fetched_of_each_partition_when_there_are_many(partitions: int, records: int, nbytes: int) -> None:
+    found = ClientSettings("h:1").spark_reader(partitions)
+    assert found["kafka.max.poll.records"] == str(records)
+    assert found["kafka.max.partition.fetch.bytes"] == str(nbytes)
+    given = ClientSettings("h:1", {"max.poll.records": "7"}).spark_reader(partitions)
+    assert given["kafka.max.poll.records"] == "7"
+
+
 def test_what_the_user_sets_goes_before_our_defaults_for_spark() -> None:
     defaults = ClientSettings("h:1").spark_reader()
     del defaults["kafka.bootstrap.servers"]

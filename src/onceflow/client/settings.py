@@ -102,11 +102,22 @@ _READER_ONLY = {
 # the next records, and a broker handles the requests of a connection one after the other. At the end of the log the
 # broker delays the fetch for fetch.max.wait.ms, by default 500 ms, in every batch that reads to the end. A short wait
 # costs nothing, because nothing polls while no batch runs. With larger polls there are fewer of these requests.
-_READER_DEFAULTS = {
-    "kafka.fetch.max.wait.ms": "10",
-    "kafka.max.poll.records": "5000",
-    "kafka.max.partition.fetch.bytes": str(4 * 1024 * 1024),
-}
+#
+# But between batches, Spark keeps for every partition the rest of the last poll and of the last fetch, for up to five
+# minutes. So with many partitions both are smaller: else they fill the heap, of 1 GB by default.
+_POLL_RECORDS_MAX, _POLL_RECORDS_MIN, _POLLED_RECORDS = 5_000, 200, 64_000
+_FETCH_BYTES_MAX, _FETCH_BYTES_MIN, _FETCHED_BYTES = 4 << 20, 64 << 10, 32 << 20
+
+
+def _reader_defaults(partitions: int) -> dict[str, str]:
+    share = max(1, partitions)
+    return {
+        "kafka.fetch.max.wait.ms": "10",
+        "kafka.max.poll.records": str(min(_POLL_RECORDS_MAX, max(_POLL_RECORDS_MIN, _POLLED_RECORDS // share))),
+        "kafka.max.partition.fetch.bytes": str(min(_FETCH_BYTES_MAX, max(_FETCH_BYTES_MIN, _FETCHED_BYTES // share))),
+    }
+
+
 # Options that onceflow sets itself. Other values would break a guarantee.
 _OWNED = {
     "transactional.id": "it is built from the flow's name (see transactional_id_prefix)",
@@ -180,9 +191,13 @@ class ClientSettings:
             and not isinstance(self.tokens.source, ClientCredentials)
         )
 
-    def spark_reader(self) -> dict[str, str]:
-        """Options of Spark's Kafka source. If ``java_needs_tokens``, the options for its tokens are not included."""
-        out = {"kafka.bootstrap.servers": self.bootstrap_servers, **_READER_DEFAULTS}
+    def spark_reader(self, partitions: int = 1) -> dict[str, str]:
+        """Options of Spark's Kafka source. If ``java_needs_tokens``, the options for its tokens are not included.
+
+        Args:
+            partitions: of the topic. The more there are, the less is fetched of each at a time.
+        """
+        out = {"kafka.bootstrap.servers": self.bootstrap_servers, **_reader_defaults(partitions)}
         out.update({f"kafka.{name}": value for name, value in self.options.items() if name not in _NOT_JAVA})
         if "ssl.ca.location" in self.options:  # librdkafka's name; the Java client accepts a PEM file as trust store
             out["kafka.ssl.truststore.type"] = "PEM"

@@ -38,17 +38,23 @@ _LOGGED_SETTINGS = (
 
 
 def load_source(
-    spark: SparkSession, settings: ClientSettings, options: Mapping[str, str], until: Mapping[int, int] | None = None
+    spark: SparkSession,
+    settings: ClientSettings,
+    options: Mapping[str, str],
+    until: Mapping[int, int] | None = None,
+    *,
+    partitions: int = 1,
 ) -> DataFrame:
     """A streaming DataFrame of the source.
 
     Args:
         options: of the source, without those of the connection.
+        partitions: how many the topic has.
         until: by partition, the first offset that is not read; None: all are read. Spark's source itself only ends
             at the end of a topic.
     """
     query_listener.watch(spark)
-    connection = {**settings.spark_reader(), **token_endpoint.reader_options(spark, settings)}
+    connection = {**settings.spark_reader(partitions), **token_endpoint.reader_options(spark, settings)}
     df = spark.readStream.format("kafka").options(**connection).options(**options).load()
     if until is None:
         return df
