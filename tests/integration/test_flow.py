@@ -40,6 +40,41 @@ def test_copies_exactly_once(make_pipe: Any, partitioner: str, small_batch_rows:
     assert sum(batch.records for batch in query.batches) == 2500
 
 
+@pytest.mark.parametrize(
+    "partitioner, small_batch_rows, path", [("key", 0, "1 tasks"), ("key", 4000, "driver"), ("source", 0, "4 tasks")]
+)
+def test_few_tasks_read_many_partitions(make_pipe: Any, partitioner: str, small_batch_rows: int, path: str) -> None:
+    pipe = make_pipe(partitions=12)
+    pipe.fill(2500)
+    query = pipe.run(partitioner=partitioner, small_batch_rows=small_batch_rows, engine="spark")
+    pipe.check()  # with "source", every record is in the partition from which it came
+    assert {batch.path for batch in query.batches} == {path}
+    assert max(tasks_of_stages(pipe, query)) == (1 if path == "1 tasks" else 4), "two for each core"
+
+
+def test_the_tasks_of_a_repartitioned_query_are_left_alone(make_pipe: Any) -> None:
+    pipe = make_pipe(partitions=12)
+    pipe.fill(500)
+    flow = pipe.open()
+    rows = flow.read(pipe.source).select("key", "value").repartition(9)
+    query = flow.write(rows, topic=pipe.target, small_batch_rows=4000).start()
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    assert set(tasks_of_stages(pipe, query)) == {12, 9}
+    assert sum(batch.records for batch in query.batches) == 500
+
+
+def tasks_of_stages(pipe: Any, query: Any) -> list[int]:
+    """How many tasks each stage of a query had."""
+    tracker = pipe.spark.sparkContext.statusTracker()
+    stages = [
+        stage for job in tracker.getJobIdsForGroup(str(query.runId)) for stage in tracker.getJobInfo(job).stageIds
+    ]
+    return [tracker.getStageInfo(stage).numTasks for stage in stages]
+
+
 @pytest.mark.parametrize("small_batch_rows", [0, 10_000])
 def test_round_robin_uses_every_partition(make_pipe: Any, small_batch_rows: int) -> None:
     pipe = make_pipe(partitions=3, target_partitions=5)

@@ -45,6 +45,8 @@ _SMALL_BATCH_ROWS = 8_000
 _DRIVER_BYTES_MAX = 8_000_000
 _TASK_BYTES = 16_000_000
 _GUESSED_ROW_BYTES = 1_000
+# A task costs Spark a few milliseconds of processor time. This many for each core still share the work evenly.
+_READ_TASKS_PER_CORE = 2
 _NO_ROUTING = Routing("key", 1, False)  # for an order whose stages choose their own routing
 
 
@@ -194,6 +196,7 @@ class OutputWriter:
             source=self._source_partitions,
             max_tasks=max(1, min(cores, round(expected_bytes / _TASK_BYTES + 0.5))),
             on_driver=on_driver,
+            read_tasks=self._read_tasks(attempt.source),
             # One task for all partitions of Spark's state would be slow, even if few rows come out of them.
             keep_tasks=self._state is not None or self._options.stateful,
         )
@@ -207,6 +210,16 @@ class OutputWriter:
         written_by = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
         attempt.summary.path = f"{outgoing.in_front} + {written_by}" if outgoing.in_front else written_by
         return parts if self._state is None else parts + self._state.gather(order, self._cluster)
+
+    def _read_tasks(self, source: SourceRange) -> int | None:
+        """How many tasks read the source partitions of a batch; None: each partition has its own."""
+        if not self._options.merges_tasks:
+            return None
+        partitions = len(source.news())
+        if partitions <= _READ_TASKS_PER_CORE:  # most topics of a small flow; without a call to Spark
+            return None
+        most = _READ_TASKS_PER_CORE * self._cores()
+        return most if partitions > most else None
 
     def on_commit(self, checked: Audit, summary: BatchSummary) -> None:
         """The batch is committed. Estimates for the next batch are based on it."""

@@ -162,7 +162,9 @@ def spark_run(prepared: PreparedQuery) -> Run:
     location = prepared.location or scratch_location(flow)
     _plan_first_batch(query, location, progress)
     reads_little = not write.run.facts.others and queries.reads_little(write.df)
-    query = replace(query, options=replace(query.options, reads_little=reads_little))
+    merges_tasks = query.state is None and queries.may_merge_tasks(write.df)
+    options = replace(query.options, reads_little=reads_little, merges_tasks=merges_tasks)
+    query = replace(query, options=options)
     commit = batch_commit(prepared, query.options, location)
     tables = list if query.state is None else query.state.facts
     sink = BatchSink(commit, query.options, before_first=prepared.imports.finish, tables=tables)

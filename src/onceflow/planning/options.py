@@ -21,6 +21,7 @@ class SinkOptions:
         trigger_s: how often a batch is to begin; 0: as soon as the last one is done.
         timers_s: how long batches that only fire timers may delay the next batch with records.
         reads_little: whether few source records mean little work for Spark, see ``queries.reads_little``.
+        merges_tasks: whether one task may read several source partitions, see ``queries.may_merge_tasks``.
     """
 
     topic: str | None
@@ -32,6 +33,7 @@ class SinkOptions:
     guarantee: str = "exactly_once"
     stateful: bool = False
     reads_little: bool = False
+    merges_tasks: bool = False
     trigger_s: float = 0.0
     timers_s: float = 1.0
     late: str | None = None

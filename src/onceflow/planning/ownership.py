@@ -156,6 +156,7 @@ def prepare(
     source: Mapping[str, int],
     max_tasks: int,
     on_driver: bool,
+    read_tasks: int | None = None,
     keep_tasks: bool = False,
 ) -> Prepared:
     """Select the columns that tasks take, and move every row to the task that owns its partition.
@@ -169,6 +170,7 @@ def prepare(
         source: partition count of every source topic, for ``source``.
         max_tasks: how many write tasks suit a batch of this size.
         on_driver: whether the driver will write: then no rows are moved between tasks.
+        read_tasks: how many tasks shall read the sources; None: as many as there are partitions with new records.
         keep_tasks: whether the tasks that make the rows must not be merged (a process step knows its partitions by its
             task). Then a shuffle replaces a coalesce.
     """
@@ -176,11 +178,13 @@ def prepare(
     hash_key = columns.key and partitioner == "key"
     if partitioner == "source":
         partitions = tuple(_task_partitions(df, topic, targets, source))
-        if not on_driver:
+        if not on_driver and read_tasks is None:
             return Prepared(selected, Routing("source", len(partitions), False, partitions), shuffled=False)
         mapping = F.array(*[F.lit(p) for p in partitions or (0,)])
         where = F.element_at(mapping, F.spark_partition_id() + 1).alias("partition")
-        return Prepared(selected.withColumn("partition", where), Routing("key", 1, False), shuffled=False)
+        merged = _merged(selected.withColumn("partition", where), read_tasks)
+        return Prepared(merged, Routing("key", 1 if on_driver else jvm.task_total(merged), False), shuffled=False)
+    selected = _merged(selected, read_tasks)
     if on_driver:
         return Prepared(selected, Routing("key", 1, hash_key), shuffled=False)
     by_key = topic is None or hash_key or columns.partition
@@ -206,6 +210,11 @@ def _selected(df: DataFrame, columns: Columns) -> DataFrame:
         else:
             wanted.append(F.col(name))
     return df.select(*wanted)
+
+
+def _merged(df: DataFrame, tasks: int | None) -> DataFrame:
+    """The same rows in so many tasks, without a shuffle. Rows of a source partition stay together and in order."""
+    return df if tasks is None else df.coalesce(tasks)
 
 
 def _fewer(df: DataFrame, tasks: int, keep_tasks: bool) -> DataFrame:

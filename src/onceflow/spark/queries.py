@@ -132,6 +132,8 @@ _MAP_NAME = "onceflow_map_"
 _CALLS_NAME, _CALLS_WITH_DEAD_LETTERS = "calls_", "calls_with_dead_letters_"
 # mapInArrow and mapInPandas.
 _FREE = ("MapInArrow", "MapInPandas")
+# Operators that make each row from one row, and do the same in whichever task they run.
+_ROW_BY_ROW = {"StreamingRelationV2", "Project", "Filter", "Generate", "Union", "SubqueryAlias", "View"}
 
 
 def step_name(table: str) -> str:
@@ -338,6 +340,12 @@ def reads_little(df: DataFrame) -> bool:
         if not node.isStreaming() or kind == "Join" or kind in STATEFUL:
             return False
     return True
+
+
+def may_merge_tasks(df: DataFrame) -> bool:
+    """Whether one task may read several source partitions, one after the other: the query has nothing but projections,
+    filters and unions. Functions over Arrow batches may count on one partition for each task."""
+    return all(jvm.kind(node) in _ROW_BY_ROW for node in jvm.nodes(df._jdf.queryExecution().analyzed()))
 
 
 def may_make_many(df: DataFrame) -> bool:
