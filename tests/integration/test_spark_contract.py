@@ -365,6 +365,17 @@ def test_operators_have_the_names_that_queries_are_checked_by(onceflow_spark: An
         assert name in {jvm.kind(node) for node in jvm.nodes(plans.analyzed(df))}
 
 
+def test_queries_whose_source_partitions_may_share_a_task(onceflow_spark: Any) -> None:
+    stream = onceflow_spark.readStream.format("rate").load()
+    stream.createOrReplaceTempView("rates")
+    named = "WITH few AS (SELECT * FROM rates WHERE value > 3) SELECT f.value, upper('x') AS name FROM few AS f"
+    for df in (stream.where("value > 3").select("value"), stream.union(stream), onceflow_spark.sql(named)):
+        assert queries.may_merge_tasks(df)
+    for df in (stream.repartition(2), stream.coalesce(2), stream.groupBy("value").count(), stream.dropDuplicates()):
+        assert not queries.may_merge_tasks(df)
+    assert not queries.may_merge_tasks(stream.select("value").mapInArrow(_copied, "value long"))
+
+
 def test_partition_of_a_key_is_kafkas(onceflow_spark: Any) -> None:
     keys = [b"key-%d" % n for n in range(40)]
     rows = onceflow_spark.createDataFrame([(bytearray(key),) for key in keys], "key binary").coalesce(1)

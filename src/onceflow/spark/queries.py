@@ -132,8 +132,9 @@ _MAP_NAME = "onceflow_map_"
 _CALLS_NAME, _CALLS_WITH_DEAD_LETTERS = "calls_", "calls_with_dead_letters_"
 # mapInArrow and mapInPandas.
 _FREE = ("MapInArrow", "MapInPandas")
-# Operators that make each row from one row, and do the same in whichever task they run.
+# Operators that look at one row at a time, and do the same in whichever task they run.
 _ROW_BY_ROW = {"StreamingRelationV2", "Project", "Filter", "Generate", "Union", "SubqueryAlias", "View"}
+_ROW_BY_ROW |= {"WithCTE", "CTERelationDef", "CTERelationRef"}  # names for parts of a query: what is in them counts
 
 
 def step_name(table: str) -> str:
