@@ -56,6 +56,9 @@ def test_the_connector_is_there_and_our_settings_apply(onceflow_spark: SparkSess
     assert "offset" in frame.columns
     assert onceflow_spark.conf.get("spark.sql.shuffle.partitions") == "2"
     assert onceflow_spark.conf.get("spark.hadoop.fs.file.impl") == LOCAL_FS_CLASS
+    pool = onceflow_spark.sparkContext._jvm.org.apache.spark.sql.kafka010
+    capacity = getattr(getattr(pool, "package$"), "MODULE$").CONSUMER_CACHE_CAPACITY()
+    assert onceflow_spark.conf.get(capacity.key()) == "1000" != str(capacity.defaultValue().get())
     # An active session is handed back, not replaced.
     assert session_module(app_name="another").sparkContext is onceflow_spark.sparkContext
 
