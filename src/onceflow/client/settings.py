@@ -100,8 +100,9 @@ _READER_ONLY = {
 }
 # After every poll, Spark's consumer requests the end offsets of the log. It uses the same connection as the fetch of
 # the next records, and a broker handles the requests of a connection one after the other. At the end of the log the
-# broker delays the fetch for fetch.max.wait.ms, by default 500 ms, in every batch that reads to the end. A short wait
-# costs nothing, because nothing polls while no batch runs. With larger polls there are fewer of these requests.
+# broker delays the fetch for fetch.max.wait.ms, by default 500 ms, in every batch that reads to the end, and in each of
+# its partitions. A short wait costs nothing, because nothing polls while no batch runs. With larger polls there are
+# fewer of these requests.
 #
 # But between batches, Spark keeps for every partition the rest of the last poll and of the last fetch, for up to five
 # minutes. So with many partitions both are smaller: else they fill the heap, of 1 GB by default.
@@ -112,7 +113,7 @@ _FETCH_BYTES_MAX, _FETCH_BYTES_MIN, _FETCHED_BYTES = 4 << 20, 64 << 10, 32 << 20
 def _reader_defaults(partitions: int) -> dict[str, str]:
     share = max(1, partitions)
     return {
-        "kafka.fetch.max.wait.ms": "10",
+        "kafka.fetch.max.wait.ms": "1",
         "kafka.max.poll.records": str(min(_POLL_RECORDS_MAX, max(_POLL_RECORDS_MIN, _POLLED_RECORDS // share))),
         "kafka.max.partition.fetch.bytes": str(min(_FETCH_BYTES_MAX, max(_FETCH_BYTES_MIN, _FETCHED_BYTES // share))),
     }
