@@ -66,11 +66,13 @@ def spark_options(step: str, *, turn: int = 0) -> dict[str, Any]:
 
 
 def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
-    """One SIGKILL meets 24 flows of one driver: at every step one of Spark, and two of the direct engine. Each goes on
-    in another way; that the same one goes on is tested by ``test_driver_kills_itself``."""
+    """One SIGKILL meets twenty flows of one driver: at every step one of Spark and one of the direct engine, and where
+    tasks have a part in it one that they read. Each goes on in another way; that the same one goes on is tested by
+    ``test_driver_kills_itself``."""
     options: dict[str, dict[str, Any]] = {}
     for step in hooks.STEPS:
-        options |= {step: spark_options(step), f"{step} direct": DIRECT, f"{step} by tasks": BY_TASKS}
+        options |= {step: spark_options(step), f"{step} direct": DIRECT}
+    options |= {f"{step} by tasks": BY_TASKS for step in ("begin", "write", "progress", "end")}
     pipes = {name: make_pipe() for name in options}
     # A read_committed reader stops in front of the record of a flow that is at `progress`: no other may be behind it.
     apart = {"progress": 0, "progress direct": 1, "progress by tasks": 2}
@@ -117,7 +119,8 @@ def test_driver_kills_itself(make_pipe: Any, step: str, engine: str) -> None:
 def test_exception(make_pipe: Any, inject: Any) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step; by the direct engine and by Spark's."""
     pipe = make_pipe()
-    for step, options in [(s, each) for s in hooks.STEPS for each in (DIRECT, BY_TASKS, spark_options(s, turn=1))]:
+    ways = [(step, each) for step in hooks.STEPS for each in (DIRECT, spark_options(step, turn=1))]
+    for step, options in [*ways, ("begin", BY_TASKS), ("write", BY_TASKS), ("end", BY_TASKS)]:
         history = pipe.committed_progress()
         done = history[-1].batch_id if history else 0
         pipe.fill(1500)

@@ -141,7 +141,8 @@ class Engines:
         return [decode(each.key, each.value) for each in seen if each.key == flow.encode() and each.value is not None]
 
 
-@pytest.fixture(params=["driver", "tasks"])
+# In short, test_range_tasks.py shows what differs when tasks read.
+@pytest.fixture(params=["driver", pytest.param("tasks", marks=pytest.mark.long)])
 def engines(onceflow_broker: str, onceflow_spark: Any, make_topic: MakeTopic, request: Any) -> Engines:
     # Timestamps lie years back: the topics would lose their records when the broker looks for old ones.
     make = partial(make_topic, retention_ms=-1)

@@ -176,7 +176,7 @@ class Forwarding(Processor):
             yield Record(value=record.value, key=b"to-" + record.value)
 
 
-@pytest.mark.parametrize("partitions", [(4, 4), (4, 3), (3, 5)])
+@pytest.mark.parametrize("partitions", [(4, 4), pytest.param((4, 3), marks=pytest.mark.long), (3, 5)])
 def test_a_step_whose_outputs_go_elsewhere(
     make_flow: Callable[..., Flow],
     make_topic: MakeTopic,

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from onceflow import ExternalSink, ParquetSink, SqliteSink
 from onceflow.chaos import external
-from onceflow.chaos.driver_process import Engines
+from onceflow.chaos.driver_process import BY_TASKS, Engines
 from onceflow.chaos.fault_kinds import FAULT_KINDS
 from onceflow.chaos.flows import COPY, FLOWS, JOINER, LEDGER, PLAIN, SORTER, UNLOGGED, Choices, Names
 from onceflow.chaos.replacing import replaceable
@@ -83,29 +83,38 @@ def test_recovery_times() -> None:
 
 
 def test_switches_of_engines() -> None:
-    """A flow has switched when its next batch is another engine's. A start without a batch is no switch."""
+    """A flow has switched when its next batch is another engine's. A start without a batch is no switch. Tasks that read
+    by themselves count as an engine."""
     engines = Engines()
-    runs = (("a", DIRECT, 2), ("b", SPARK, 1), ("a", SPARK, 0), ("a", DIRECT, 1), ("a", SPARK, 1))
+    runs = (
+        ("a", DIRECT, [False, False]),
+        ("b", SPARK, [True]),
+        ("a", SPARK, []),
+        ("a", DIRECT, [False, True]),
+        ("a", SPARK, [False]),
+    )
     for flow, engine, batches in runs:
         engines.starts[engine] += 1
-        engines.committed(flow, engine, batches)
+        for by_tasks in batches:
+            engines.committed(flow, engine, by_tasks=by_tasks)
     assert engines.as_json() == {
         "starts": {DIRECT: 2, SPARK: 3},
-        "batches": {DIRECT: 3, SPARK: 2},
-        "switches": 1,
+        "batches": {DIRECT: 3, BY_TASKS: 1, SPARK: 2},
+        "switches": 2,
     }
     report = Report(1)
     report.engines.add(engines)
     report.engines.add(engines)
-    assert report.as_json()["engines"]["switches"] == 2
+    assert report.as_json()["engines"]["switches"] == 4
 
 
 def test_engines_of_flows() -> None:
-    """Flows that need Spark are not started with the direct engine; nor is a flow all of whose batches tasks write."""
+    """Flows that need Spark are not started with the direct engine."""
     chosen = dict.fromkeys(FLOWS, DIRECT)
     direct = [kind for kind in FLOWS if Choices(engines=chosen).engine(kind) == DIRECT]
     assert direct == [COPY, PLAIN, LEDGER, UNLOGGED]
-    assert Choices(small_batch_rows=0, engines=chosen).engine(COPY) == AUTO
+    assert Choices(small_batch_rows=0, engines=chosen).engine(COPY) == DIRECT
+    assert Choices(engines=chosen).engine(SORTER) == AUTO
     assert Choices(engines={COPY: SPARK}).engine(COPY) == SPARK
     assert Choices().engine(COPY) == AUTO
 
