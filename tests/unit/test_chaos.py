@@ -83,8 +83,8 @@ def test_recovery_times() -> None:
 
 
 def test_switches_of_engines() -> None:
-    """A flow has switched when its next batch is another engine's. A start without a batch is no switch. Tasks that read
-    by themselves count as an engine."""
+    """A flow has switched when its next batch is another engine's. A start without a batch is no switch.
+    Tasks that read by themselves count as an engine."""
     engines = Engines()
     runs = (
         ("a", DIRECT, [False, False]),
