@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,28 @@ def test_tasks_take_over_and_give_back(make_pipe: Any) -> None:
     for batch, report in zip(query.batches, query.recentProgress, strict=True):
         assert report["numInputRows"] == batch.records, "records that tasks have read are counted, too"
         assert max(batch.read.values()) <= 2000
+
+
+def test_tasks_keep_to_the_trigger(make_pipe: Any) -> None:
+    """When nothing is left to read, the next batch waits for it."""
+    pipe = make_pipe(partitions=2, target_partitions=2)
+    flow = pipe.open()
+    rows = flow.read(pipe.source).select("key", "value")
+    query = flow.write(rows, topic=pipe.target, trigger="700 milliseconds", **BY_TASKS).start()
+
+    def are_there() -> bool:
+        pipe.fill(5)
+        return len(query.batches) >= 3
+
+    try:
+        wait_until(are_there, 60, lambda: repr(query))
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    pipe.check()
+    began = [datetime.fromisoformat(report["timestamp"].rstrip("Z")) for report in query.recentProgress]
+    for n, at in enumerate(began):
+        assert at - began[0] >= n * timedelta(milliseconds=700) - timedelta(milliseconds=10), began
 
 
 def test_keys_that_are_elsewhere_are_moved(

@@ -82,7 +82,7 @@ class DirectLoop:
             _TASKS_S, first=_TASKS_RECORDS_FIRST, least=_TASKS_RECORDS_MIN, most=_TASKS_RECORDS_MAX
         )
         self._stop = threading.Event()
-        self._next_at = 0.0
+        self._next_at = 0.0  # when the next batch may begin; 0: none has run yet
         self._offsets_since: float | None = None  # since when there are offsets without records
         self._busy_s = 0.0  # for fetching, since the last batch
         self._job_group = f"onceflow-direct-{uuid4()}"
@@ -163,7 +163,7 @@ class DirectLoop:
 
     def _wait(self, seconds: float) -> None:
         """Wait for the trigger. If more is left to read than a batch takes, fetch it meanwhile."""
-        if self._reader.is_behind and self._reader.arrivals.nbytes < 2 * BATCH_BYTES:
+        if not self._backlog.by_tasks and self._reader.is_behind and self._reader.arrivals.nbytes < 2 * BATCH_BYTES:
             self._fetch(min(seconds, _WAIT_S))
             return
         self.waiting = True
@@ -212,9 +212,7 @@ class DirectLoop:
         if self._reports is not None and self._batches.progress.batch_id > before:
             self._report(self._reports, taken.source, _records_of(taken), started_ms, seconds)
         self._busy_s = 0.0
-        # With a backlog, the next batch begins at once: a batch is limited, so the flow would fall behind further.
-        behind = self._reader.arrivals.has_records or self._reader.is_behind
-        self._next_at = now if behind else max(self._next_at, now - self._trigger_s) + self._trigger_s
+        self._ran(now, behind=self._reader.arrivals.has_records or self._reader.is_behind)
 
     def _run_by_tasks(self) -> bool:
         """Run a batch whose records tasks read by themselves. False: the driver is to read again."""
@@ -240,7 +238,14 @@ class DirectLoop:
         self.lag = left(source.end, ends)
         if self._reports is not None and self._batches.progress.batch_id > before:
             self._report(self._reports, source, {**dict.fromkeys(source.end, 0), **rows.read}, started_ms, seconds)
+        self._ran(started, behind=_total(self.lag) > 0)
         return self._backlog.by_tasks
+
+    def _ran(self, started: float, *, behind: bool) -> None:
+        """A batch that began then has run. With a backlog, the next one begins at once: a batch is limited, so the flow
+        would fall behind further."""
+        due = self._next_at or started
+        self._next_at = started if behind else max(due, started - self._trigger_s) + self._trigger_s
 
     def _spread(self, wanted: TopicOffsets) -> TopicOffsets:
         """Where a batch ends that tasks read, if so many offsets of each partition are left."""
