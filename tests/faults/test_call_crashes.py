@@ -116,7 +116,7 @@ def test_driver_that_enriches_kills_itself(
 @pytest.mark.parametrize(
     "order, inside",
     [
-        ("key", False),
+        pytest.param("key", False, marks=pytest.mark.long),
         pytest.param("key", True, marks=pytest.mark.long),
         pytest.param(None, False, marks=pytest.mark.long),
         pytest.param(None, True, marks=pytest.mark.long),

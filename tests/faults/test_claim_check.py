@@ -162,6 +162,7 @@ def test_driver_killed(
     assert orphans == {step: 50 if step in ("write", "audit", "progress") else 0 for step in flows}
 
 
+@pytest.mark.long
 def test_worker_killed_after_storing(make_claims: Callable[..., Claims]) -> None:
     """Values were stored, but no record of them was written: the batch runs again, and they are orphans."""
     claims = make_claims()

@@ -229,7 +229,8 @@ def rows_of(step: str) -> int:
 @pytest.mark.parametrize(
     "kind, steps",
     [
-        (External, hooks.EXTERNAL_STEPS),
+        (External, ("write", "commit", "progress", "settle")),
+        pytest.param(External, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
         pytest.param(Files, ("write", "audit", "commit"), marks=pytest.mark.long),
         pytest.param(Bucket, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
         pytest.param(Delta, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),

@@ -150,6 +150,7 @@ def kill_at(pipe: JoinPipe, step: str, **options: Any) -> None:
         pipe.pipe.end_driver(process)
 
 
+@pytest.mark.long
 def test_driver_killed(make_join_pipe: Any) -> None:
     pipe = make_join_pipe()
     pipe.order(1500)

@@ -49,9 +49,8 @@ def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
     """One SIGKILL meets flows of one driver at different steps: at the others it is as without state
     (test_crashes.py), or as at the next one. Each goes on in another way."""
     steps = ("write", "progress", "end", "settle")
-    options: dict[str, dict[str, Any]] = {}
-    for step in steps:
-        options |= {step: driver_options(step), f"{step} direct": DIRECT}
+    options: dict[str, dict[str, Any]] = {f"{step} direct": DIRECT for step in steps}
+    options |= {step: driver_options(step) for step in ("write", "settle")}
     options |= {f"{step} by tasks": BY_TASKS for step in ("write", "end")}
     pipes = {name: make_state_pipe() for name in options}
     for pipe in pipes.values():

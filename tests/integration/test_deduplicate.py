@@ -52,7 +52,9 @@ class Orders:
         return query
 
 
-@pytest.mark.parametrize("tasks", [False, True], ids=["driver", "tasks"])
+@pytest.mark.parametrize(
+    "tasks", [pytest.param(False, id="driver"), pytest.param(True, id="tasks", marks=pytest.mark.long)]
+)
 def test_first_records_pass_and_the_rest_is_told(
     make_pipe: Any, make_topic: Any, tasks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

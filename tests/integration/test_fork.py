@@ -183,6 +183,7 @@ def test_a_program_with_another_table(make_state_pipe: Any, make_topic: Any, cal
     assert len(copy.outputs()) == 10
 
 
+@pytest.mark.long
 def test_killed_at_each_step(make_state_pipe: Any, call: Call) -> None:
     """Before `end` the copy does not exist, and after it, it does. The same command completes it, also if the killed
     one has left a transaction open in the partition with the progress of the flow."""

@@ -212,6 +212,7 @@ def check_all_or_nothing(pipe: Any, old: Seen, new: Seen) -> Seen:
     return found
 
 
+@pytest.mark.long
 def test_killed_at_each_step(make_state_pipe: Any, call: Call) -> None:
     pipe = make_state_pipe(partitions=2)
     pipe.fill(200)

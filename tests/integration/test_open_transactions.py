@@ -305,7 +305,8 @@ def aborted_by_hand(run: Run, pipe: Any, onceflow_broker: str) -> None:
     assert run("list", "--topic", pipe.target, "--fail").stdout == ""
 
 
-@pytest.mark.parametrize("how", ["kill", pytest.param("pause", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["kill", "pause"])
 def test_a_flow_goes_on_after_an_abort_by_hand(
     run: Run, make_pipe: Callable[..., Any], onceflow_broker: str, how: str
 ) -> None:

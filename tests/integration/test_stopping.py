@@ -86,7 +86,11 @@ def service(
 
 
 @pytest.mark.parametrize(
-    "in_a_batch", [pytest.param(False, id="idle"), pytest.param(True, id="in a batch", marks=pytest.mark.long)]
+    "in_a_batch",
+    [
+        pytest.param(False, id="idle", marks=pytest.mark.long),
+        pytest.param(True, id="in a batch", marks=pytest.mark.long),
+    ],
 )
 def test_sigterm_to_the_process_and_its_group(
     in_a_batch: bool, make_topic: Any, onceflow_broker: str, tmp_path: Path

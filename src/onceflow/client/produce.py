@@ -183,12 +183,16 @@ class Producer:
         """Send what can be sent, then run the event loop once."""
         if self._failure is not None:
             raise self._failure
+        self._check_deadline()  # nothing is sent after it, when whoever sends may be about to abort
         with self._cluster.lock, muted():
             now = time.monotonic()
             self._submit(now)
             self._run_loop(0.05 if wait else 0.0)
         if self._failure is not None:
             raise self._failure
+        self._check_deadline()
+
+    def _check_deadline(self) -> None:
         if self._deadline.expired:
             stuck = next((s for s in self._partitions.values() if s.queue), None)
             where = f"{stuck.topic}-{stuck.partition}" if stuck else "-"
