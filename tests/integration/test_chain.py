@@ -60,7 +60,7 @@ def test_a_chain(make_pipe: Callable[..., Any], make_topic: Callable[..., str], 
             **options,
         ).start()
 
-    inject("commit", "raise", batch=2, flow=f"{pipe.flow}.sink")
+    inject("commit", "raise", batch=1, flow=f"{pipe.flow}.sink")
     with pipe.open() as flow:
         chain = start(flow, trigger="100 milliseconds")
         assert [query.flow for query in chain] == [pipe.flow, f"{pipe.flow}.sink"]
