@@ -63,6 +63,7 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
             for lines in _lines(source):
                 check()
                 _write(writer, topic, lines, parser)
+                check()  # before it waits for the next line, maybe for long
         except KeyboardInterrupt:
             click.echo(f"{counted(writer.written)} written to {topic}.", err=True)
             raise

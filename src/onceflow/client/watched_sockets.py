@@ -31,9 +31,8 @@ class WatchedSockets(selectors.BaseSelector):
         return self._set(selectors.SelectorKey(fileobj, number, events, data))
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        key = self._wanted.pop(fileobj)
         self._changed.add(fileobj)
-        return key
+        return self._wanted.pop(fileobj)
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         return self._set(self._wanted[fileobj]._replace(events=events, data=data))
@@ -56,20 +55,26 @@ class WatchedSockets(selectors.BaseSelector):
         self._wanted.clear()
 
     def _set(self, key: selectors.SelectorKey) -> selectors.SelectorKey:
+        self._changed.add(
+            key.fileobj
+        )  # first: Ctrl-C may come in between, and then it is only looked at once too often
         self._wanted[key.fileobj] = key
-        self._changed.add(key.fileobj)
         return key
 
     def _tell(self) -> None:
         # First what is not waited for any more: its number may belong to another socket by now.
         for fileobj in self._changed - self._wanted.keys():
             if self._told.pop(fileobj, 0):
-                self._system.unregister(fileobj)
+                with suppress(KeyError):
+                    self._system.unregister(fileobj)
         for fileobj in self._changed & self._wanted.keys():
             events, told = self._wanted[fileobj].events, self._told.get(fileobj)
             if told != events:
                 # A socket that was closed in between has no events any more. Who waits for it has a deadline.
                 with suppress(OSError, ValueError):
-                    (self._system.register if told is None else self._system.modify)(fileobj, events)
+                    try:
+                        (self._system.register if told is None else self._system.modify)(fileobj, events)
+                    except KeyError:  # Ctrl-C came before this could be noted
+                        (self._system.modify if told is None else self._system.register)(fileobj, events)
                     self._told[fileobj] = events
         self._changed.clear()
