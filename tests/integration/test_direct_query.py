@@ -24,7 +24,7 @@ from onceflow.spark import plans, queries
 from onceflow.spark.collect import collect
 from onceflow.spark.kafka_source import load_source
 from onceflow.task.call_rows import CallOrder
-from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, DirectSource, reinterpreted, sink_rows
+from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, DirectSource, SinkForm, reinterpreted
 from onceflow.task.map_rows import RowsMap
 from onceflow.task.state_tasks import StepPlaceholder, engine_rows
 
@@ -132,7 +132,8 @@ def test_the_sink_gets_the_same_from_both(onceflow_spark: Any, name: str) -> Non
             of_spark, columns, partitioner="key", topic=topic, targets={}, source={}, max_tasks=1, on_driver=True
         )
         (expected,) = collect(prepared.df, interpreted=False)
-        made = sink_rows(direct(build(read(onceflow_spark))).only(columns.taken).source("a").apply(records()), columns)
+        plan = direct(build(read(onceflow_spark))).only(columns.taken)
+        made = SinkForm(columns.taken, columns.cast).rows(plan.source("a").apply(records()), 0)
         assert made.schema.names == expected.schema.names
         for own, theirs in zip(made.columns, expected.columns, strict=True):
             assert comparable(own) == comparable(theirs)

@@ -464,21 +464,31 @@ def test_a_flow_with_state_alternates(make_state_pipe: Any, inject: Any) -> None
 
 
 @pytest.mark.long
-def test_partitions_that_are_added_while_the_direct_engine_runs(make_pipe: Any) -> None:
-    """They are read from their first record."""
-    pipe = make_pipe(partitions=1, target_partitions=3)
+@pytest.mark.parametrize(
+    "partitions, more_partitions, targets, write",
+    [(1, 3, 3, {}), (2, 4, 4, {"small_batch_rows": 0})],
+    ids=["driver", "tasks"],
+)
+def test_partitions_that_are_added_while_the_direct_engine_runs(
+    make_pipe: Any, partitions: int, more_partitions: int, targets: int, write: dict[str, Any]
+) -> None:
+    """They are read from their first record, by the driver or by tasks."""
+    pipe = make_pipe(partitions=partitions, target_partitions=targets)
     pipe.fill(200)
     flow = pipe.open()
-    query = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target, engine="direct").start()
+    rows = flow.read(pipe.source).select("key", "value")
+    query = flow.write(rows, topic=pipe.target, engine="direct", **write).start()
     try:
         query.processAllAvailable()
         admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
-        admin.create_partitions([NewPartitions(pipe.source, 3)])[pipe.source].result(30)
+        admin.create_partitions([NewPartitions(pipe.source, more_partitions)])[pipe.source].result(30)
         first = len(pipe.sent)
         more = [(f"new-{n}".encode(), f"{n:09d}".encode()) for n in range(first, first + 300)]
         independent.fill(pipe.bootstrap, pipe.source, more)
         pipe.sent += more
-        wait_until(lambda: len(pipe.committed_progress()[-1].offsets[pipe.source]) == 3, 30, lambda: repr(query))
+        wait_until(
+            lambda: len(pipe.committed_progress()[-1].offsets[pipe.source]) == more_partitions, 30, lambda: repr(query)
+        )
         query.processAllAvailable()
     finally:
         query.stop()

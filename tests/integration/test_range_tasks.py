@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from confluent_kafka.admin import AdminClient, NewPartitions
 from pyspark.sql import functions as F
 
 from onceflow import Flow, Processor, ProcessorError, Record, Table, serdes
@@ -229,24 +228,3 @@ def test_a_step_whose_outputs_go_elsewhere(
     wanted = Counter(key for key, _ in sent)
     rows_of = {key: json.loads(value) for key, value in Table.of_flow(tmp_path / flow.name / table).range()}
     assert rows_of == wanted
-
-
-@pytest.mark.long
-def test_a_partition_that_is_added_while_tasks_read(make_pipe: Any) -> None:
-    pipe = make_pipe(partitions=2, target_partitions=4)
-    pipe.fill(200)
-    flow = pipe.open()
-    query = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target, **BY_TASKS).start()
-    try:
-        query.processAllAvailable()
-        admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
-        admin.create_partitions([NewPartitions(pipe.source, 4)])[pipe.source].result(30)
-        first = len(pipe.sent)
-        more: list[Any] = [(f"new-{n}".encode(), f"{n:09d}".encode()) for n in range(first, first + 300)]
-        independent.fill(pipe.bootstrap, pipe.source, more)
-        pipe.sent += more
-        wait_until(lambda: len(pipe.committed_progress()[-1].offsets[pipe.source]) == 4, 30, lambda: repr(query))
-        query.processAllAvailable()
-    finally:
-        query.stop()
-    pipe.check()

@@ -17,8 +17,8 @@ from onceflow.task.direct_plan import (
     DirectSource,
     MapRows,
     Select,
+    SinkForm,
     reinterpreted,
-    sink_rows,
 )
 
 NAMES = tuple(SOURCE_TYPES)
@@ -150,7 +150,7 @@ def test_rows_of_the_sink() -> None:
         [times, pa.array([1, 2, 3]), reinterpreted(records().column("value"), "string"), records().column("key")],
         names=["timestamp", "extra", "value", "key"],
     )
-    made = sink_rows(rows, columns)
+    made = SinkForm(columns.taken, columns.cast).rows(rows, 0)
     assert made.schema.names == ["timestamp", "value", "key"]
     assert made.schema.types == [pa.int64(), pa.binary(), pa.binary()]
     assert made.column("timestamp").to_pylist() == [-1, 1, None], "rounded down, also before 1970"
@@ -159,11 +159,11 @@ def test_rows_of_the_sink() -> None:
 
 def test_rows_of_the_sink_that_keep_the_partition_of_the_source() -> None:
     columns = columns_of(("value", T.BinaryType()))
-    made = sink_rows(records(), columns, source_partition=7)
+    made = SinkForm(columns.taken, columns.cast, by_source=True).rows(records(), 7)
     assert made.schema.names == ["value", "partition"]
     assert made.column("partition").to_pylist() == [7] * 3
     assert made.column("partition").type == pa.int32()
     given = columns_of(("partition", T.IntegerType()), ("value", T.BinaryType()))
-    made = sink_rows(records(), given, source_partition=7)
+    made = SinkForm(given.taken, given.cast, by_source=True).rows(records(), 7)
     assert made.schema.names == ["partition", "value"]
     assert made.column("partition").to_pylist() == [7] * 3, "as with Spark, it replaces a column of that name"

@@ -11,7 +11,15 @@ from typing import Any
 import click
 
 from onceflow.cli.bench_latency import latency
-from onceflow.cli.bench_report import exit_if_wrong, measured, output_option, print_tables, report, run_and_report
+from onceflow.cli.bench_report import (
+    bootstrap_option,
+    exit_if_wrong,
+    measured,
+    output_option,
+    print_tables,
+    report,
+    run_and_report,
+)
 from onceflow.cli.examples import examples
 
 
@@ -135,11 +143,7 @@ def state(
     "--keys", type=click.IntRange(min=1000), default=1_000_000, show_default=True, help="Records that are restored."
 )
 @click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="How often each way is run.")
-@click.option(
-    "--bootstrap-servers",
-    help="host:port of a cluster that runs already and asks for no authentication. Topics are created there, and "
-    "deleted in the end.  [default: a broker is started]",
-)
+@bootstrap_option
 @output_option
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON line for each way, and no table.")
 def restore(output: Path, as_json: bool, **given: Any) -> None:

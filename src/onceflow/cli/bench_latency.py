@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from onceflow.cli.bench_report import exit_if_wrong, measured, output_option, print_tables
+from onceflow.cli.bench_report import bootstrap_option, exit_if_wrong, measured, output_option, print_tables
 from onceflow.cli.examples import examples
 
 # As in onceflow.bench, which is imported when something is measured.
@@ -94,11 +94,7 @@ def _rate(text: str) -> int:
     help="How long the service is measured while nothing is sent, afterwards.",
 )
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the distributions as a PNG.")
-@click.option(
-    "--bootstrap-servers",
-    help="host:port of a cluster that runs already and asks for no authentication. Topics are created there, and "
-    "deleted in the end.  [default: a broker is started]",
-)
+@bootstrap_option
 @output_option
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON line for each setting, and no table.")
 def latency(

@@ -21,6 +21,12 @@ output_option = click.option(
     help="The file to which results are added as JSON lines.",
 )
 
+bootstrap_option = click.option(
+    "--bootstrap-servers",
+    help="host:port of a cluster that runs already and asks for no authentication. Topics are created there, and "
+    "deleted in the end.  [default: a broker is started]",
+)
+
 
 def run_and_report(
     run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], choices: Any, output: Path

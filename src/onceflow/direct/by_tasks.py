@@ -37,7 +37,6 @@ def range_source(prepared: PreparedQuery, read: QueryRows, topic_ids: Mapping[st
         settings=startup.settings,
         topic_ids=topic_ids,
         query=read,
-        plain=QueryRows(read.plan),
         schema=T.StructType([query.df.schema[name] for name in read.plan.columns]),
         deadline_s=max(query.options.transaction_timeout_s, _PATIENCE_S),
         spark=prepared.spark,

@@ -14,8 +14,8 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
-from onceflow.direct.batches import DirectBatches
 from onceflow.direct.loop import DirectLoop
+from onceflow.driver.batches import Batches
 from onceflow.driver.offset_log import has_reached
 from onceflow.engine_query import DIRECT, as_spark
 from onceflow.errors import OnceflowError
@@ -38,7 +38,7 @@ class DirectQuery:
 
     engine = DIRECT
 
-    def __init__(self, loop: DirectLoop, batches: DirectBatches, plan: DirectPlan, settings: ClientSettings) -> None:
+    def __init__(self, loop: DirectLoop, batches: Batches, plan: DirectPlan, settings: ClientSettings) -> None:
         self._loop = loop
         self._batches = batches
         self._plan = plan

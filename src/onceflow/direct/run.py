@@ -6,56 +6,38 @@ from dataclasses import dataclass
 
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
+from onceflow.client.settings import ClientSettings
 from onceflow.direct.batches import DirectBatches
 from onceflow.direct.by_tasks import backlog_of, range_source
 from onceflow.direct.loop import DirectLoop
 from onceflow.direct.query import DirectQuery
 from onceflow.direct.source_reader import SourceReader
 from onceflow.driver.offset_log import TopicOffsets
-from onceflow.driver.run import PreparedQuery, batch_commit, watch_sources
-from onceflow.driver.start_report import StartReport, report
-from onceflow.driver.startup import Startup
-from onceflow.driver.state_step import StateStep
+from onceflow.driver.run import PreparedQuery, RunOfEngine, batch_commit, watch_sources
+from onceflow.driver.start_report import report
 from onceflow.driver.streamed_query import StreamedQuery
 from onceflow.driver.targets import load_targets
-from onceflow.driver.watching import Watch
 from onceflow.planning.ownership import check_source_partitions
-from onceflow.protocol.progress import Offsets
 from onceflow.task.direct_plan import DirectPlan, SinkForm
 from onceflow.task.source_rows import QueryRows
 
 
-@dataclass(frozen=True)
-class DirectRun:
-    """One run. It ends with ``close``.
+@dataclass(frozen=True, kw_only=True)
+class DirectRun(RunOfEngine):
+    """One run of the direct engine."""
 
-    Args:
-        state: the process step, if there is one.
-        watch: logs what prevents the query from reading its sources.
-        until: where its reads end; empty: it does not end by itself.
-        report: what its start has found.
-    """
-
-    sink: DirectBatches
     loop: DirectLoop
     plan: DirectPlan
-    startup: Startup
-    state: StateStep | None
-    watch: Watch
-    until: Offsets
-    report: StartReport
+    settings: ClientSettings
 
     def start(self) -> DirectQuery:
         """Start the loop."""
-        return DirectQuery(self.loop, self.sink, self.plan, self.startup.settings)
+        return DirectQuery(self.loop, self.sink, self.plan, self.settings)
 
     def close(self) -> None:
-        """Release what the run holds, except the connections of its ``Startup``."""
+        """See `RunOfEngine.close`."""
         self.loop.stop()
-        self.watch.stop()
-        self.sink.ended()
-        if self.state is not None:
-            self.state.settle()
+        super().close()
 
 
 def direct_run(prepared: PreparedQuery) -> DirectRun:
@@ -96,8 +78,16 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
     except BaseException:
         reader.close()
         raise
-    watch = watch_sources(startup, batches)
-    return DirectRun(batches, loop, plan, startup, query.state, watch, startup.until, told)
+    return DirectRun(
+        loop=loop,
+        plan=plan,
+        settings=startup.settings,
+        sink=batches,
+        state=query.state,
+        watch=watch_sources(startup, batches),
+        until=startup.until,
+        report=told,
+    )
 
 
 def _rows_of(query: StreamedQuery, plan: DirectPlan, *, by_source: bool) -> QueryRows:

@@ -18,9 +18,9 @@ from onceflow.client.settings import ClientSettings
 from onceflow.direct.arrivals import Arrivals
 from onceflow.direct.fetched import FetchedPart
 from onceflow.driver.offset_log import TopicOffsets, has_reached
-from onceflow.errors import OnceflowError, data_loss
+from onceflow.errors import OnceflowError
 from onceflow.protocol.names import TopicPartition
-from onceflow.task.source_rows import QueryRows
+from onceflow.task.source_rows import QueryRows, expired
 
 log = logging.getLogger("onceflow")
 
@@ -155,17 +155,11 @@ class SourceReader:
 
     def _add(self, place: TopicPartition, chunk: ColumnChunk) -> None:
         if chunk.expired_from is not None:
-            self._expired(place, chunk.expired_from, chunk.next_offset)
+            may_lose = not self._sources[place[0]].fail_on_data_loss
+            expired(place, chunk.expired_from, chunk.next_offset, may_lose=may_lose, flow=self._flow)
         start, self._arrived[place] = self._arrived[place], chunk.next_offset
         part = FetchedPart(place, start, chunk.next_offset, chunk, self._query)
         self.arrivals.add(part)
-
-    def _expired(self, place: TopicPartition, first: int, end: int) -> None:
-        topic, partition = place
-        lost = f"offsets {first} to {end - 1} have expired before they were read"
-        if self._sources[topic].fail_on_data_loss:
-            raise data_loss(f"{topic}-{partition}", lost, self._flow)
-        log.warning("flow %s: %s-%d: %s; skipped, because fail_on_data_loss=False", self._flow, topic, partition, lost)
 
     def _look(self) -> None:
         """Follow partitions that were added, from their beginning."""

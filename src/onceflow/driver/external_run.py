@@ -47,19 +47,7 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     flow, sink = startup.flow, write.sink
     run, options = bounded(write.run, write.options, startup.sources, startup.until, flow)
     write = replace(write, run=run, options=options)
-    check_read_now(startup, write.run.facts)
-    queries.check_session(spark, flow)
-    if write.dead_letter_topic is not None:
-        check_side_topics([write.dead_letter_topic], startup.own_topics, flow)
-        sink.set_aside()
-    if sink.local_only and not is_local(spark):
-        raise OptionError(
-            f"{sink.target} can be written by tasks on this machine only",
-            flow=flow,
-            next_step='use a session with master="local[*]"',
-        )
-    shipping.share_modules(spark)
-    imports = ImportCheck(spark, sent_to_tasks(write.df, [], flow, startup.maps), flow=flow)
+    imports = _check_query(spark, startup, write)
     imports.at_start()
     deadline = startup.deadline()
     with located(flow=flow):
@@ -92,7 +80,35 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     followed = owned.progress if owned.progress.batch_id > kafka.batch_id else None
     told = report(startup, spark, write.options, sink=sink, followed=followed)
     startup.used()
-    return Run(flow, spark, writer, batches, None, location, watch_sources(startup, batches), sources.until, told)
+    return Run(
+        flow=flow,
+        spark=spark,
+        writer=writer,
+        sink=batches,
+        state=None,
+        location=location,
+        watch=watch_sources(startup, batches),
+        until=sources.until,
+        report=told,
+    )
+
+
+def _check_query(spark: SparkSession, startup: Startup, write: ExternalWrite) -> ImportCheck:
+    """Check what may have changed since the first check of the query, and what needs the complete query."""
+    flow = startup.flow
+    check_read_now(startup, write.run.facts)
+    queries.check_session(spark, flow)
+    if write.dead_letter_topic is not None:
+        check_side_topics([write.dead_letter_topic], startup.own_topics, flow)
+        write.sink.set_aside()
+    if write.sink.local_only and not is_local(spark):
+        raise OptionError(
+            f"{write.sink.target} can be written by tasks on this machine only",
+            flow=flow,
+            next_step='use a session with master="local[*]"',
+        )
+    shipping.share_modules(spark)
+    return ImportCheck(spark, sent_to_tasks(write.df, [], flow, startup.maps), flow=flow)
 
 
 def _check_not_promoted(kafka: Progress) -> None:

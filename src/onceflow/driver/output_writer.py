@@ -152,15 +152,16 @@ class OutputWriter:
         """Rows that tasks read by themselves. If these tasks cannot also write them, Spark moves the rows to others."""
         cores, topic = self._cores(), self._options.topic
         targets = self._targets if topic is not None or self._state is not None else self._every_target()
-        read = self._source_partitions.values()
+        read = list(self._source_partitions.values())
+        written = [] if topic is None else [targets[topic].partitions]
         if self._state is not None:
             tasks = self._state.range_tasks(read, cores)
         elif self._rows_elsewhere:
             tasks = None
         elif self._options.partitioner != "key":  # each task writes any of its partitions, or those it has read
-            tasks = min([cores, max(read), *([] if topic is None else [targets[topic].partitions])])
+            tasks = min([cores, max(read), *written])
         else:
-            tasks = task_count([*read, *([] if topic is None else [targets[topic].partitions])], cores)
+            tasks = task_count([*read, *written], cores)
         if tasks is None or (tasks == 1 and cores > 1):
             return self._write_frame(rows.frame(min(cores, max(read))), attempt)
         attempt.summary.path = f"{tasks} reading tasks"

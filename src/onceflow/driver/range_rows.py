@@ -25,8 +25,7 @@ class RangeSource:
 
     Args:
         settings: how to connect. topic_ids: of the sources.
-        query: makes rows of the records, as the sink or the process step takes them. plain: the same, as Spark takes
-            them.
+        query: makes rows of the records, as the sink or the process step takes them.
         schema: of the rows for Spark.
         deadline_s: how long a task may wait without getting any records.
         spark: the session of the query.
@@ -36,7 +35,6 @@ class RangeSource:
     settings: ClientSettings
     topic_ids: Mapping[str, str]
     query: QueryRows
-    plain: QueryRows
     schema: T.StructType
     deadline_s: float
     spark: SparkSession
@@ -77,7 +75,7 @@ class RangeRows:
 
     def frame(self, tasks: int) -> DataFrame:
         """The rows as a DataFrame of Spark, for what needs a shuffle."""
-        order = self._order(self.source.plain, tasks)
+        order = self._order(QueryRows(self.source.query.plan), tasks)
         numbers = self.source.frames.range(0, tasks, 1, tasks)
         return numbers.mapInArrow(ReadTask(order), self.source.schema)
 

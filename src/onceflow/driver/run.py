@@ -40,27 +40,43 @@ from onceflow.spark.queries import PlanFacts
 from onceflow.spark.streaming_query import SparkQuery
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a query. It ends with ``close``.
+@dataclass(frozen=True, kw_only=True)
+class RunOfEngine:
+    """One run of a query, by either engine. It ends with ``close``.
 
     Args:
-        writer: Spark's writer, ready to be started.
         state: the process steps, if there are any.
         watch: logs what prevents the query from reading its sources.
         until: where its reads end; empty: it does not end by itself.
         report: what its start has found.
     """
 
-    flow: str
-    spark: SparkSession
-    writer: DataStreamWriter
-    sink: BatchSink
+    sink: Batches
     state: StateStep | None
-    location: CheckpointLocation
     watch: Watch
     until: Offsets
     report: StartReport
+
+    def close(self) -> None:
+        """Release what the run holds, except the connections of its ``Startup``."""
+        self.watch.stop()
+        self.sink.ended()
+        if self.state is not None:
+            self.state.settle()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(RunOfEngine):
+    """One run of Spark's engine.
+
+    Args:
+        writer: Spark's writer, ready to be started.
+    """
+
+    flow: str
+    spark: SparkSession
+    writer: DataStreamWriter
+    location: CheckpointLocation
 
     def start(self) -> SparkQuery:
         """Start the query in Spark.
@@ -81,11 +97,8 @@ class Run:
             ) from error
 
     def close(self) -> None:
-        """Release what the run holds, except the connections of its ``Startup``."""
-        self.watch.stop()
-        self.sink.ended()
-        if self.state is not None:
-            self.state.settle()
+        """See `RunOfEngine.close`."""
+        super().close()
         self.location.close()
 
 
@@ -173,7 +186,17 @@ def spark_run(prepared: PreparedQuery) -> Run:
     kept = None if location.numbering is None else location.address
     told = report(startup, spark, query.options, outputs=prepared.written, checkpoint=kept, choice=prepared.choice)
     startup.used()
-    return Run(flow, spark, writer, sink, query.state, location, watch_sources(startup, sink), startup.until, told)
+    return Run(
+        flow=flow,
+        spark=spark,
+        writer=writer,
+        sink=sink,
+        state=query.state,
+        location=location,
+        watch=watch_sources(startup, sink),
+        until=startup.until,
+        report=told,
+    )
 
 
 def check_read_now(startup: Startup, facts: PlanFacts) -> None:

@@ -218,10 +218,7 @@ class StateStep:
         state = replace(self._order(table, Placement("fused", "everything"), order), modulus=tasks, by_number=True)
         done = rows.run(state, tasks)
         self._done = {table: done}
-        parts = [Part(done.written, tasks, False)]
-        if done.returned and not done.failed:
-            parts.append(step_on_driver.write_returned(done.returned, order, cluster))
-        return parts
+        return step_on_driver.parts_of(done, tasks, order, cluster, shuffled=False)
 
     def outgoing(self, df: DataFrame, place: Placement, order: WriteOrder) -> Outgoing:
         """The rows that the sink is to write, in two stages."""

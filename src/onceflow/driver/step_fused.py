@@ -7,7 +7,7 @@ from pyspark.sql import DataFrame
 from onceflow.client.cluster import Cluster
 from onceflow.driver.audit import Part
 from onceflow.driver.step_input import placed
-from onceflow.driver.step_on_driver import write_returned
+from onceflow.driver.step_on_driver import parts_of
 from onceflow.messages import REPORT_SPARK_SCHEMA, StateOrder, TaskReport, from_rows
 from onceflow.planning.placement import StepPlacement
 from onceflow.spark import jvm
@@ -18,7 +18,5 @@ def run(df: DataFrame, order: StateOrder, step: StepPlacement, cluster: Cluster)
     """Process the batch and write what comes out. Returns the report, what is to be audited, and how many tasks ran."""
     moved, tasks, order = placed(df, order, step)
     report = from_rows(moved.mapInArrow(FusedTask(order), REPORT_SPARK_SCHEMA).collect())
-    parts = [Part(report.written, tasks, not order.co_partitioned or jvm.has_shuffle(df))]
-    if report.returned and not report.failed:
-        parts.append(write_returned(report.returned, order.write, cluster))
-    return report, parts, tasks
+    shuffled = not order.co_partitioned or jvm.has_shuffle(df)
+    return report, parts_of(report, tasks, order.write, cluster, shuffled=shuffled), tasks

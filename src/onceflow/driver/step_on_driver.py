@@ -38,6 +38,18 @@ def run_rows(rows: Iterable[pa.RecordBatch], order: StateOrder, cluster: Cluster
     return report, Part(report.written, None, False)
 
 
+def parts_of(report: TaskReport, tasks: int, order: WriteOrder, cluster: Cluster, *, shuffled: bool) -> list[Part]:
+    """What is to be audited of tasks that write what comes out. The rows that they have returned are written here.
+
+    Args:
+        shuffled: see `Part`.
+    """
+    parts = [Part(report.written, tasks, shuffled)]
+    if report.returned and not report.failed:
+        parts.append(write_returned(report.returned, order, cluster))
+    return parts
+
+
 def write_returned(returned: Iterable[bytes], order: WriteOrder, cluster: Cluster) -> Part:
     """Write rows that tasks have returned, see `TaskReport`."""
     rows = [written_rows(batch) for stream in returned for batch in unpacked(stream).to_batches()]

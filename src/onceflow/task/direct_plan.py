@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
@@ -197,62 +197,41 @@ class DirectPlan:
         return DirectPlan(tuple(source.then(select) for source in self.sources), tuple(names))
 
 
-class SinkColumns(Protocol):
-    """What the sink takes of a query, see `onceflow.planning.ownership.Columns`."""
-
-    @property
-    def taken(self) -> tuple[str, ...]:
-        """The columns."""
-        ...
-
-    @property
-    def cast(self) -> tuple[str, ...]:
-        """Those of them that are strings and become binary."""
-        ...
-
-
 @dataclass(frozen=True)
 class SinkForm:
-    """How rows get the form that the sink takes, see `sink_rows`. In contrast to ``Columns``, tasks can load it fast.
+    """What the sink takes of the rows of a query: the same as ``ownership.prepare`` selects with Spark. In contrast to
+    ``ownership.Columns``, tasks can load it fast.
 
     Args:
-        taken, cast: see `SinkColumns`.
+        taken: the columns, which have been checked. cast: those of them that are strings and become binary.
         by_source: whether rows stay in the partition that they were read from (``partitioner="source"``).
     """
 
     taken: tuple[str, ...]
     cast: tuple[str, ...]
-    by_source: bool
+    by_source: bool = False
 
     def rows(self, rows: pa.RecordBatch, source_partition: int) -> pa.RecordBatch:
-        """The rows of a query that were read from this partition, as the sink takes them."""
-        return sink_rows(rows, self, source_partition if self.by_source else None)
+        """The rows as the sink takes them.
 
+        Args:
+            rows: what a plan makes of records of this partition of a source.
 
-def sink_rows(rows: pa.RecordBatch, columns: SinkColumns, source_partition: int | None = None) -> pa.RecordBatch:
-    """What the sink takes of the rows of a query: the same as ``ownership.prepare`` selects with Spark.
-
-    Args:
-        rows: what a plan makes.
-        columns: of the query, which have been checked.
-        source_partition: for ``partitioner="source"``, the partition that all these rows were read from; None: another
-            partitioner.
-
-    Returns:
-        The columns of ``columns.taken``: key and value are binary, the timestamp is epoch milliseconds. With a
-        ``source_partition`` the column ``partition`` has its number.
-    """
-    taken: dict[str, Any] = {}
-    for name in columns.taken:
-        column = rows.column(name)
-        if name in columns.cast:
-            column = reinterpreted(column, "binary")
-        elif name == "timestamp":
-            column = input_batch.milliseconds(column)
-        taken[name] = column
-    if source_partition is not None:
-        taken["partition"] = pa.repeat(pa.scalar(source_partition, pa.int32()), rows.num_rows)
-    return pa.RecordBatch.from_arrays(list(taken.values()), names=list(taken))
+        Returns:
+            The columns of ``taken``: key and value are binary, the timestamp is epoch milliseconds. If rows stay in
+            their partition, the column ``partition`` has its number.
+        """
+        made: dict[str, Any] = {}
+        for name in self.taken:
+            column = rows.column(name)
+            if name in self.cast:
+                column = reinterpreted(column, "binary")
+            elif name == "timestamp":
+                column = input_batch.milliseconds(column)
+            made[name] = column
+        if self.by_source:
+            made["partition"] = pa.repeat(pa.scalar(source_partition, pa.int32()), rows.num_rows)
+        return pa.RecordBatch.from_arrays(list(made.values()), names=list(made))
 
 
 def described(plan: DirectPlan, *, extended: bool = False) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,13 +13,10 @@ from onceflow.client.column_chunks import ColumnChunk, ColumnForm
 from onceflow.client.deadline import Deadline
 from onceflow.client.long_poll import LongPoll
 from onceflow.client.settings import ClientSettings
-from onceflow.errors import data_loss
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.task.row_writer import worker_cluster
-from onceflow.task.source_rows import QueryRows, joined
-
-log = logging.getLogger("onceflow")
+from onceflow.task.source_rows import QueryRows, expired, joined
 
 _FETCH_BYTES = 4_000_000
 # Of one partition in a response. Without it, a response would have one partition only, and mostly records that are
@@ -71,7 +67,6 @@ class RangeReader:
         self._ends = {place: end for place, (start, end) in order.ranges[task].items() if start < end}
         self._starts = {place: order.ranges[task][place][0] for place in self._ends}
         self._cluster = cluster
-        self._lossy = {source.topic for source in order.query.plan.sources if not source.fail_on_data_loss}
         self.records: dict[str, int] = {}
 
     def rows(self) -> Iterator[pa.RecordBatch]:
@@ -139,19 +134,13 @@ class RangeReader:
     def _in_range(self, place: TopicPartition, chunk: ColumnChunk) -> RecordColumns:
         """The records of a chunk that belong to the range: a response has whole record batches, which end later."""
         if chunk.expired_from is not None:
-            self._expired(place, chunk.expired_from, min(chunk.next_offset, self._ends[place]))
+            end, source = min(chunk.next_offset, self._ends[place]), self._order.query.plan.source(place[0])
+            expired(place, chunk.expired_from, end, may_lose=not source.fail_on_data_loss, flow=self._order.flow)
         records = chunk.records
         if chunk.next_offset > self._ends[place]:
             records = records.slice(0, int(np.searchsorted(records.offsets, self._ends[place])))
         self.records[place[0]] = self.records.get(place[0], 0) + len(records)
         return records
-
-    def _expired(self, place: TopicPartition, first: int, end: int) -> None:
-        (topic, partition), flow = place, self._order.flow
-        lost = f"offsets {first} to {end - 1} have expired before they were read"
-        if topic not in self._lossy:
-            raise data_loss(f"{topic}-{partition}", lost, flow)
-        log.warning("flow %s: %s-%d: %s; skipped, because fail_on_data_loss=False", flow, topic, partition, lost)
 
 
 def reader_cluster(settings: ClientSettings) -> Cluster:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
+from onceflow.errors import data_loss
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, SinkForm
+
+log = logging.getLogger("onceflow")
 
 # Larger batches are not joined: the copy would cost more than it saves.
 _JOINED_BYTES = 1_000_000
@@ -55,6 +59,21 @@ def source_rows(records: RecordColumns, place: TopicPartition, needed: Sequence[
         "headers": lambda: records.headers,
     }
     return pa.RecordBatch.from_arrays([made[name]() for name in needed], names=list(needed))
+
+
+def expired(place: TopicPartition, first: int, end: int, *, may_lose: bool, flow: str) -> None:
+    """Records with offsets in ``[first, end)`` have expired before they were read.
+
+    Args:
+        may_lose: whether they are skipped, with a warning.
+
+    Raises:
+        DataLossError: they may not be skipped.
+    """
+    lost = f"offsets {first} to {end - 1} have expired before they were read"
+    if not may_lose:
+        raise data_loss(f"{place[0]}-{place[1]}", lost, flow)
+    log.warning("flow %s: %s-%d: %s; skipped, because fail_on_data_loss=False", flow, *place, lost)
 
 
 def joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
