@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from pyspark.errors import PySparkValueError, StreamingQueryException
 from pyspark.sql.streaming.query import StreamingQuery
 
+from onceflow.errors import OnceflowError
+
 #: The engines. Spark plans batches and runs jobs for them; the direct engine reads and writes in the driver.
 SPARK, DIRECT = "spark", "direct"
 
@@ -117,8 +119,9 @@ class EngineQuery(Protocol):
 
 def as_spark(error: BaseException, query: EngineQuery) -> StreamingQueryException:
     """The error that has ended a query, if it is none of Spark's, with a text like Spark's."""
+    what = str(error) if isinstance(error, OnceflowError) else f"{type(error).__name__}: {error}"
     found = StreamingQueryException(
-        f"Query {query.name} [id = {query.id}, runId = {query.runId}] terminated with exception: {error}"
+        f"Query {query.name} [id = {query.id}, runId = {query.runId}] terminated with exception: {what}"
     )
     found.__cause__ = error
     return found

@@ -152,7 +152,7 @@ class FlowQuery(EngineHandle):
             if self._sink.stopping and self._sink.failure is None:
                 return None if timeout is None else True  # stop() has interrupted the last batch
             with fenced_ends_program():
-                raise self._reason(error) from None  # Spark's text only adds Java's stack, and repeats the reason
+                raise self._reason(error) from _shown(error)
 
     def processAllAvailable(self) -> None:
         """Wait until everything that is in the sources now has been committed.
@@ -166,7 +166,7 @@ class FlowQuery(EngineHandle):
         except (OnceflowError, StreamingQueryException) as error:
             self.release()
             with fenced_ends_program():
-                raise self._reason(error) from None  # Spark's text only adds Java's stack, and repeats the reason
+                raise self._reason(error) from _shown(error)
 
     def stop(self, *, batch_s: float = 0.0) -> None:
         """Stop the query. A running batch is aborted, and the next start runs it again.
@@ -321,3 +321,9 @@ class FlowQuery(EngineHandle):
             )
         # Without the traceback: it shows only the inside of a callback of Spark.
         return failure.with_traceback(None) if isinstance(failure, OnceflowError) else error
+
+
+def _shown(error: BaseException) -> BaseException | None:
+    """The cause that is shown with an error. Spark's causes only add Java's stack, and repeat the reason. The direct
+    engine's is the Python exception itself."""
+    return error.__cause__ if isinstance(error, StreamingQueryException) else None

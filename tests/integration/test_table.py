@@ -28,6 +28,7 @@ from onceflow import (
     serdes,
 )
 from onceflow.client import cluster
+from onceflow.client.column_chunks import ColumnChunk
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.long_poll import LongPoll
@@ -142,8 +143,8 @@ def test_a_restore_tells_how_far_it_has_read(
     go_on = threading.Event()
 
     class Halting(CommittedReader):
-        def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
-            for chunk in super().read(topic, partition, start, end):
+        def read_columns(self, *place: Any, headers: bool = False) -> Iterator[ColumnChunk]:
+            for chunk in super().read_columns(*place, headers=headers):
                 yield chunk
                 assert go_on.wait(60)
 

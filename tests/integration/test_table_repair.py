@@ -14,7 +14,8 @@ import pytest
 from filelock import FileLock, Timeout
 
 from onceflow import Change, DeadlineExceededError, EnvironmentUnusableError, OnceflowError, OptionError, Table
-from onceflow.client.committed import Chunk, CommittedReader
+from onceflow.client.column_chunks import ColumnChunk
+from onceflow.client.committed import CommittedReader
 from onceflow.state.local.format import COMMIT_RECORD
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.state.stores.lmdb_store import LmdbStore
@@ -69,9 +70,9 @@ def restores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
 
     class Halting(CommittedReader):
-        def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+        def read_columns(self, *place: Any, headers: bool = False) -> Iterator[ColumnChunk]:
             gate.passes()
-            return super().read(topic, partition, start, end)
+            return super().read_columns(*place, headers=headers)
 
     monkeypatch.setattr(following, "CommittedReader", Halting)
     yield gate
@@ -246,8 +247,11 @@ class Rotten(LmdbStore):
 
     def write(self, changes: Any, *given: Any, **named: Any) -> bool:
         if changes:
-            raise StoreCorruptError("the local store is damaged: for this test")
+            self.put_new()
         return super().write(changes, *given, **named)
+
+    def put_new(self, *given: Any) -> bool:
+        raise StoreCorruptError("the local store is damaged: for this test")
 
 
 def test_a_copy_that_cannot_be_repaired(

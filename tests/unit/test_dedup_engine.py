@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from onceflow.errors import ProcessorError
 from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.record_columns import RecordColumns
 from onceflow.state import rows, segments, stamps
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, SOURCE_COLUMNS, Deduplication
 from onceflow.state.api.serdes import LONG
@@ -340,11 +341,9 @@ def play(within: int | None, batches: Any, folder: Path) -> None:
 
 def restored(store: Any, folder: Path, topic: dict[bytes, bytes]) -> Any:
     """A store with nothing but what is in the topic."""
-
-    class Chunk:
-        keys, values, headers = list(topic), list(topic.values()), {}  # type: ignore[var-annotated]
-
-    found = stamped_rows(Chunk)  # type: ignore[arg-type]
+    nothing = np.zeros(len(topic), np.int64)
+    keys, values = pa.array(topic.keys(), pa.binary()), pa.array(topic.values(), pa.binary())
+    found = stamped_rows(RecordColumns(keys, values, nothing, nothing, nothing.astype(np.int32)))
     changes: Changes = dict(zip(found.keys.to_pylist(), found.rows.to_pylist(), strict=True))
     store.close()
     MemoryStore.remove(folder)

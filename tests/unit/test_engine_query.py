@@ -169,10 +169,11 @@ def test_it_fails() -> None:
 
 def test_an_error_that_is_none_of_onceflows() -> None:
     run = Run()
-    error = as_spark(KeyError("amount"), run.engine)
-    run.engine.end(error)
-    with pytest.raises(StreamingQueryException, match="amount"):
+    cause = KeyError("amount")
+    run.engine.end(as_spark(cause, run.engine))
+    with pytest.raises(StreamingQueryException, match="terminated with exception: KeyError: 'amount'") as raised:
         run.query.awaitTermination()
+    assert raised.value.__cause__ is cause, "its traceback is shown"
     assert run.query.condition == "failed"
 
 

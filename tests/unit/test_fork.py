@@ -30,6 +30,7 @@ from onceflow.protocol.progress import (
     decode,
     encode,
 )
+from onceflow.testing.columns import ReadsColumns
 
 OLD, NEW = Names("balances"), Names("next")
 
@@ -228,7 +229,7 @@ def test_the_new_flow() -> None:
 
 
 @dataclass
-class World:
+class World(ReadsColumns):
     """A table of one partition, its flow, and the cleaner of the broker. Something may happen between any two reads.
 
     Attributes:

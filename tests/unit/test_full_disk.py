@@ -22,6 +22,7 @@ from onceflow.state.stores import disk_space, rocksdb_store
 from onceflow.state.stores.base import Store, StoreCorruptError
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
+from onceflow.testing.columns import ReadsColumns
 
 FEW = {b"v%03d" % n: b"1" for n in range(200)}
 MANY = {b"w%06d" % n: b"2" * 50 for n in range(9_000)}
@@ -158,7 +159,7 @@ def test_the_copy_of_a_flow_stays(opener: type[Store], left: int, small_disk: An
     opener.remove(small_disk.folder / "0")
 
 
-class Log:
+class Log(ReadsColumns):
     """A table topic of any length."""
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:

@@ -24,13 +24,14 @@ from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import DATA, RocksdbStore
+from onceflow.testing.columns import ReadsColumns
 
 
 class InjectedError(OnceflowError):
     """The process ends while it reads."""
 
 
-class Log:
+class Log(ReadsColumns):
     """One partition of a topic. Records stay at their offsets when others are compacted away."""
 
     def __init__(self) -> None:

@@ -45,6 +45,7 @@ from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow.tables.table import Table
+from onceflow.testing.columns import ReadsColumns
 
 HOUR = 3_600_000
 NOW = 1_700_000_000_000
@@ -63,7 +64,7 @@ class Part:
     next_offset: int = 0
 
 
-class Topics:
+class Topics(ReadsColumns):
     """Committed records of one partition of a table topic and its internal topic; markers take offsets, too."""
 
     def __init__(self, chunk_size: int = 7) -> None:
@@ -1007,7 +1008,7 @@ def play_restore(folder: Path, when: str) -> None:
     spool._BLOCK_ROWS = 20
     flow = damaged_flow()
     flow.topics.chunk_size = 100
-    write, blocks = LmdbStore.write, []
+    put_new, blocks = LmdbStore.put_new, []
 
     def wait() -> None:
         print("now", flush=True)
@@ -1018,13 +1019,13 @@ def play_restore(folder: Path, when: str) -> None:
             wait()
 
     def written(*args: Any, **options: Any) -> bool:
-        done = write(*args, **options)
+        done = put_new(*args, **options)
         blocks.append(done)
         if when == "in a commit" and len(blocks) == 10:
             wait()
         return done
 
-    LmdbStore.write = written  # type: ignore[method-assign]
+    LmdbStore.put_new = written  # type: ignore[method-assign]
     open_partition(folder, LmdbStore, flow.goal, flow.topics, verify=False, now_ms=NOW, progress=progress)
 
 

@@ -51,6 +51,7 @@ from onceflow.protocol.progress import LocalTable, Progress, TableProgress
 from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion
 from onceflow.state import rows
 from onceflow.state.run import StateRun
+from onceflow.testing.columns import ReadsColumns
 
 # ---- the processor ---------------------------------------------------------------------------------------
 
@@ -386,7 +387,7 @@ class Timed(Counts):
         yield onceflow.Record(key, {"timer": timer.name})
 
 
-class Log:
+class Log(ReadsColumns):
     """Source records in memory, read as `CommittedReader` reads them; values are their offsets."""
 
     def __init__(self, keys: dict[int, list[bytes]]) -> None:

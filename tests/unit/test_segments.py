@@ -18,6 +18,7 @@ from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow.state.stores.stamped_view import StampedView
+from onceflow.testing.columns import ReadsColumns
 
 Ids = dict[bytes, bytes]
 
@@ -173,7 +174,7 @@ def test_rows_of_other_tables_are_where_they_were(store: Store) -> None:
     assert StampedView.of(store) is store
 
 
-class NoRecords:
+class NoRecords(ReadsColumns):
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[object]:
         return iter(())
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
+from onceflow.protocol.record_columns import HEADERS, RecordColumns
 from onceflow.state import rows, stamps
 from onceflow.state.local import spool
-from onceflow.state.local.changelog_rows import RowColumns, internal_rows, stamped_rows, table_rows
+from onceflow.state.local.changelog_rows import internal_rows, stamped_rows, table_rows
 from onceflow.state.local.format import is_internal_row
+from onceflow.state.local.row_columns import RowColumns
+from onceflow.state.local.row_fields import index_of
 from onceflow.state.local.sorted_rows import sorted_rows
 from onceflow.state.local.spool import Spool
 
 Pairs = list[tuple[bytes, bytes | None]]
+Headers = dict[int, list[tuple[str, bytes | None]]]
 KEYS = [b"", b"\0", b"\0\0", b"a", b"a\0", b"ab", b"b" * 300, b"\xff", b"\xff\xff", *(b"key-%d" % n for n in range(40))]
 
 
@@ -64,21 +68,21 @@ def test_parts_are_taken_in_their_order(seed: int, tmp_path: Path, monkeypatch: 
     assert taken == [(mark, sorted(dict(pairs).items())) for mark, pairs in enumerate(parts)]
 
 
-@dataclass
-class Chunk:
-    keys: list[bytes | None]
-    values: list[bytes | None]
-    headers: dict[int, list[tuple[str, bytes | None]]] = field(default_factory=dict)
-    next_offset: int = 0
-    whole: bool = True
+def records(
+    keys: Sequence[bytes | None], values: Sequence[bytes | None], headers: Headers | None = None
+) -> RecordColumns:
+    nothing = np.zeros(len(keys), np.int64)
+    listed = pa.array([(headers or {}).get(at) for at in range(len(keys))], HEADERS)
+    columns = pa.array(keys, pa.binary()), pa.array(values, pa.binary())
+    return RecordColumns(*columns, nothing, nothing, nothing.astype(np.int32), listed)
 
 
 LONG_KEYS: list[bytes | None] = [None, b"k" * (rows.ROW_KEY_BYTES_MAX - 1), b"k" * rows.ROW_KEY_BYTES_MAX]
 
 
 @pytest.mark.parametrize("make", [table_rows, stamped_rows, internal_rows])
-def test_no_record_gives_no_row(make: Callable[[Chunk], RowColumns]) -> None:
-    found = make(Chunk([], []))
+def test_no_record_gives_no_row(make: Callable[[RecordColumns], RowColumns]) -> None:
+    found = make(records([], []))
     assert (pairs_of([found]), found.ignored) == ([], 0)
 
 
@@ -86,8 +90,9 @@ def test_no_record_gives_no_row(make: Callable[[Chunk], RowColumns]) -> None:
 def test_rows_of_a_table(headers: bool) -> None:
     keys = [*LONG_KEYS, b"", b"a", b"a", b"b"]
     values = [b"1", b"2", b"3", b"", None, b"4", b"\0\1"]
-    chunk = Chunk(keys, values, {5: [(rows.EXPIRES_HEADER, b"77")], 4: [("other", None)]} if headers else {})
-    found = table_rows(chunk)
+    found = table_rows(
+        records(keys, values, {5: [(rows.EXPIRES_HEADER, b"77")], 4: [("other", None)]} if headers else {})
+    )
     want: Pairs = [(b"v" + b"k" * 501, b"\0002"), (b"v", b"\0"), (b"va", None), (b"va", b"\0004"), (b"vb", b"\0\0\1")]
     if headers:
         want[3] = (b"va", rows.pack(b"4", 77))
@@ -98,7 +103,7 @@ def test_rows_of_a_table(headers: bool) -> None:
 def test_stamped_rows_of_a_table(odd: list[bytes | None]) -> None:
     values = [stamps.row_of(stamp)[1:] for stamp in (0, 5, 2**62)] + odd
     keys = [b"id-%d" % at for at in range(len(values))]
-    found = stamped_rows(Chunk([*keys, None], [*values, bytes(8)]))
+    found = stamped_rows(records([*keys, None], [*values, bytes(8)]))
     want = [
         (b"v" + key, None if each is None else stamps.from_value(each)) for key, each in zip(keys, values, strict=True)
     ]
@@ -114,7 +119,7 @@ def test_rows_of_an_internal_topic() -> None:
         (b"v", b"\0"),
         (None, None),
     ]
-    found = internal_rows(Chunk([key for key, _ in pairs], [row for _, row in pairs]))
+    found = internal_rows(records([key for key, _ in pairs], [row for _, row in pairs]))
     want = [(key, row) for key, row in pairs if key is not None and is_internal_row(key, row)]
     assert (pairs_of([found]), found.ignored, len(want)) == (want, 3, 3)
 
@@ -144,6 +149,70 @@ TIMER: tuple[bytes | None, bytes | None] = rows.timer_key(b"k", b"t"), rows.pack
 def test_rows_of_an_internal_topic_one_by_one(odd: list[tuple[bytes | None, bytes | None]]) -> None:
     """Most chunks have only plain rows, which are looked at together."""
     pairs = [ENTRY, TIMER, *odd, ENTRY]
-    found = internal_rows(Chunk([key for key, _ in pairs], [row for _, row in pairs]))
+    found = internal_rows(records([key for key, _ in pairs], [row for _, row in pairs]))
     want = [(key, row) for key, row in pairs if key is not None and is_internal_row(key, row)]
     assert (pairs_of([found]), found.ignored) == (want, len(pairs) - len(want))
+
+
+NUMBERS: list[bytes | None] = [
+    b"0",
+    b"-5",
+    b"7",
+    b"77",
+    b"9" * 18,
+    b"9" * 19,
+    b"x",
+    b"",
+    b"+3",
+    b" 4",
+    None,
+    b"4294967296",
+]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_headers_become_the_same_fields_as_one_by_one(seed: int) -> None:
+    """Headers may be there twice, or may be of another program."""
+    dice = random.Random(seed)
+    names = [rows.EXPIRES_HEADER, rows.VERSION_HEADER, "other"][: dice.choice([1, 2, 3])]
+    numbers = dice.sample(NUMBERS, dice.randrange(1, len(NUMBERS)))
+    keys = [b"k%d" % at for at in range(50)]
+    values = [None if dice.random() < 0.1 else dice.randbytes(dice.randrange(5)) for _ in keys]
+    headers: Headers = {
+        at: [(dice.choice(names), dice.choice(numbers)) for _ in range(dice.randrange(4))]
+        for at in range(len(keys))
+        if dice.random() < 0.9
+    }
+    low, high = sorted(dice.sample(range(len(keys) + 1), 2))  # chunks are slices
+    found = table_rows(records(keys, values, headers).slice(low, high))
+    want = [
+        (b"v" + keys[at], None if (value := values[at]) is None else rows.from_record(value, headers.get(at, ())))
+        for at in range(low, high)
+    ]
+    assert pairs_of([found]) == want
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_index_rows_are_the_same_as_one_by_one(seed: int) -> None:
+    dice = random.Random(seed)
+    kinds = dice.choice(["v", "m", "t", "vm", "vmt"])
+    pairs: list[tuple[bytes, bytes]] = []
+    for at in range(60):
+        key, expires_ms = b"key-%d\0" % at, dice.choice([None, -1, 5 + at])
+        if (kind := dice.choice(kinds)) == "t":
+            payload = rows.timer_payload(dice.choice([b"e", b"p"]), dice.randrange(-3, 3))
+            pairs.append(
+                (rows.timer_key(key, b"n" * dice.randrange(3)), rows.pack(payload, dice.choice([None] * 40 + [9])))
+            )
+        else:
+            row_key = rows.value_key(key) if kind == "v" else rows.map_key(key, b"map", b"entry")
+            pairs.append((row_key, rows.pack(dice.randbytes(dice.randrange(3)), expires_ms, dice.choice([0, 2]))))
+    low, high = sorted(dice.sample(range(len(pairs) + 1), 2))
+    whole = columns([*pairs])
+    found = index_of(RowColumns(whole.keys[low:high], whole.rows[low:high]))
+    want = sorted(rows.new_index(pairs[low:high]))
+    assert ([] if found is None else sorted(pairs_of([found]))) == want
+
+
+def test_no_row_has_no_index_row() -> None:
+    assert index_of(columns([])) is None

@@ -40,6 +40,7 @@ from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow.state.table_state import TableState
 from onceflow.state.topics import TableTopics
+from onceflow.testing.columns import ReadsColumns
 
 PARTITIONS = 2
 Row = tuple[bytes, "bytes | None"]
@@ -63,7 +64,7 @@ class Part:
     headers: dict[int, list[tuple[str, bytes | None]]] = field(default_factory=dict)
 
 
-class Kafka:
+class Kafka(ReadsColumns):
     """The table's topics; a transaction ends with a marker in each partition that it wrote to."""
 
     def __init__(self) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from onceflow import EnvironmentUnusableError, OptionError, Table
@@ -17,9 +18,10 @@ from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.tables import copies, health
 from onceflow.tables.copies import Copy, Followed
 from onceflow.tables.opening import OpenedTable
+from onceflow.testing.columns import ReadsColumns
 
 
-class Log:
+class Log(ReadsColumns):
     """A topic with one record."""
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
@@ -66,7 +68,7 @@ def test_a_damaged_copy_is_emptied_when_nothing_is_written_either(copy: Copy, mo
 def test_keys_in_other_partitions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     copy = Copy(Followed("rates", "id", 2, tmp_path, MemoryStore, tombstone_ms=60_000), 0)
     with caplog.at_level("INFO", "onceflow.tables"):
-        copy.check_placement([b"%d" % n for n in range(20)])
+        copy.check_placement(pa.array([b"%d" % n for n in range(20)], pa.binary()))
     assert not copy.placed
     assert "another partitioner was used, or partitions were added" in caplog.text
 

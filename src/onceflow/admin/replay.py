@@ -28,7 +28,7 @@ from onceflow.state import rows
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.output_collector import SCHEMA
-from onceflow.state.local.format import COMMIT_RECORD, Commit, CommitRecord, Goal, partition_folder
+from onceflow.state.local.format import COMMIT_RECORD, Columns, Commit, CommitRecord, Goal, partition_folder
 from onceflow.state.local.opening import settle
 from onceflow.state.run import StateRun
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
@@ -345,6 +345,9 @@ class _NoTopics:
     """The source of a copy that is never read from Kafka."""
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+        raise RuntimeError(f"the state of a replay was to be read from {topic}-{partition}")
+
+    def read_columns(self, topic: str, partition: int, start: int, end: int, *, headers: bool) -> Iterator[Columns]:
         raise RuntimeError(f"the state of a replay was to be read from {topic}-{partition}")
 
     def end(self, topic: str, partition: int) -> int:

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from onceflow.client.column_chunks import ColumnChunk
 from onceflow.client.committed import CommittedReader
 from onceflow.clock import clock_ms
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.state import rows
 from onceflow.state.local.catch_up import CatchUp, Source
-from onceflow.state.local.format import KINDS, SNAPSHOT_KEY, Chunk, Goal
+from onceflow.state.local.format import KINDS, SNAPSHOT_KEY, Chunk, Columns, Goal
+from onceflow.state.local.watched_source import WatchedSource
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 
@@ -137,34 +142,33 @@ class WrittenLater:
         return self._keys
 
 
-class WatchedReader:
-    """Reads a table's topics as another reader does, and notes what it has seen.
+class WatchedReader(WatchedSource):
+    """Notes what it has seen of a table's topics.
 
     Attributes:
         whole: whether compaction has removed none of the records.
         expires: whether rows with a time to live were among them. Compaction may have removed others.
     """
 
-    def __init__(self, reader: CommittedReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: Source) -> None:
+        super().__init__(reader)
         self.whole = True
         self.expires = False
 
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
-        for chunk in self._reader.read(topic, partition, start, end):
-            self.whole = self.whole and chunk.whole
-            self.expires = self.expires or _expires(chunk, is_internal=topic.endswith(INTERNAL_SUFFIX))
-            yield chunk
-
-    def end(self, topic: str, partition: int) -> int:
-        return self._reader.end(topic, partition)
+    def see(self, topic: str, partition: int, chunk: Chunk | Columns) -> None:
+        self.whole = self.whole and chunk.whole
+        self.expires = self.expires or _expires(chunk, is_internal=topic.endswith(INTERNAL_SUFFIX))
 
 
-def _expires(chunk: Chunk, *, is_internal: bool) -> bool:
+def _expires(chunk: Chunk | Columns, *, is_internal: bool) -> bool:
+    if not isinstance(chunk, ColumnChunk):
+        return False  # snapshots, which have their expiry inside
+    records = chunk.records
     if is_internal:
-        pairs = zip(chunk.keys, chunk.values, strict=True)
+        pairs = zip(records.keys.to_pylist(), records.values.to_pylist(), strict=True)
         return any(
             row is not None and len(row) > 8 and key is not None and key[:1] == rows.MAP and rows.expiry_of(row)
             for key, row in pairs
         )
-    return any(name == rows.EXPIRES_HEADER for headers in chunk.headers.values() for name, _ in headers)
+    names = pa.array([], pa.string()) if records.headers is None else records.headers.flatten().field(0)
+    return bool(pc.any(pc.equal(names, rows.EXPIRES_HEADER), min_count=0).as_py())

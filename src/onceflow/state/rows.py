@@ -46,7 +46,7 @@ KEY_BYTES_MAX = 470
 EXPIRES_HEADER = "onceflow.expires"
 VERSION_HEADER = "onceflow.version"
 
-_HAS_EXPIRY, _HAS_VERSION, STAMPED = 1, 2, 4
+HAS_EXPIRY, HAS_VERSION, STAMPED = 1, 2, 4
 _TIMER_PAYLOAD = 1  # where it begins in a row without fields: clock and time
 _TIME = struct.Struct(">Q")
 _VERSION = struct.Struct(">I")
@@ -76,7 +76,7 @@ def pack(payload: bytes, expires_ms: int | None = None, version: int = 0) -> byt
     """A row from its parts."""
     if expires_ms is None and not version:
         return b"\0" + payload
-    flags = (_HAS_EXPIRY if expires_ms is not None else 0) | (_HAS_VERSION if version else 0)
+    flags = (HAS_EXPIRY if expires_ms is not None else 0) | (HAS_VERSION if version else 0)
     expiry = time_bytes(expires_ms) if expires_ms is not None else b""
     return bytes((flags,)) + expiry + (_VERSION.pack(version) if version else b"") + payload
 
@@ -87,9 +87,9 @@ def unpack(row: bytes) -> Row:
     if not flags:
         return Row(row[1:])
     expires_ms, version, at = None, 0, 1
-    if flags & _HAS_EXPIRY:
+    if flags & HAS_EXPIRY:
         expires_ms, at = time_of(row[at : at + 8]), at + 8
-    if flags & _HAS_VERSION:
+    if flags & HAS_VERSION:
         version, at = _VERSION.unpack_from(row, at)[0], at + 4
     return Row(row[at:], expires_ms, version)
 
@@ -108,19 +108,29 @@ def from_record(value: bytes, headers: Iterable[tuple[str, bytes | None]] = ()) 
     """The ``v`` row of a record of the table topic. Unknown and invalid headers are ignored."""
     expires_ms, version = None, 0
     for name, raw in headers:
-        if name in (EXPIRES_HEADER, VERSION_HEADER) and raw is not None and _NUMBER.fullmatch(raw):
+        if name in (EXPIRES_HEADER, VERSION_HEADER) and (number := number_in(raw)) is not None:
             if name == EXPIRES_HEADER:
-                expires_ms = int(raw)
+                expires_ms = number
             else:
-                version = int(raw)
+                version = number
     # Other programs may have written the record. A restore must not fail because of it, so a version that does not fit
     # is ignored.
-    return pack(value, expires_ms, version if 0 <= version <= _VERSION_MAX else 0)
+    return pack(value, expires_ms, version if is_version(version) else 0)
+
+
+def number_in(raw: bytes | None) -> int | None:
+    """The number in a header of a record; None: there is none."""
+    return None if raw is None or not _NUMBER.fullmatch(raw) else int(raw)
+
+
+def is_version(number: int) -> bool:
+    """Whether a number is possible as the version of a processor."""
+    return 0 <= number <= _VERSION_MAX
 
 
 def expiry_of(row: bytes) -> int | None:
     """When a row expires, without unpacking the rest."""
-    return time_of(row[1:9]) if row[0] & _HAS_EXPIRY else None
+    return time_of(row[1:9]) if row[0] & HAS_EXPIRY else None
 
 
 def live_payload(row: bytes, now_ms: int) -> bytes | None:
@@ -251,5 +261,5 @@ def new_index(changes: Iterable[tuple[bytes, bytes | None]]) -> Iterator[tuple[b
             if row_key[:1] == TIMER:
                 at = _TIMER_PAYLOAD if not row[0] else len(row) - len(unpack(row).payload)
                 yield TIMER_INDEX + row[at : at + 9] + row_key[1:], b""
-            elif row[0] & _HAS_EXPIRY:
+            elif row[0] & HAS_EXPIRY:
                 yield EXPIRY_INDEX + row[1:9] + row_key, b""

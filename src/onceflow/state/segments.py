@@ -161,7 +161,9 @@ def placed(changes: Mapping[bytes, bytes | None], fetch: Fetch, scan: Scan, flag
     """
     (raw,) = fetch([LIST])
     new: dict[bytes, bytes] = {}
-    if rows.STAMPED in flags:
+    if flags == {rows.STAMPED} and all(changes.values()):
+        new = {key[1:]: row for key, row in changes.items()}  # type: ignore[misc]  # as most restores have it
+    elif rows.STAMPED in flags:
         new = {key[1:]: row for key, row in changes.items() if row is not None and row[:1] == stamps.FLAGS}
     if raw is None and not new:
         return None
@@ -172,12 +174,25 @@ def placed(changes: Mapping[bytes, bytes | None], fetch: Fetch, scan: Scan, flag
     result, known = _located(changes, scan) if is_located else (_searched(changes, segments, fetch), {})
     if new:
         before = set(result)
-        left, put = _put(left, segments[-1].number + 1 if segments else 0, new, fetch)
+        number = segments[-1].number + 1 if segments else 0
+        left, keys, filter_ = _put(left, number, list(new), list(new.values()), fetch)
         if is_located:
-            known.update(dict.fromkeys(key for key in put if key[:1] == rows.SEGMENT and key not in before))
-        result.update(put)
-    result[LIST] = b"".join(_SEGMENT.pack(*vars(segment).values()) for segment in left) or None
+            known.update(dict.fromkeys(key for key in keys if key not in before))
+        result.update(zip(keys, new.values(), strict=True))
+        result[left[-1].filter_key] = filter_
+    result[LIST] = _packed(left) or None
     return Placed(result, known)
+
+
+def first(ids: list[bytes], found: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """The sorted keys of a store that has no rows yet, and its rows, for sorted ids and their stamped rows."""
+    left, keys, filter_ = _put([], 0, ids, found, lambda keys: ())
+    return [LIST, left[-1].filter_key, *keys], [_packed(left), filter_, *found]
+
+
+def _packed(segments: list[Segment]) -> bytes:
+    """The row of the list."""
+    return b"".join(_SEGMENT.pack(*vars(segment).values()) for segment in segments)
 
 
 def _located(
@@ -194,6 +209,8 @@ def _located(
 
 def _searched(changes: Mapping[bytes, bytes | None], known: list[Segment], fetch: Fetch) -> dict[bytes, bytes | None]:
     """The deletes of all rows that the changed ids may have. Keys that do not exist do no harm."""
+    if not known:
+        return {}
     ids = [key[1:] for key in changes if key[:1] == rows.VALUE]
     result: dict[bytes, bytes | None] = {}
     hashes = _Hashes(ids)
@@ -204,28 +221,26 @@ def _searched(changes: Mapping[bytes, bytes | None], known: list[Segment], fetch
 
 
 def _put(
-    left: list[Segment], next_number: int, new: Mapping[bytes, bytes], fetch: Fetch
-) -> tuple[list[Segment], dict[bytes, bytes]]:
-    """Adds new ids to the open segment, or to the next one. Returns the list as it is then, and what is written."""
-    if left and left[-1].ids + len(new) <= left[-1].capacity:
+    left: list[Segment], next_number: int, ids: list[bytes], found: list[bytes], fetch: Fetch
+) -> tuple[list[Segment], list[bytes], bytes]:
+    """Adds new ids and their rows to the open segment, or to the next one. Returns the list as it is then, the keys of
+    the ids, and the filter row of the last segment."""
+    if left and left[-1].ids + len(ids) <= left[-1].capacity:
         *closed, segment = left
         (raw,) = fetch([segment.filter_key])
         words = np.frombuffer(raw or b"", "<u8").astype(np.uint64)
     else:
         closed = left
-        capacity = max(LEAST_CAPACITY, len(new), sum(each.ids for each in left) // SHARES)
+        capacity = max(LEAST_CAPACITY, len(ids), sum(each.ids for each in left) // SHARES)
         segment = Segment(next_number, 0, capacity, 0, 0)
         words = np.zeros(_HEAD + -(-capacity * _FILTER_BITS_PER_ID // 64), np.uint64)
         words[1] = 1
-    values = stamps.stamps_of(list(new.values()))
+    values = stamps.stamps_of(found)
     greatest = max(segment.greatest, int(values.max()))
     due = min(greatest, _sampled(words, segment.ids, values))
-    segment = replace(segment, ids=segment.ids + len(new), greatest=greatest, due=due)
-    _Hashes(list(new)).add_to(words[_HEAD:])
-    prefix = segment.prefix
-    put = dict(zip(map(prefix.__add__, new), new.values(), strict=True))
-    put[segment.filter_key] = words.astype("<u8").tobytes()
-    return [*closed, segment], put
+    segment = replace(segment, ids=segment.ids + len(ids), greatest=greatest, due=due)
+    _Hashes(ids).add_to(words[_HEAD:])
+    return [*closed, segment], list(map(segment.prefix.__add__, ids)), words.astype("<u8").tobytes()
 
 
 def _sampled(words: Words, before: int, values: npt.NDArray[np.int64]) -> int:

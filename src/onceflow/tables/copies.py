@@ -153,11 +153,11 @@ class Copy:
             seconds = time.monotonic() - since
             log.info("table %s: %d records read in %.2f s", self.name, run.records, seconds)
 
-    def check_placement(self, keys: Sequence[bytes | None]) -> None:
+    def check_placement(self, keys: pa.BinaryArray) -> None:
         """Note whether these keys of the partition are where the default partitioner puts them."""
-        if not self.placed or self._followed.partitions == 1 or not keys:
+        if not self.placed or self._followed.partitions == 1 or not len(keys):
             return
-        found = key_partitions(pa.array(keys, pa.binary()), self._followed.partitions)
+        found = key_partitions(keys, self._followed.partitions)
         if ((found != self.partition) & (found >= 0)).any():
             self.placed = False
             log.info(
@@ -181,7 +181,7 @@ class Copy:
         if silent_ms > max(self._followed.tombstone_ms // 2, _OUT_OF_TOUCH_MS):
             raise StoreCorruptError("it was out of touch so long that Kafka may have removed tombstones")
         current_ms = as_of_ms if chunk.next_offset >= stable else self.current_ms
-        self.check_placement(chunk.keys)
+        self.check_placement(pa.array(chunk.keys, pa.binary()))
         changes: Changes = {}
         if not self.snapshots and chunk.keys:
             ignored = table_changes(chunk, changes)
@@ -309,7 +309,7 @@ class Copy:
         """Read all keys, because the copy does not say whether they are where the default partitioner puts them."""
         scan = self.store.scan(rows.VALUE, rows.after(rows.VALUE))
         while self.placed and (keys := [key[1:] for key, _ in islice(scan, _CHECKED_ROWS)]):
-            self.check_placement(keys)
+            self.check_placement(pa.array(keys, pa.binary()))
 
     def _catch_up(self, source: Source, end: int, progress: Callable[[int], None]) -> CatchUp:
         followed = self._followed

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
+import pyarrow as pa
+
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
@@ -387,9 +389,9 @@ class Follower:
             restore = self.restored()
             log.info("table %s: restored %d of %d offsets", self.topic, restore.done, restore.total)
 
-    def _has_read(self, partition: int, chunk: Chunk) -> None:
-        self._read[partition] = chunk.next_offset
-        self._copies[partition].check_placement(chunk.keys)
+    def _has_read(self, partition: int, next_offset: int, keys: pa.BinaryArray) -> None:
+        self._read[partition] = next_offset
+        self._copies[partition].check_placement(keys)
         if self.problem is None:
             self._outage.end()
 

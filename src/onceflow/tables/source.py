@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from onceflow.client.committed import Chunk, CommittedReader
+import pyarrow as pa
+
+from onceflow.client.column_chunks import ColumnChunk
+from onceflow.client.committed import CommittedReader
 from onceflow.errors import OnceflowError
+from onceflow.state.local.format import Chunk, Columns
+from onceflow.state.local.watched_source import WatchedSource
 
 
 class StoppingError(OnceflowError):
     """The thread is to end. A restore keeps what it has read so far, as for every error of onceflow."""
 
 
-class StoppableSource:
-    """Reads committed records until the thread is to end."""
+class StoppableSource(WatchedSource):
+    """Reads committed records until the thread is to end.
 
-    def __init__(self, reader: CommittedReader, stopping: threading.Event, tell: Callable[[int, Chunk], None]) -> None:
-        self._reader = reader
+    Args:
+        tell: called with the partition, the offset up to which it is read now, and the keys that were read.
+    """
+
+    def __init__(
+        self, reader: CommittedReader, stopping: threading.Event, tell: Callable[[int, int, pa.BinaryArray], None]
+    ) -> None:
+        super().__init__(reader)
         self._stopping = stopping
         self._tell = tell
 
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
-        for chunk in self._reader.read(topic, partition, start, end):
-            if self._stopping.is_set():
-                raise StoppingError("the table is being closed")
-            self._tell(partition, chunk)
-            yield chunk
-
-    def end(self, topic: str, partition: int) -> int:
-        return self._reader.end(topic, partition)
+    def see(self, topic: str, partition: int, chunk: Chunk | Columns) -> None:
+        if self._stopping.is_set():
+            raise StoppingError("the table is being closed")
+        # The key of snapshots says nothing of where the keys of the table are.
+        keys = chunk.records.keys if isinstance(chunk, ColumnChunk) else pa.array([], pa.binary())
+        self._tell(partition, chunk.next_offset, keys)

@@ -23,9 +23,10 @@ from onceflow.protocol.position import Position
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.joins.spec import Ends, JoinSpec
 from onceflow.state.local.catch_up import REFRESHED_MS, CatchUp, Source
-from onceflow.state.local.format import COMMIT_RECORD, SNAPSHOT_ROW, Chunk, CommitRecord, is_snapshot_row
+from onceflow.state.local.format import COMMIT_RECORD, SNAPSHOT_ROW, Chunk, Columns, CommitRecord, is_snapshot_row
 from onceflow.state.local.opening import open_store, remove_store
 from onceflow.state.local.prepare import RestoreLog
+from onceflow.state.local.watched_source import WatchedSource
 from onceflow.state.stores.base import Store, StoreCorruptError
 
 _EXACT_FROM = "exact from"
@@ -220,20 +221,15 @@ class _BringUp:
         store.write((), {_EXACT_FROM: b"%d" % exact_from})
 
 
-class _Noting:
-    """Reads committed records, and notes whether compaction has removed any."""
+class _Noting(WatchedSource):
+    """Notes whether compaction has removed any of the records."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        super().__init__(source)
         self.whole = True
 
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
-        for chunk in self._source.read(topic, partition, start, end):
-            self.whole = self.whole and chunk.whole
-            yield chunk
-
-    def end(self, topic: str, partition: int) -> int:
-        return self._source.end(topic, partition)
+    def see(self, topic: str, partition: int, chunk: Chunk | Columns) -> None:
+        self.whole = self.whole and chunk.whole
 
 
 def _is_ready(store: Store, spec: JoinSpec, partition: int, end: int) -> bool:

@@ -13,9 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import pyarrow.compute as pc
+
 from onceflow.errors import EnvironmentUnusableError, FencedError, OnceflowError
-from onceflow.state import rows
-from onceflow.state.local.changelog_rows import RowColumns, internal_rows, stamped_rows, table_rows
+from onceflow.protocol.record_columns import RecordColumns
+from onceflow.state import rows, segments
+from onceflow.state.local.changelog_rows import internal_rows, stamped_rows, table_rows
 from onceflow.state.local.format import (
     AHEAD,
     COMMIT_RECORD,
@@ -24,12 +27,15 @@ from onceflow.state.local.format import (
     SNAPSHOT_KEY,
     Changes,
     Chunk,
+    Columns,
     CommitRecord,
     Goal,
     Pending,
     is_snapshot,
     rows_of_snapshot,
 )
+from onceflow.state.local.row_columns import RowColumns
+from onceflow.state.local.row_fields import index_of
 from onceflow.state.local.sorted_rows import sorted_rows
 from onceflow.state.local.spool import Spool
 from onceflow.state.stores.base import BULK_BYTES_MAX, BULK_ROWS_MAX, NO_BLOBS, Store, StoreCorruptError
@@ -50,6 +56,8 @@ class Source(Protocol):
     """Reads committed records (``client.committed.CommittedReader``)."""
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]: ...
+
+    def read_columns(self, topic: str, partition: int, start: int, end: int, *, headers: bool) -> Iterator[Columns]: ...
 
     def end(self, topic: str, partition: int) -> int:
         """The last stable offset now."""
@@ -231,13 +239,21 @@ class CatchUp:
         # Rows of all parts may be written in the order of their keys only if all of them become visible together. In
         # a table of stamped rows, those that are deleted together have to be written together.
         merges = store.combines and not self._stamped
+        is_empty = store.row_count() == 0
         with store.bulk():
             if merges and (found := spool.take_merged()) is not None:
                 reached, blocks = found
-                for block in blocks:
-                    self._write_rows(store, raw, _changes(block))
+                if is_empty:
+                    self._put_new(store, raw, blocks)
+                else:
+                    for block in blocks:
+                        self._write_rows(store, raw, _changes(block))
                 raw = self._write(store, raw, reached, {})
             for reached, blocks in spool.take():
+                if self._stamped and is_empty:
+                    self._put_first_ids(store, raw, blocks)
+                    raw, is_empty = self._write(store, raw, reached, {}), False
+                    continue
                 changes: Changes = {}
                 for block in blocks:
                     changes.update(_changes(block))
@@ -246,19 +262,45 @@ class CatchUp:
                 raw = self._write(store, raw, CommitRecord.of(self.goal, self._now_ms), {}, done=True)
         return raw
 
+    def _put_new(self, store: Store, raw: bytes, blocks: Iterator[RowColumns]) -> None:
+        """Write the first rows of a store, and then their index rows, both in the order of their keys."""
+        with Spool[None](self._folder) as index:
+            for block in blocks:
+                kept = _kept(block)
+                self._put_block(store, raw, kept.keys.to_pylist(), kept.rows.to_pylist())
+                if (found := index_of(kept)) is not None:
+                    index.add(None, sorted_rows([found]))
+            if (sorted_index := index.take_merged()) is not None:
+                for block in sorted_index[1]:
+                    self._put_block(store, raw, block.keys.to_pylist(), block.rows.to_pylist())
+
+    def _put_first_ids(self, store: Store, raw: bytes, blocks: Iterator[RowColumns]) -> None:
+        """Write the first part of a table of stamped rows. They are all in one segment."""
+        ids: list[bytes] = []
+        found: list[bytes] = []
+        for kept in map(_kept, blocks):
+            ids += pc.binary_slice(kept.keys, len(rows.VALUE), rows.STORE_KEY_BYTES_MAX).to_pylist()
+            found += kept.rows.to_pylist()
+        if ids:
+            self._put_block(store, raw, *segments.first(ids, found))
+
+    def _put_block(self, store: Store, raw: bytes, keys: list[bytes], values: list[bytes]) -> None:
+        if keys and not store.put_new(keys, values, (COMMIT_RECORD, raw)):
+            raise _MovedError
+
     def _gathered(
-        self, topic: str, start: int, end: int, rows_of: Callable[[Chunk], RowColumns]
+        self, topic: str, start: int, end: int, rows_of: Callable[[RecordColumns], RowColumns]
     ) -> Iterator[tuple[RowColumns, int]]:
         """Parts with the last row of each row key, sorted and of limited size, and the offset at which each ends."""
         gathered: list[RowColumns] = []
         count = size = 0
-        for chunk in self._chunks(topic, start, end):
-            if not self._rows_only and _ends_with_snapshot(chunk):
+        for chunk in self._read_columns(topic, start, end):
+            if not self._rows_only and _ends_with_snapshot(chunk.records):
                 self.snapshots = True
                 raise _MovedError
-            if not chunk.keys:
+            if not len(chunk.records):
                 continue
-            found = rows_of(chunk)
+            found = rows_of(chunk.records)
             gathered.append(found)
             self.ignored += found.ignored
             count, size = count + len(found.keys), size + found.nbytes
@@ -271,20 +313,24 @@ class CatchUp:
         if count:
             yield sorted_rows(gathered), end
 
-    def _chunks(self, topic: str, start: int, end: int) -> Iterator[Chunk]:
+    def _read_columns(self, topic: str, start: int, end: int) -> Iterator[Columns]:
         if start < end:
-            for chunk in self._source.read(topic, self.goal.partition, start, end):
+            for chunk in self._source.read_columns(topic, self.goal.partition, start, end, headers=True):
                 yield chunk
-                self.records += len(chunk.keys)
-                self._progress(self.records)
+                self._count(len(chunk.records))
+
+    def _count(self, records: int) -> None:
+        self.records += records
+        self._progress(self.records)
 
     def _replaced(self, store: Store, commit_record: CommitRecord) -> dict[bytes, bytes | None]:
         """All rows of the last snapshot, and deletes of the stored rows that are not in it."""
         last: Chunk | None = None
-        end = self._end(self.goal.table, self.goal.table_end)
-        for chunk in self._chunks(self.goal.table, commit_record.table_end, end):
+        start, end = commit_record.table_end, self._end(self.goal.table, self.goal.table_end)
+        for chunk in self._source.read(self.goal.table, self.goal.partition, start, end) if start < end else ():
             self.ignored += sum(key is None for key in chunk.keys)
             last = chunk if any(key is not None for key in chunk.keys) else last
+            self._count(len(chunk.keys))
         return {} if last is None else snapshot_changes(last, store)
 
     def _write(
@@ -322,13 +368,19 @@ class CatchUp:
             raise _MovedError
 
 
+def _kept(block: RowColumns) -> RowColumns:
+    """Without the rows that delete what a key has."""
+    if not block.rows.null_count:
+        return block
+    present = block.rows.is_valid()
+    return RowColumns(block.keys.filter(present), block.rows.filter(present))
+
+
 def _changes(block: RowColumns) -> Changes:
     return dict(zip(block.keys.to_pylist(), block.rows.to_pylist(), strict=True))
 
 
-def _ends_with_snapshot(chunk: Chunk) -> bool:
+def _ends_with_snapshot(records: RecordColumns) -> bool:
     """Whether the last record of the key of snapshots is one."""
-    if SNAPSHOT_KEY not in chunk.keys:
-        return False
-    values = [value for key, value in zip(chunk.keys, chunk.values, strict=True) if key == SNAPSHOT_KEY]
-    return is_snapshot(SNAPSHOT_KEY, values[-1])
+    found = records.values.filter(pc.equal(records.keys, SNAPSHOT_KEY))
+    return len(found) > 0 and is_snapshot(SNAPSHOT_KEY, found[-1].as_py())

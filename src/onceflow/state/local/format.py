@@ -18,6 +18,7 @@ import orjson
 
 from onceflow.errors import ProtocolError
 from onceflow.protocol.names import INTERNAL_SUFFIX
+from onceflow.protocol.record_columns import RecordColumns
 from onceflow.state import rows
 from onceflow.state.stores.base import StoreCorruptError
 
@@ -209,6 +210,19 @@ class Chunk(Protocol):
     headers: dict[int, list[tuple[str, bytes | None]]]
     next_offset: int
     whole: bool
+
+
+class Columns(Protocol):
+    """The same in columns (``client.column_chunks.ColumnChunk``)."""
+
+    @property
+    def records(self) -> RecordColumns: ...
+
+    @property
+    def next_offset(self) -> int: ...
+
+    @property
+    def whole(self) -> bool: ...
 
 
 Changes = dict[bytes, bytes | None]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.state.local.changelog_rows import RowColumns
+from onceflow.state.local.row_columns import RowColumns
 
 
 def sorted_rows(parts: Sequence[RowColumns]) -> RowColumns:

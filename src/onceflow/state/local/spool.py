@@ -12,7 +12,7 @@ from typing import IO, Generic, TypeVar
 
 import pyarrow as pa
 
-from onceflow.state.local.changelog_rows import RowColumns
+from onceflow.state.local.row_columns import RowColumns
 from onceflow.state.local.sorted_rows import merged
 from onceflow.state.stores.base import unusable
 

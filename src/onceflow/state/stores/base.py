@@ -191,6 +191,14 @@ def plan(
     return Plan(keys, values, deletes, after)
 
 
+def with_new(keys: Sequence[bytes], values: Sequence[bytes], tally: Tally) -> Tally:
+    """The tally after a write of sorted rows that are all new."""
+    total = tally.total + checksum(keys, values)
+    kinds = Counter(tally.kinds)
+    kinds.update(_by_kind(keys))
+    return replace(tally, rows=tally.rows + len(keys), total=total & _MASK, kinds=dict(kinds))
+
+
 def _by_kind(keys: Sequence[bytes]) -> dict[str, int]:
     """How many of these sorted keys are of each kind."""
     found, at = {}, 0
@@ -299,6 +307,17 @@ class Store(abc.ABC):
         Returns:
             Whether it was written. False: the blob is not as expected, and nothing was changed.
         """
+
+    def put_new(self, keys: Sequence[bytes], values: Sequence[bytes], expect: tuple[str, bytes | None]) -> bool:
+        """Writes rows, of whose keys the store has none, in the order of their keys. No index rows are added.
+
+        Args:
+            expect: as for `write`.
+
+        Returns:
+            As `write`.
+        """
+        return self.write(zip(keys, values, strict=True), expect=expect)
 
     @contextmanager
     def bulk(self) -> Iterator[Callable[[], None]]:

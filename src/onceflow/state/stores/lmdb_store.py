@@ -22,6 +22,7 @@ from onceflow.state.stores.base import (
     StoreCorruptError,
     Tally,
     plan,
+    with_new,
 )
 from onceflow.state.stores.lmdb_environment import DATA, LOCK, Environment, acquire, forget, release
 from onceflow.state.stores.lmdb_lock import NAME as WRITER
@@ -131,12 +132,29 @@ class LmdbStore(Store):
                     txn.put(name.encode(), blob, db=environment.blobs)
             return True
 
-        size = sum(sum(map(len, filter(None, part))) for part in (wanted, wanted.values(), blobs.values()))
-        if self._bulk is not None:
-            environment.written += size
-            with environment.translated():
-                return write(self._bulk, environment.rows)
-        return environment.write(write, size)
+        return self._run(write, sum(_size(part) for part in (wanted, wanted.values(), blobs.values())))
+
+    def put_new(self, keys: Sequence[bytes], values: Sequence[bytes], expect: tuple[str, bytes | None]) -> bool:
+        blobs = self._environment.blobs
+
+        def write(txn: Any, db: Any) -> bool:
+            if txn.get(expect[0].encode(), db=blobs) != expect[1]:
+                return False
+            tally = Tally.decode(txn.get(TALLY.encode(), db=blobs))
+            _put(txn.cursor(db), keys, values)
+            txn.put(TALLY.encode(), with_new(keys, values, tally).encode(), db=blobs)
+            return True
+
+        return self._run(write, _size(keys) + _size(values))
+
+    def _run(self, write: Callable[[Any, Any], bool], size: int) -> bool:
+        """Run a write in the transaction of `bulk`, or else in one of its own."""
+        environment = self._environment
+        if self._bulk is None:
+            return environment.write(write, size)
+        environment.written += size
+        with environment.translated():
+            return write(self._bulk, environment.rows)
 
     @contextmanager
     def bulk(self) -> Iterator[Callable[[], None]]:
@@ -243,7 +261,7 @@ def _part_read(start: bytes, end: bytes | None, reverse: bool, wanted: int) -> C
     return read
 
 
-def _put(cursor: Any, keys: list[bytes], values: list[bytes]) -> None:
+def _put(cursor: Any, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
     """Put sorted rows. Those behind the last row are appended: that fills each page. Otherwise full pages are split in
     halves."""
     at = bisect_right(keys, cursor.key()) if cursor.last() else 0
@@ -251,6 +269,10 @@ def _put(cursor: Any, keys: list[bytes], values: list[bytes]) -> None:
         cursor.putmulti(zip(keys[:at], values[:at], strict=True))
         keys, values = keys[at:], values[at:]
     cursor.putmulti(zip(keys, values, strict=True), append=True)
+
+
+def _size(payloads: Iterable[bytes | None]) -> int:
+    return sum(map(len, filter(None, payloads)))
 
 
 def _between(cursor: Any, start: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -1,0 +1,96 @@
+"""What rows of a store begin with (flags, expiry, version), and the index rows that follow from it, in columns.
+
+``rows.py`` has the same for one row: `rows.from_record` and `rows.new_index`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from onceflow.state import rows
+from onceflow.state.local.row_columns import NOTHING, RowColumns, first_bytes
+
+_SIGN = np.uint64(1 << 63)
+_FIELDS = 1 + 8 + 4  # the most that a row begins with: flags, expiry, version
+
+
+def fields_of(headers: pa.ListArray) -> pa.BinaryArray:
+    """What the rows of records with these headers begin with: flags, and what they say that there is.
+
+    Args:
+        headers: of type `protocol.record_columns.HEADERS`.
+    """
+    count = len(headers)
+    expiry, expires = _numbers(headers, rows.EXPIRES_HEADER, lambda number: True)
+    version, _ = _numbers(headers, rows.VERSION_HEADER, rows.is_version)
+    versioned = version != 0
+    fields = np.empty((count, _FIELDS), np.uint8)
+    fields[:, 0] = expires * rows.HAS_EXPIRY + versioned * rows.HAS_VERSION
+    fields[:, 1:9] = (expiry.view(np.uint64) ^ _SIGN).astype(">u8").view(np.uint8).reshape(count, 8)
+    fields[:, 9:] = version.astype(">u4").view(np.uint8).reshape(count, 4)
+    used = np.ones((count, _FIELDS), np.bool_)
+    used[:, 1:9], used[:, 9:] = expires[:, None], versioned[:, None]
+    bounds = np.zeros(count + 1, np.int32)
+    np.cumsum(1 + 8 * expires + 4 * versioned, out=bounds[1:])
+    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(bounds), pa.py_buffer(fields[used])])
+
+
+def _numbers(
+    headers: pa.ListArray, name: str, fits: Callable[[int], bool]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """The number in the last valid header of this name, and whether there is one. Numbers that do not fit are 0."""
+    numbers, found = np.zeros(len(headers), np.int64), np.zeros(len(headers), np.bool_)
+    names, values = headers.flatten().flatten()
+    at = pc.equal(names, name)
+    # Many records have the same value, so each value is read once.
+    distinct = values.filter(at).dictionary_encode()
+    parsed = [rows.number_in(raw) for raw in distinct.dictionary.to_pylist()]
+    if parsed:
+        valid = np.array([number is not None for number in parsed] + [False])
+        as_read = np.array([number if number is not None and fits(number) else 0 for number in parsed] + [0])
+        code = pc.fill_null(distinct.indices, len(parsed)).to_numpy()
+        parents = pc.list_parent_indices(headers).filter(at).to_numpy()[valid[code]]
+        numbers[parents], found[parents] = as_read[code[valid[code]]], True  # of equal places, the last one is kept
+    return numbers, found
+
+
+def index_of(block: RowColumns) -> RowColumns | None:
+    """The index rows of ``v``, ``m`` and ``t`` rows that are all new, in no order. None: they have none."""
+    if not len(block.keys):
+        return None
+    kinds, flags = first_bytes(block.keys), first_bytes(block.rows)
+    timers = kinds == rows.TIMER[0]
+    expiring = (flags & rows.HAS_EXPIRY).astype(np.bool_) & ~timers
+    found = []
+    if timers.any():
+        keys, found_rows = _chosen(block, timers)
+        if (flags[timers] != 0).any():  # no processor writes such timers
+            items = list(rows.new_index(zip(keys.to_pylist(), found_rows.to_pylist(), strict=True)))
+            found.append(pa.array([key for key, _ in items], pa.binary()))
+        else:
+            # Arrow cuts binary values to their end only if it is given (26.0).
+            names = pc.binary_slice(keys, 1, rows.STORE_KEY_BYTES_MAX)
+            found.append(_joined(rows.TIMER_INDEX, pc.binary_slice(found_rows, 1, 10), names))
+    if expiring.any():
+        keys, found_rows = _chosen(block, expiring)
+        found.append(_joined(rows.EXPIRY_INDEX, pc.binary_slice(found_rows, 1, 9), keys))
+    if not found:
+        return None
+    keys = pa.concat_arrays(found)
+    return RowColumns(keys, pa.repeat(NOTHING, len(keys)))
+
+
+def _chosen(block: RowColumns, which: npt.NDArray[np.bool_]) -> tuple[pa.BinaryArray, pa.BinaryArray]:
+    if which.all():
+        return block.keys, block.rows
+    chosen = pa.array(which)
+    return block.keys.filter(chosen), block.rows.filter(chosen)
+
+
+def _joined(kind: bytes, *parts: pa.BinaryArray) -> pa.BinaryArray:
+    return pc.binary_join_element_wise(pa.scalar(kind, pa.binary()), *parts, NOTHING)
