@@ -56,7 +56,7 @@ test-spark: $(SPARK_VENV)/.jars ## tests of what Spark does, with another versio
 	$(SPARK_VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(PARALLEL) -m "$(MARKS)" $(SPARK_TESTS)
 
 fast: setup ## the tests that need neither broker nor Spark and kill no process, but those of the demos
-	$(PYTEST) $(PARALLEL) -m "not long and not faults" tests/unit tests/protocol $(wildcard tests/model)
+	$(PYTEST) $(PARALLEL) -m "not long and not faults" $(wildcard tests/model) tests/unit tests/protocol
 
 check: lint test ## what has to hold before a change is merged: format, lint, types, tests
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -39,6 +40,13 @@ if QUICK_COMPILER not in os.environ.get("JAVA_TOOL_OPTIONS", ""):  # as it is wh
 # asks for none (as containers do); pytest's own, with the rewritten assertions, takes seconds to make.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not walk over it, a million objects, again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

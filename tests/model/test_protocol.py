@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,10 +52,25 @@ def named(config: Any) -> str:
     return "-".join(f"{name}={value}" for name, value in config._asdict().items() if value != defaults[name])
 
 
-def jobs(search: Callable[[Any], Any], *rows: dict[str, int]) -> pytest.MarkDecorator:
-    """A test for each of these sizes and both versions of transactions."""
-    found = [(search, protocol.Config(version=version, **row)) for row in rows for version in (1, 2)]
-    return pytest.mark.parametrize("job", found, ids=[named(config) for _, config in found])
+#: At version 1, where there are several times as many states, these take most of the time.
+LONG = [protocol.SMALL[1], protocol.SMALL[2], protocol.SMALL[4], protocol.SMALL[5]]
+
+
+def jobs(
+    search: Callable[[Any], Any], *rows: dict[str, int], long: Sequence[dict[str, int]] = ()
+) -> pytest.MarkDecorator:
+    """A test for each of these sizes and both versions of transactions.
+
+    Args:
+        long: at version 1, these are left to `make test-long`.
+    """
+    found = []
+    for row in rows:
+        for version in (1, 2):
+            config = protocol.Config(version=version, **row)
+            marks = [pytest.mark.long] if version == 1 and row in long else []
+            found.append(pytest.param((search, config), marks=marks, id=named(config)))
+    return pytest.mark.parametrize("job", found)
 
 
 # ---- the protocol ------------------------------------------------------------------------------------------
@@ -81,7 +96,7 @@ def searched(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Any]]:
             pool.shutdown(cancel_futures=True)
 
 
-@jobs(searches.everything, *protocol.SMALL)
+@jobs(searches.everything, *protocol.SMALL, long=LONG)
 def test_everything_holds(searched: Any, job: Any, capsys: pytest.CaptureFixture[str], record_property: Any) -> None:
     config, result = job[1], searched(job)
     assert result.violation is None, explore.readable(result.violation, protocol.described)
@@ -121,7 +136,10 @@ def test_the_searches_take_every_event_of_the_table(version: int) -> None:
     assert taken >= set(Event) - NOT_MODELLED - other
 
 
-@jobs(searches.with_and_without_reduction, {"crashes": 1, "deaths": 1, "rivals": 1, "lost": 1, "faults": 2})
+COMPARED = {"crashes": 1, "deaths": 1, "rivals": 1, "lost": 1, "faults": 2}
+
+
+@jobs(searches.with_and_without_reduction, COMPARED, long=[COMPARED])
 def test_the_reduction_leaves_nothing_out(searched: Any, job: Any) -> None:
     """With and without it, brokers go through the same states, with the same faults left."""
     reduced, full, differences = searched(job)
@@ -138,6 +156,7 @@ def test_the_reduction_leaves_nothing_out(searched: Any, job: Any) -> None:
     {"deaths": 1, "timeouts": 1, "lost": 1},
     {"crashes": 1, "timeouts": 1, "local": 1},
     {"crashes": 1, "expiries": 1},
+    long=[{"rivals": 1}],
 )
 def test_states_of_one_key_go_on_alike(searched: Any, job: Any) -> None:
     """Told apart or not, the same keys are reached: one state of a key does stand for the others."""

@@ -69,65 +69,63 @@ def read(encoded: EncodedBatch) -> Any:
     return batch
 
 
-@settings(max_examples=120, deadline=None, derandomize="CI" in os.environ)
-@given(
-    given_rows=st.lists(rows, max_size=90),
-    large=st.booleans(),
-    view=st.booleans(),
-    compression=st.sampled_from(READABLE),
-    target=st.sampled_from([1, 300, 3000, batches.TARGET_BATCH_BYTES]),
-    limit=st.integers(1200, 5000),
-    base_sequence=st.sampled_from([0, 17, 2**31 - 2]),
-)
-def test_round_trip(
-    given_rows: list[Any],
-    large: bool,
-    view: bool,
-    compression: str,
-    target: int,
-    limit: int,
-    base_sequence: int,
-) -> None:
-    keys, values, headers, times = arrow_columns(given_rows, large, view)
-    encoded = list(
-        encode_batches(
-            keys,
-            values,
-            headers,
-            times,
-            identity=IDENTITY,
-            base_sequence=base_sequence,
-            compression=compression,
-            max_batch_bytes=limit,
-            default_timestamp_ms=DEFAULT_MS,
-            target_batch_bytes=target,
-        )
+@pytest.mark.parametrize("examples", [30, pytest.param(120, marks=pytest.mark.long)])
+def test_round_trip(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize="CI" in os.environ)
+    @given(
+        given_rows=st.lists(rows, max_size=90),
+        large=st.booleans(),
+        view=st.booleans(),
+        compression=st.sampled_from(READABLE),
+        target=st.sampled_from([1, 300, 3000, batches.TARGET_BATCH_BYTES]),
+        limit=st.integers(1200, 5000),
+        base_sequence=st.sampled_from([0, 17, 2**31 - 2]),
     )
-    expected = iter(given_rows)
-    sequence = base_sequence
-    bound = batches.sizes(keys, values, headers)
-    start = 0
-    for one in encoded:
-        assert one.nbytes <= limit
-        batch = read(one)
-        assert batch.validate_crc()
-        assert (batch.producer_id, batch.producer_epoch, batch.is_transactional) == (12, 3, True)
-        assert batch.base_sequence == sequence
-        records = list(batch)
-        assert len(records) == one.count == batch.last_offset_delta + 1
-        sequence = (sequence + one.count) % 2**31
-        if compression == "none":
-            assert len(one.body) <= int(bound[start : start + one.count].sum())
-        start += one.count
-        for offset, (record, row) in enumerate(zip(records, itertools.islice(expected, one.count), strict=True)):
-            key, value, header_list, stamp = row
-            assert record.offset == offset
-            assert record.key == (None if key is None else key.encode())
-            assert record.value == value
-            assert record.headers == (header_list or [])
-            assert record.timestamp == (DEFAULT_MS if stamp is None else stamp)
-        assert batch.max_timestamp == max(record.timestamp for record in records)
-    assert start == len(given_rows)
+    def check(
+        given_rows: list[Any], large: bool, view: bool, compression: str, target: int, limit: int, base_sequence: int
+    ) -> None:
+        keys, values, headers, times = arrow_columns(given_rows, large, view)
+        encoded = list(
+            encode_batches(
+                keys,
+                values,
+                headers,
+                times,
+                identity=IDENTITY,
+                base_sequence=base_sequence,
+                compression=compression,
+                max_batch_bytes=limit,
+                default_timestamp_ms=DEFAULT_MS,
+                target_batch_bytes=target,
+            )
+        )
+        expected = iter(given_rows)
+        sequence = base_sequence
+        bound = batches.sizes(keys, values, headers)
+        start = 0
+        for one in encoded:
+            assert one.nbytes <= limit
+            batch = read(one)
+            assert batch.validate_crc()
+            assert (batch.producer_id, batch.producer_epoch, batch.is_transactional) == (12, 3, True)
+            assert batch.base_sequence == sequence
+            records = list(batch)
+            assert len(records) == one.count == batch.last_offset_delta + 1
+            sequence = (sequence + one.count) % 2**31
+            if compression == "none":
+                assert len(one.body) <= int(bound[start : start + one.count].sum())
+            start += one.count
+            for offset, (record, row) in enumerate(zip(records, itertools.islice(expected, one.count), strict=True)):
+                key, value, header_list, stamp = row
+                assert record.offset == offset
+                assert record.key == (None if key is None else key.encode())
+                assert record.value == value
+                assert record.headers == (header_list or [])
+                assert record.timestamp == (DEFAULT_MS if stamp is None else stamp)
+            assert batch.max_timestamp == max(record.timestamp for record in records)
+        assert start == len(given_rows)
+
+    check()
 
 
 @settings(max_examples=60, deadline=None, derandomize="CI" in os.environ)

@@ -84,31 +84,35 @@ def one(data: bytes) -> DecodedBatch:
 # ---- round trips ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, derandomize="CI" in os.environ)
-@given(
-    given_rows=st.lists(rows, max_size=120),
-    compression=st.sampled_from(list(CODES)),
-    target=st.sampled_from([300, 3000, 1_000_000]),
-    few=st.sampled_from([BY_LOOP, BY_COLUMN, decode._FEW_RECORDS]),
-)
-def test_what_the_encoder_writes_is_read_back(given_rows: list[Any], compression: str, target: int, few: int) -> None:
-    encoded = list(encode(given_rows, compression=compression, target_batch_bytes=target))
-    with mock.patch.object(decode, "_FEW_RECORDS", few):
-        batches = list(decode_batches(wire(encoded)))
-    assert [len(batch.keys) for batch in batches] == [batch.count for batch in encoded]
-    got = [row for batch in batches for row in rows_of(batch)]
-    offsets = [offset for batch in encoded for offset in range(batch.count)]
-    expected = [
-        (offset, stamp, key, value, listed)
-        for offset, (key, value, listed, stamp) in zip(offsets, given_rows, strict=True)
-    ]
-    assert got == expected
-    for batch in batches:
-        assert (batch.base_offset, batch.last_offset) == (0, len(batch.keys) - 1)
-        assert (batch.producer_id, batch.producer_epoch) == (12, 3)
-        assert (batch.transactional, batch.control, batch.marker) == (True, False, None)
-    if compression in READABLE:
-        assert got == list(kafka_python(wire(encoded)))
+@pytest.mark.parametrize("examples", [50, pytest.param(150, marks=pytest.mark.long)])
+def test_what_the_encoder_writes_is_read_back(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize="CI" in os.environ)
+    @given(
+        given_rows=st.lists(rows, max_size=120),
+        compression=st.sampled_from(list(CODES)),
+        target=st.sampled_from([300, 3000, 1_000_000]),
+        few=st.sampled_from([BY_LOOP, BY_COLUMN, decode._FEW_RECORDS]),
+    )
+    def check(given_rows: list[Any], compression: str, target: int, few: int) -> None:
+        encoded = list(encode(given_rows, compression=compression, target_batch_bytes=target))
+        with mock.patch.object(decode, "_FEW_RECORDS", few):
+            batches = list(decode_batches(wire(encoded)))
+        assert [len(batch.keys) for batch in batches] == [batch.count for batch in encoded]
+        got = [row for batch in batches for row in rows_of(batch)]
+        offsets = [offset for batch in encoded for offset in range(batch.count)]
+        expected = [
+            (offset, stamp, key, value, listed)
+            for offset, (key, value, listed, stamp) in zip(offsets, given_rows, strict=True)
+        ]
+        assert got == expected
+        for batch in batches:
+            assert (batch.base_offset, batch.last_offset) == (0, len(batch.keys) - 1)
+            assert (batch.producer_id, batch.producer_epoch) == (12, 3)
+            assert (batch.transactional, batch.control, batch.marker) == (True, False, None)
+        if compression in READABLE:
+            assert got == list(kafka_python(wire(encoded)))
+
+    check()
 
 
 def kafka_python(data: bytes) -> Iterator[Row]:
@@ -284,26 +288,30 @@ def test_records_that_break_the_format_under_a_right_checksum(records: bytes, co
         assert "base offset 0" in caught.value.detail
 
 
-@settings(max_examples=400, deadline=None, derandomize="CI" in os.environ)
-@given(
-    given_rows=st.lists(st.tuples(payloads, payloads, header_lists, stamps), min_size=1, max_size=6),
-    changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3),
-)
-@example(given_rows=[(b"k", b"v" * 70, [], 0)], changes=[(0, 255), (1, 255)])
-def test_both_ways_agree_on_whatever_comes(given_rows: list[Any], changes: list[tuple[int, int]]) -> None:
-    records = bytearray(b"".join(bytes(batch.body) for batch in encode(given_rows)))
-    for at, byte in changes:
-        # Mostly near the front of the section, where the numbers are.
-        records[at % min(len(records), 40 + at % 50)] = byte
-    data = batch_of(bytes(records), len(given_rows))
-    outcomes = []
-    for few in (BY_LOOP, BY_COLUMN):
-        with mock.patch.object(decode, "_FEW_RECORDS", few):
-            try:
-                outcomes.append(rows_of(one(data)))
-            except ProtocolError:
-                outcomes.append(None)
-    assert outcomes[0] == outcomes[1]
+@pytest.mark.parametrize("examples", [120, pytest.param(400, marks=pytest.mark.long)])
+def test_both_ways_agree_on_whatever_comes(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize="CI" in os.environ)
+    @given(
+        given_rows=st.lists(st.tuples(payloads, payloads, header_lists, stamps), min_size=1, max_size=6),
+        changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3),
+    )
+    @example(given_rows=[(b"k", b"v" * 70, [], 0)], changes=[(0, 255), (1, 255)])
+    def check(given_rows: list[Any], changes: list[tuple[int, int]]) -> None:
+        records = bytearray(b"".join(bytes(batch.body) for batch in encode(given_rows)))
+        for at, byte in changes:
+            # Mostly near the front of the section, where the numbers are.
+            records[at % min(len(records), 40 + at % 50)] = byte
+        data = batch_of(bytes(records), len(given_rows))
+        outcomes = []
+        for few in (BY_LOOP, BY_COLUMN):
+            with mock.patch.object(decode, "_FEW_RECORDS", few):
+                try:
+                    outcomes.append(rows_of(one(data)))
+                except ProtocolError:
+                    outcomes.append(None)
+        assert outcomes[0] == outcomes[1]
+
+    check()
 
 
 # ---- compression ---------------------------------------------------------------------------------------

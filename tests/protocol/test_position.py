@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.errors import OptionError
@@ -13,13 +13,18 @@ TOPICS = st.from_regex(r"[a-zA-Z0-9._-]{1,249}", fullmatch=True)
 ENDS = st.dictionaries(st.integers(0, 40), st.integers(0, 2**63 - 1), min_size=1)
 
 
-@given(st.dictionaries(TOPICS, st.tuples(ENDS, st.none() | st.uuids().map(str))))
-def test_a_position_survives_as_text(topics: dict[str, tuple[dict[int, int], str | None]]) -> None:
-    offsets = {topic: ends for topic, (ends, _) in topics.items()}
-    ids = {topic: topic_id for topic, (_, topic_id) in topics.items() if topic_id is not None}
-    text = str(Position(offsets, {**ids, "another": "id"}))
-    assert Position.parse(text) == Position(offsets, ids)
-    assert all(character.isalnum() or character in "._-:,@" for character in text)
+@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.long)])
+def test_a_position_survives_as_text(examples: int) -> None:
+    @settings(max_examples=examples)
+    @given(st.dictionaries(TOPICS, st.tuples(ENDS, st.none() | st.uuids().map(str))))
+    def check(topics: dict[str, tuple[dict[int, int], str | None]]) -> None:
+        offsets = {topic: ends for topic, (ends, _) in topics.items()}
+        ids = {topic: topic_id for topic, (_, topic_id) in topics.items() if topic_id is not None}
+        text = str(Position(offsets, {**ids, "another": "id"}))
+        assert Position.parse(text) == Position(offsets, ids)
+        assert all(character.isalnum() or character in "._-:,@" for character in text)
+
+    check()
 
 
 def test_the_text() -> None:

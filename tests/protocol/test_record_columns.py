@@ -88,19 +88,23 @@ def batches(draw: st.DrawFn) -> bytes:
     return batch_of(records, len(deltas), base_offset=base, attributes=attributes, last_delta=300, max_ms=4711)
 
 
-@settings(max_examples=120, deadline=None, derandomize="CI" in os.environ)
-@given(
-    parts=st.lists(st.lists(batches(), max_size=4).map(b"".join), max_size=4),
-    few=st.sampled_from([BY_LOOP, BY_COLUMN, 10]),
-    joined_bytes=st.sampled_from([0, 200, 1_000_000]),
-    headers=st.booleans(),
-)
-def test_columns_have_what_the_lists_have(parts: list[bytes], few: int, joined_bytes: int, headers: bool) -> None:
-    with mock.patch.object(record_columns, "_JOINED_BYTES", joined_bytes):
-        found = columns_of(parts, few, headers=headers)
-    expected = [[row if headers else (*row[:5], None) for row in listed_rows(part)] for part in parts]
-    assert [rows_of(columns) for columns in found] == expected
-    assert [columns.headers is None for columns in found] == [not headers] * len(parts)
+@pytest.mark.parametrize("examples", [40, pytest.param(120, marks=pytest.mark.long)])
+def test_columns_have_what_the_lists_have(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize="CI" in os.environ)
+    @given(
+        parts=st.lists(st.lists(batches(), max_size=4).map(b"".join), max_size=4),
+        few=st.sampled_from([BY_LOOP, BY_COLUMN, 10]),
+        joined_bytes=st.sampled_from([0, 200, 1_000_000]),
+        headers=st.booleans(),
+    )
+    def check(parts: list[bytes], few: int, joined_bytes: int, headers: bool) -> None:
+        with mock.patch.object(record_columns, "_JOINED_BYTES", joined_bytes):
+            found = columns_of(parts, few, headers=headers)
+        expected = [[row if headers else (*row[:5], None) for row in listed_rows(part)] for part in parts]
+        assert [rows_of(columns) for columns in found] == expected
+        assert [columns.headers is None for columns in found] == [not headers] * len(parts)
+
+    check()
 
 
 @WAYS
@@ -179,34 +183,38 @@ def test_broken_records_among_good_ones_name_their_batch(few: int, records: byte
             assert "base offset 7" in caught.value.detail
 
 
-@settings(max_examples=250, deadline=None, derandomize="CI" in os.environ)
-@given(
-    given_rows=st.lists(
-        st.tuples(payloads, payloads, st.just([]) | rows.map(lambda row: row[2]), stamps), min_size=1, max_size=6
-    ),
-    changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3),
-    headers=st.booleans(),
-)
-@example(given_rows=[(b"k", b"v" * 70, [], 0)], changes=[(0, 255), (1, 255)], headers=True)
-def test_all_ways_agree_on_whatever_comes(given_rows: list[Any], changes: list[tuple[int, int]], headers: bool) -> None:
-    records = bytearray(b"".join(bytes(batch.body) for batch in encode(given_rows)))
-    for at, byte in changes:
-        # Mostly near the front of the section, where the numbers are.
-        records[at % min(len(records), 40 + at % 50)] = byte
-    good = batch_of(record(0, b"k", b"v"), 1, base_offset=100)
-    data = good + batch_of(bytes(records), len(given_rows)) + good
+@pytest.mark.parametrize("examples", [80, pytest.param(250, marks=pytest.mark.long)])
+def test_all_ways_agree_on_whatever_comes(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize="CI" in os.environ)
+    @given(
+        given_rows=st.lists(
+            st.tuples(payloads, payloads, st.just([]) | rows.map(lambda row: row[2]), stamps), min_size=1, max_size=6
+        ),
+        changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3),
+        headers=st.booleans(),
+    )
+    @example(given_rows=[(b"k", b"v" * 70, [], 0)], changes=[(0, 255), (1, 255)], headers=True)
+    def check(given_rows: list[Any], changes: list[tuple[int, int]], headers: bool) -> None:
+        records = bytearray(b"".join(bytes(batch.body) for batch in encode(given_rows)))
+        for at, byte in changes:
+            # Mostly near the front of the section, where the numbers are.
+            records[at % min(len(records), 40 + at % 50)] = byte
+        good = batch_of(record(0, b"k", b"v"), 1, base_offset=100)
+        data = good + batch_of(bytes(records), len(given_rows)) + good
 
-    def outcome(few: int) -> list[Row] | None:
+        def outcome(few: int) -> list[Row] | None:
+            try:
+                return rows_of(columns_of([data], few, headers=headers)[0])
+            except ProtocolError:
+                return None
+
         try:
-            return rows_of(columns_of([data], few, headers=headers)[0])
+            expected = [row if headers else (*row[:5], None) for row in listed_rows(data)]
         except ProtocolError:
-            return None
+            expected = None
+        assert outcome(BY_LOOP) == outcome(BY_COLUMN) == expected
 
-    try:
-        expected = [row if headers else (*row[:5], None) for row in listed_rows(data)]
-    except ProtocolError:
-        expected = None
-    assert outcome(BY_LOOP) == outcome(BY_COLUMN) == expected
+    check()
 
 
 def test_columns_do_not_keep_the_buffer() -> None:

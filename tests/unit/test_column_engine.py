@@ -131,21 +131,25 @@ def test_later_arrow_batches_see_earlier_changes_and_only_differences_are_writte
     assert run.next_timer_ms == {"event": None, "processing": None}
 
 
-@settings(deadline=None, max_examples=50)
-@given(
-    st.lists(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"\0", b"", b"cc"]), st.integers(-9, 9)), min_size=1)),
-    st.sampled_from([0, 3]),
-    st.sampled_from([None, "1 hour"]),
-    st.sampled_from([{"total": "int64", "last": "string"}, {"last": "string", "total": "int32"}]),
-)
-def test_sums_are_those_of_a_dict(batches: Any, version: int, ttl: str | None, fields: dict[str, str]) -> None:
-    driver = ProcessorDriver(Columns(version=version, ttl=ttl, state_fields=fields))
-    expected: dict[bytes, Any] = {}
-    for pairs in batches:
-        driver.send_many([(key, str(number)) for key, number in pairs])
-        for key, number in pairs:
-            expected[key] = {"total": expected.get(key, {"total": 0})["total"] + number, "last": str(number)}
-        assert driver.states == expected
+@pytest.mark.parametrize("examples", [20, pytest.param(50, marks=pytest.mark.long)])
+def test_sums_are_those_of_a_dict(examples: int) -> None:
+    @settings(deadline=None, max_examples=examples)
+    @given(
+        st.lists(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"\0", b"", b"cc"]), st.integers(-9, 9)), min_size=1)),
+        st.sampled_from([0, 3]),
+        st.sampled_from([None, "1 hour"]),
+        st.sampled_from([{"total": "int64", "last": "string"}, {"last": "string", "total": "int32"}]),
+    )
+    def check(batches: Any, version: int, ttl: str | None, fields: dict[str, str]) -> None:
+        driver = ProcessorDriver(Columns(version=version, ttl=ttl, state_fields=fields))
+        expected: dict[bytes, Any] = {}
+        for pairs in batches:
+            driver.send_many([(key, str(number)) for key, number in pairs])
+            for key, number in pairs:
+                expected[key] = {"total": expected.get(key, {"total": 0})["total"] + number, "last": str(number)}
+            assert driver.states == expected
+
+    check()
 
 
 class Exported:

@@ -306,13 +306,17 @@ def model(batches: Iterable[tuple[list[Any], list[Any]]], within: int | None, ke
 
 
 @pytest.mark.parametrize("within", [10, None])
-@given(batches=BATCHES)
-@settings(max_examples=150, deadline=None)
-def test_model(within: int | None, batches: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "LEAST_CAPACITY", 2)  # so that there are many
-        patch.setattr(dedup_engine, "DELETED_PER_BATCH", 3)
-        play(within, batches, tmp_path_factory.mktemp("model"))
+@pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.long)])
+def test_model(examples: int, within: int | None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(batches=BATCHES)
+    def check(batches: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(segments, "LEAST_CAPACITY", 2)  # so that there are many
+            patch.setattr(dedup_engine, "DELETED_PER_BATCH", 3)
+            play(within, batches, tmp_path_factory.mktemp("model"))
+
+    check()
 
 
 def play(within: int | None, batches: Any, folder: Path) -> None:

@@ -92,7 +92,7 @@ def test_an_editable_install_has_no_copies(tmp_path: Path) -> None:
     assert [Path(name).suffix for name in files] == [".pth"]
 
 
-@pytest.mark.parametrize("installed", ["wheel", "editable"])
+@pytest.mark.parametrize("installed", ["wheel", pytest.param("editable", marks=pytest.mark.long)])
 def test_the_demos_find_their_services(wheel: Path, tmp_path: Path, installed: str) -> None:
     """As installed from a wheel, and from a checkout: the files are there."""
     place, folder = ROOT / "src", ROOT

@@ -102,32 +102,37 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(STEPS)
-def test_a_copy_is_exact_or_refused(steps: list[tuple[object, ...]]) -> None:
+@pytest.mark.parametrize("examples", [50, pytest.param(150, marks=pytest.mark.long)])
+def test_a_copy_is_exact_or_refused(examples: int) -> None:
     """The offset of a batch is the end of the log as it was before more was written and compacted."""
-    log, full, pinned = Log(), [], 0
-    with tempfile.TemporaryDirectory() as folder:
-        spec = spec_in(Path(folder))
-        for step in steps:
-            if step[0] == "put":
-                log.put(step[1], step[2])  # type: ignore[arg-type]
-                full.append((step[1], step[2]))
-            elif step[0] == "compact":
-                log.compact(min(int(step[1]), log.stable))  # type: ignore[call-overload]
-            else:
-                pinned = max(pinned, log.stable - int(step[1]))  # type: ignore[call-overload]
-                log.dies_after = pinned - 1 if step[2] else None
-                try:
-                    store = open_copy(spec, 0, pinned, log)
-                except InexactCopyError:
-                    # At the end of the log it is exact, unless compaction runs during that reading, too.
-                    pinned = log.stable
-                    store = open_copy(spec, 0, pinned, log)
-                except InjectedError:
-                    continue
-                assert content(store) == log.at(pinned, full)  # type: ignore[arg-type]
-                store.close()
+
+    @settings(max_examples=examples, deadline=None)
+    @given(STEPS)
+    def check(steps: list[tuple[object, ...]]) -> None:
+        log, full, pinned = Log(), [], 0
+        with tempfile.TemporaryDirectory() as folder:
+            spec = spec_in(Path(folder))
+            for step in steps:
+                if step[0] == "put":
+                    log.put(step[1], step[2])  # type: ignore[arg-type]
+                    full.append((step[1], step[2]))
+                elif step[0] == "compact":
+                    log.compact(min(int(step[1]), log.stable))  # type: ignore[call-overload]
+                else:
+                    pinned = max(pinned, log.stable - int(step[1]))  # type: ignore[call-overload]
+                    log.dies_after = pinned - 1 if step[2] else None
+                    try:
+                        store = open_copy(spec, 0, pinned, log)
+                    except InexactCopyError:
+                        # At the end of the log it is exact, unless compaction runs during that reading, too.
+                        pinned = log.stable
+                        store = open_copy(spec, 0, pinned, log)
+                    except InjectedError:
+                        continue
+                    assert content(store) == log.at(pinned, full)  # type: ignore[arg-type]
+                    store.close()
+
+    check()
 
 
 def test_a_record_that_was_compacted_away_is_not_missed(tmp_path: Path) -> None:

@@ -35,13 +35,17 @@ def parse(*values: Any) -> list[dict[str, Any]]:
     return found
 
 
-@settings(deadline=None)
-@given(st.lists(rows), st.sampled_from([None, 1]), st.booleans(), st.integers(0, 3))
-def test_what_is_parsed(values: list[dict[str, Any]], indent: int | None, ascii_only: bool, skip: int) -> None:
-    raws = [json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode() for value in values]
-    table = parse_json(pa.array(raws, pa.binary()).slice(skip), SCHEMA)
-    assert table.schema == SCHEMA
-    assert table.to_pylist() == [{name: value.get(name) for name in SCHEMA.names} for value in values[skip:]]
+@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.long)])
+def test_what_is_parsed(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(st.lists(rows), st.sampled_from([None, 1]), st.booleans(), st.integers(0, 3))
+    def check(values: list[dict[str, Any]], indent: int | None, ascii_only: bool, skip: int) -> None:
+        raws = [json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode() for value in values]
+        table = parse_json(pa.array(raws, pa.binary()).slice(skip), SCHEMA)
+        assert table.schema == SCHEMA
+        assert table.to_pylist() == [{name: value.get(name) for name in SCHEMA.names} for value in values[skip:]]
+
+    check()
 
 
 @settings(deadline=None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -177,57 +178,61 @@ batches = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=250)
-@given(st.lists(batches, min_size=1, max_size=6))
-def test_batches_do_what_dicts_do(script: list[Any]) -> None:
-    folder = Path(f"/model-{uuid.uuid4().hex}")
-    store = MemoryStore.open(folder)
-    model, watermark_ms = Model(), 0
-    try:
-        for number, (arrow_batches, wait_ms, step_ms, committed) in enumerate(script):
-            model.now_ms += wait_ms
-            watermark_ms += step_ms
-            before = copy.deepcopy(model)
-            engine = Engine(
-                Scripted(),
-                store,
-                flow="f",
-                table="t",
-                partition=0,
-                batch=number,
-                now_ms=model.now_ms,
-                watermark_ms=watermark_ms,
-                on_error="dead-letter",
-                dead_letter_topic="dead",
-            )
-            engine.start()
-            expected = model.start(watermark_ms)
-            for given_records in arrow_batches:
-                engine.feed(
-                    pa.record_batch(
-                        {
-                            "key": pa.array([key for key, _ in given_records], pa.binary()),
-                            "value": pa.array([JSON.encode(each) for _, each in given_records], pa.binary()),
-                        }
-                    )
+@pytest.mark.parametrize("examples", [60, pytest.param(250, marks=pytest.mark.long)])
+def test_batches_do_what_dicts_do(examples: int) -> None:
+    @settings(deadline=None, max_examples=examples)
+    @given(st.lists(batches, min_size=1, max_size=6))
+    def check(script: list[Any]) -> None:
+        folder = Path(f"/model-{uuid.uuid4().hex}")
+        store = MemoryStore.open(folder)
+        model, watermark_ms = Model(), 0
+        try:
+            for number, (arrow_batches, wait_ms, step_ms, committed) in enumerate(script):
+                model.now_ms += wait_ms
+                watermark_ms += step_ms
+                before = copy.deepcopy(model)
+                engine = Engine(
+                    Scripted(),
+                    store,
+                    flow="f",
+                    table="t",
+                    partition=0,
+                    batch=number,
+                    now_ms=model.now_ms,
+                    watermark_ms=watermark_ms,
+                    on_error="dead-letter",
+                    dead_letter_topic="dead",
                 )
-                expected += model.feed(given_records)
-            engine.finish()
-            out = engine.outputs()
-            yielded = [] if out is None else [row for row in out.to_pylist() if row["topic"] is None]
-            assert [(row["key"], JSON.decode(row["value"])) for row in yielded] == [
-                (key, JSON.decode(JSON.encode(value))) for key, value in expected
-            ]
-            assert engine.next_timer_ms == model.next_timers()
-            changes = engine.changes()
-            assert all(store.get(key) != row for key, row in changes)
-            if committed:
-                store.write(list(rows.with_index(changes, store.get)))
-                check_rows(store, model)
-            else:
-                model = before
-    finally:
-        MemoryStore.remove(folder)
+                engine.start()
+                expected = model.start(watermark_ms)
+                for given_records in arrow_batches:
+                    engine.feed(
+                        pa.record_batch(
+                            {
+                                "key": pa.array([key for key, _ in given_records], pa.binary()),
+                                "value": pa.array([JSON.encode(each) for _, each in given_records], pa.binary()),
+                            }
+                        )
+                    )
+                    expected += model.feed(given_records)
+                engine.finish()
+                out = engine.outputs()
+                yielded = [] if out is None else [row for row in out.to_pylist() if row["topic"] is None]
+                assert [(row["key"], JSON.decode(row["value"])) for row in yielded] == [
+                    (key, JSON.decode(JSON.encode(value))) for key, value in expected
+                ]
+                assert engine.next_timer_ms == model.next_timers()
+                changes = engine.changes()
+                assert all(store.get(key) != row for key, row in changes)
+                if committed:
+                    store.write(list(rows.with_index(changes, store.get)))
+                    check_rows(store, model)
+                else:
+                    model = before
+        finally:
+            MemoryStore.remove(folder)
+
+    check()
 
 
 def check_rows(store: MemoryStore, model: Model) -> None:

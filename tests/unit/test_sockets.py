@@ -119,7 +119,7 @@ def test_all_bytes_arrive_in_order(pair: tuple[socket.socket, socket.socket], se
     sender, receiver = _TcpTransport(Loop(), one), _TcpTransport(Loop(), other)
     parts = [dice.randbytes(dice.choice([0, 1, 100, 70_000, 300_000])) for _ in range(200)]
     sender._write_buffer = collections.deque([dice.choice([bytes, bytearray, memoryview])(part) for part in parts])
-    sent, received, turns = 0, b"", 0
+    sent, received, turns = 0, bytearray(), 0
     while sender._write_buffer or len(received) < sent:
         count, error = sender._sock_send()
         assert error is None

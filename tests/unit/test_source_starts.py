@@ -165,48 +165,54 @@ committed_offsets = st.dictionaries(st.integers(0, 5), st.integers(0, 22))
 starts = st.one_of(st.sampled_from(["earliest", "latest"]), committed_offsets)
 
 
-@settings(max_examples=300, deadline=None, derandomize="CI" in os.environ)
-@given(span=spans, known=st.none() | committed_offsets, starting=starts, strict=st.booleans(), same_id=st.booleans())
-def test_any_state(
-    span: dict[int, tuple[int, int]], known: dict[int, int] | None, starting: Any, strict: bool, same_id: bool
-) -> None:
-    source = topic({p: low for p, (low, _) in span.items()}, {p: high for p, (_, high) in span.items()})
-    before = None if known is None else progress(known, {"in": "id-1" if same_id else "id-0"})
-    options = {"starting_offsets": starting, "fail_on_data_loss": strict}
-    exact = (
-        known is not None
-        and known.keys() == span.keys()
-        and all(low <= known[p] <= high for p, (low, high) in span.items())
+@pytest.mark.parametrize("examples", [100, pytest.param(300, marks=pytest.mark.long)])
+def test_any_state(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize="CI" in os.environ)
+    @given(
+        span=spans, known=st.none() | committed_offsets, starting=starts, strict=st.booleans(), same_id=st.booleans()
     )
-    if (exact and same_id) or (known is None and isinstance(starting, str)):
-        start = plan(source, before, **options)  # what can be continued exactly is not refused
-    else:
-        try:
-            start = plan(source, before, **options)
-        except OnceflowError as problem:
-            error = problem
+    def check(
+        span: dict[int, tuple[int, int]], known: dict[int, int] | None, starting: Any, strict: bool, same_id: bool
+    ) -> None:
+        source = topic({p: low for p, (low, _) in span.items()}, {p: high for p, (_, high) in span.items()})
+        before = None if known is None else progress(known, {"in": "id-1" if same_id else "id-0"})
+        options = {"starting_offsets": starting, "fail_on_data_loss": strict}
+        exact = (
+            known is not None
+            and known.keys() == span.keys()
+            and all(low <= known[p] <= high for p, (low, high) in span.items())
+        )
+        if (exact and same_id) or (known is None and isinstance(starting, str)):
+            start = plan(source, before, **options)  # what can be continued exactly is not refused
         else:
-            error = None
-        if error is not None:
-            assert error.flow == FLOW
-            assert error.next_step
-            return
-    assert start.offsets.keys() == span.keys()
-    for partition, offset in start.offsets.items():
-        low, high = span[partition]
-        assert low <= offset <= high
-        if known is not None and partition in known:
-            assert offset >= known[partition], "records would be written twice"
-            if strict:
-                assert offset == known[partition], "records would be skipped"
-            elif offset > known[partition]:
-                assert offset == low, "more is skipped than has expired"
-        elif known is not None:
-            assert offset == low, "a new partition is not read from its beginning"
-    assert start.must_commit == (start.offsets != known)
-    if known is not None:
-        assert same_id
-        assert known.keys() <= span.keys()
-        changed = [p for p, offset in start.offsets.items() if known.get(p) != offset]
-        told = [warning for warning in start.warnings if not warning.startswith("starting_offsets=")]
-        assert len(told) == len(changed)
+            try:
+                start = plan(source, before, **options)
+            except OnceflowError as problem:
+                error = problem
+            else:
+                error = None
+            if error is not None:
+                assert error.flow == FLOW
+                assert error.next_step
+                return
+        assert start.offsets.keys() == span.keys()
+        for partition, offset in start.offsets.items():
+            low, high = span[partition]
+            assert low <= offset <= high
+            if known is not None and partition in known:
+                assert offset >= known[partition], "records would be written twice"
+                if strict:
+                    assert offset == known[partition], "records would be skipped"
+                elif offset > known[partition]:
+                    assert offset == low, "more is skipped than has expired"
+            elif known is not None:
+                assert offset == low, "a new partition is not read from its beginning"
+        assert start.must_commit == (start.offsets != known)
+        if known is not None:
+            assert same_id
+            assert known.keys() <= span.keys()
+            changed = [p for p, offset in start.offsets.items() if known.get(p) != offset]
+            told = [warning for warning in start.warnings if not warning.startswith("starting_offsets=")]
+            assert len(told) == len(changed)
+
+    check()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from onceflow.admin import tally as tallies
 from onceflow.admin.identity import identity_of
 from onceflow.admin.progress_history import breaks, committed_records
 from onceflow.admin.readings import readings
@@ -64,9 +65,10 @@ def test_what_differs(
     assert list(tmp_path.iterdir()) == [], "the scratch folder is gone"
 
 
-def test_many_records_with_a_few_mistakes(tmp_path: Path) -> None:
+def test_many_records_with_a_few_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than are kept in memory for each file; lost and doubled ones are found, and nothing else."""
-    source = list(range(100_000))
+    monkeypatch.setattr(tallies, "_BUFFERED", 50)
+    source = list(range(20_000))
     random = Random(7)
     lost, doubled = set(random.sample(source, 5)), set(random.sample(source, 5))
     output = [each for each in source if each not in lost] + sorted(doubled - lost)
@@ -109,8 +111,9 @@ def test_order(
     assert all([place.topic for place in each] == ["o", "o", "s", "s"] for each in places)
 
 
-def test_order_of_many_records(tmp_path: Path) -> None:
-    source = [(n, f"key-{n % 1000}") for n in range(50_000)]
+def test_order_of_many_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tallies, "_BUFFERED", 50)
+    source = [(n, f"key-{n % 1000}") for n in range(15_000)]
     output = sorted(source, key=lambda each: each[0] % 7)  # a key's records are 1000 apart
     by_key: dict[str, int] = {}
     wrong = 0

@@ -140,25 +140,27 @@ KINDS = st.one_of(
 BATCHES = st.lists(st.lists(st.tuples(st.sampled_from([b"a", b"b"]), st.integers(-50, 200)), max_size=8), max_size=8)
 
 
-@settings(max_examples=100, deadline=None)
-@given(KINDS, BATCHES, st.integers(0, 60), st.sampled_from([1, 2, 1000]))
-def test_results_are_those_of_all_records_that_are_not_late(
-    kind: Any, batches: list[list[Sent]], lateness_ms: int, at_once: int
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(panes, "CLOSED_AT_ONCE", at_once)
-        patch.setattr(sessions, "CLOSED_AT_ONCE", at_once)
-        driver, sent = run(kind, batches, lateness_ms)
-    late = {int(record.value) for record in driver.late}
-    in_time = [(number, record) for number, record in sent.items() if number not in late]
-    found = [result_of(record) for record in driver.outputs if record.key != b"end"]
-    assert sorted(found) == expected(kind, in_time)
-    # Nothing is late that belongs to open windows only: a record that is not older than the watermark never is.
-    met = watermarks(batches, lateness_ms)
-    assert all(sent[number][1] < met[number] for number in late)
-    # Nothing is left but what belongs to the last record.
-    assert {key for key, _ in driver.timers} <= {b"end"}
-    assert driver.map(b"a", "windows") == driver.map(b"b", "windows") == {}
+@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.long)])
+def test_results_are_those_of_all_records_that_are_not_late(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(KINDS, BATCHES, st.integers(0, 60), st.sampled_from([1, 2, 1000]))
+    def check(kind: Any, batches: list[list[Sent]], lateness_ms: int, at_once: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(panes, "CLOSED_AT_ONCE", at_once)
+            patch.setattr(sessions, "CLOSED_AT_ONCE", at_once)
+            driver, sent = run(kind, batches, lateness_ms)
+        late = {int(record.value) for record in driver.late}
+        in_time = [(number, record) for number, record in sent.items() if number not in late]
+        found = [result_of(record) for record in driver.outputs if record.key != b"end"]
+        assert sorted(found) == expected(kind, in_time)
+        # Nothing is late that belongs to open windows only: a record that is not older than the watermark never is.
+        met = watermarks(batches, lateness_ms)
+        assert all(sent[number][1] < met[number] for number in late)
+        # Nothing is left but what belongs to the last record.
+        assert {key for key, _ in driver.timers} <= {b"end"}
+        assert driver.map(b"a", "windows") == driver.map(b"b", "windows") == {}
+
+    check()
 
 
 def watermarks(batches: list[list[Sent]], lateness_ms: int) -> dict[int, int]:
@@ -174,17 +176,21 @@ def watermarks(batches: list[list[Sent]], lateness_ms: int) -> dict[int, int]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
-@given(KINDS, BATCHES)
-def test_the_last_update_of_a_window_is_its_result(kind: Any, batches: list[list[Sent]]) -> None:
-    driver, sent = run(kind, batches, 1000, "update")
-    assert driver.late == []
-    last: dict[tuple[Any, int, int], Any] = {}
-    for key, start, end, numbers in map(result_of, driver.outputs):
-        last[key, start, end] = numbers
-    found = [(*bounds, numbers) for bounds, numbers in last.items() if bounds[0] != b"end" and numbers is not None]
-    assert sorted(found) == expected(kind, sent.items())
-    assert driver.map(b"a", "windows") == driver.map(b"b", "windows") == {}
+@pytest.mark.parametrize("examples", [20, pytest.param(60, marks=pytest.mark.long)])
+def test_the_last_update_of_a_window_is_its_result(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(KINDS, BATCHES)
+    def check(kind: Any, batches: list[list[Sent]]) -> None:
+        driver, sent = run(kind, batches, 1000, "update")
+        assert driver.late == []
+        last: dict[tuple[Any, int, int], Any] = {}
+        for key, start, end, numbers in map(result_of, driver.outputs):
+            last[key, start, end] = numbers
+        found = [(*bounds, numbers) for bounds, numbers in last.items() if bounds[0] != b"end" and numbers is not None]
+        assert sorted(found) == expected(kind, sent.items())
+        assert driver.map(b"a", "windows") == driver.map(b"b", "windows") == {}
+
+    check()
 
 
 # ---- examples ----------------------------------------------------------------------------------------------
