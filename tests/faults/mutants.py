@@ -27,6 +27,7 @@ from onceflow.client.transactions import Transactions
 from onceflow.direct import run as direct_module
 from onceflow.direct.arrivals import Arrivals
 from onceflow.direct.fetched import FetchedPart
+from onceflow.direct.source_reader import SourceReader
 from onceflow.driver import commit as batch_module
 from onceflow.driver import output_writer, progress_log, range_rows
 from onceflow.driver.commit import BatchCommit
@@ -62,6 +63,7 @@ class Fault:
         placed: whether user code puts a row somewhere else when it is run again after the fault.
         more: whether there are more source records for the second run; which takes place then in any case.
         restart: whether the flow is started again after an error.
+        given_back: whether tasks give back to the driver before all is read, and more records arrive at that moment.
     """
 
     first: Callable[[Patch, Path], None] | None = None
@@ -69,6 +71,12 @@ class Fault:
     placed: bool = False
     more: bool = False
     restart: bool = True
+    given_back: bool = False
+
+    @property
+    def leaves_a_trace(self) -> bool:
+        """Whether it creates the file that says that it has happened."""
+        return self.first is not None or self.second is not None or self.given_back
 
 
 def half_written(patch: Patch, once: Path) -> None:
@@ -138,6 +146,19 @@ def two_arrow_batches(patch: Patch, once: Path) -> None:
     patch.setattr(FetchedRows, "batches", halved(FetchedRows.batches))
 
 
+def more_when_given_back(patch: Patch, once: Path, pipe: Any) -> None:
+    """The driver has fetched 50 records before tasks took over. They give back when 10 are left, and 10 more come."""
+    go_on = SourceReader.go_on
+
+    def fill_first(self: Any) -> None:
+        if not once.exists():
+            once.touch()
+            pipe.fill(BATCH_ROWS // 2)
+        go_on(self)
+
+    patch.setattr(SourceReader, "go_on", fill_first)
+
+
 FAULTS = {
     "none": Fault(),
     "an attempt fails half-way": Fault(first=half_written, placed=True),
@@ -148,6 +169,7 @@ FAULTS = {
     "started again too early in the source": Fault(more=True, second=stale_start),
     "rows come in two equal halves": Fault(first=two_arrow_batches, placed=True),
     "rows come in two halves, by key": Fault(first=two_arrow_batches),
+    "tasks give back, and more records come": Fault(given_back=True),
 }
 
 
@@ -371,6 +393,11 @@ def tasks_begin_too_early(patch: Patch) -> None:
     patch.setattr(range_rows, "dealt", dealt)
 
 
+def driver_reads_on_where_it_stood(patch: Patch) -> None:
+    """After batches of tasks, the driver reads on behind what it had fetched before them, and has given up."""
+    patch.setattr(SourceReader, "go_on", lambda self: None)
+
+
 # ---- a run -----------------------------------------------------------------------------------------------
 
 
@@ -410,7 +437,8 @@ def write_everything(pipe: Any, fault: Fault, once: Path, engine: str) -> BaseEx
         # As without `placed`, whose function may make any number of rows as far as onceflow knows.
         options = {"engine": engine, "small_batch_rows": 8_000}
         if engine == BY_TASKS:
-            options = {"engine": DIRECT, "small_batch_rows": 0}
+            # The driver takes over when no more than half of this is left.
+            options = {"engine": DIRECT, "small_batch_rows": BATCH_ROWS if fault.given_back else 0}
         query = flow.write(rows, topic=pipe.target, **options).start()
         try:
             query.processAllAvailable()
@@ -437,11 +465,13 @@ def run(
             with Patch.context() as patch:
                 if happens is not None:
                     happens(patch, once)
+                if fault.given_back:
+                    more_when_given_back(patch, once, pipe)
                 ends.append(write_everything(pipe, fault, once, engine))
             if not fault.restart or (ends[-1] is None and not (fault.more and number == 0)):
                 break
             if fault.more and number == 0:
                 pipe.fill(BATCH_ROWS)
-    assert once.exists() == (fault.first is not None or fault.second is not None), "the fault has not happened"
+    assert once.exists() == fault.leaves_a_trace, "the fault has not happened"
     verdict = recorder.verify(path, pipe.bootstrap, pipe.flow, sources=[pipe.source], outputs=[pipe.target], seconds=30)
     return verdict, ends

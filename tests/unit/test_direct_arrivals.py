@@ -109,6 +109,53 @@ def test_the_batch_ends_with_the_response_that_reaches_the_bytes() -> None:
     assert arrivals.nbytes == 200
 
 
+def test_what_is_dropped_is_not_taken() -> None:
+    """It is read again, from where batches are."""
+    arrivals = Arrivals({"in": {0: 0}})
+    arrivals.add(part(0, 4))
+    arrivals.drop()
+    assert (arrivals.has_offsets, arrivals.nbytes) == (False, 0)
+    assert arrivals.nothing().end == {"in": {0: 0}}
+    arrivals.add(part(0, 2))
+    assert offsets_of(arrivals.take(NO_LIMITS)) == {("in", 0): [0, 1]}
+
+
+def test_a_range_that_others_read() -> None:
+    """The next one begins at its end, and partitions of which nothing is read stay where they are."""
+    starts = {"in": {0: 5, 1: 7}, "other": {0: 1}}
+    arrivals = Arrivals(starts)
+    there = arrivals.nothing()
+    ranges = [arrivals.take_unread({"in": {0: 9}}), arrivals.take_unread({"in": {1: 8}, "other": {0: 3}})]
+    arrivals.add(part(9, 10))
+    ranges.append(arrivals.take(NO_LIMITS).source)
+    assert there.start == there.end == ranges[0].start == starts == {"in": {0: 5, 1: 7}, "other": {0: 1}}
+    assert ranges[0].end == ranges[1].start == {"in": {0: 9, 1: 7}, "other": {0: 1}}
+    assert ranges[1].end == ranges[2].start == {"in": {0: 9, 1: 8}, "other": {0: 3}}
+    assert ranges[2].end == {"in": {0: 10, 1: 8}, "other": {0: 3}}
+
+
+def test_others_read_nothing_that_waits() -> None:
+    arrivals = Arrivals({"in": {0: 0}})
+    arrivals.add(part(0, 2))
+    with pytest.raises(AssertionError, match="read twice"):
+        arrivals.take_unread({"in": {0: 2}})
+
+
+def test_a_partition_that_was_added() -> None:
+    """The first records of it have expired already."""
+    arrivals = Arrivals({"in": {0: 0}})
+    arrivals.begin("in", 1, 3)
+    arrivals.add(part(3, 5, partition=1))
+    taken = arrivals.take(NO_LIMITS)
+    assert (taken.source.start, taken.source.end) == ({"in": {0: 0, 1: 3}}, {"in": {0: 0, 1: 5}})
+
+
+def test_rows_know_their_place() -> None:
+    (rows,) = part(4, 6, topic="other", partition=3).rows()
+    places = rows.select(["topic", "partition", "offset"]).to_pylist()
+    assert [tuple(each.values()) for each in places] == [("other", 3, 4), ("other", 3, 5)]
+
+
 def pieces(rng: random.Random, partitions: int) -> Iterator[FetchedPart]:
     ends = dict.fromkeys(range(partitions), 0)
     for _ in range(rng.randrange(1, 25)):

@@ -23,7 +23,7 @@ from onceflow.direct.pacing import BATCH_BYTES, BatchSize
 from onceflow.direct.source_reader import SourceReader
 from onceflow.driver import handover
 from onceflow.driver.fetched_rows import FetchedRows
-from onceflow.driver.offset_log import SourceRange, TopicOffsets, earlier
+from onceflow.driver.offset_log import SourceRange, TopicOffsets
 from onceflow.driver.range_rows import RangeRows, RangeSource
 from onceflow.errors import BatchAbortedError
 from onceflow.spark.jvm import SPARK_ERRORS
@@ -142,7 +142,7 @@ class DirectLoop:
             if not self._run_by_tasks():
                 self._reader.go_on()
         elif self._is_due(now):
-            self._backlog.looked(_total(self.lag), now=now)
+            self._backlog.looked(_total(self._wanted()), now=now)
             if not self._backlog.by_tasks:
                 self._fill()
                 self._run_batch()
@@ -218,8 +218,7 @@ class DirectLoop:
         """Run a batch whose records tasks read by themselves. False: the driver is to read again."""
         ends = self._reader.look_ahead()
         self.lag = left(self._reader.arrivals.taken, ends)
-        bounds = self._bounds()
-        wanted = self.lag if bounds is None else left(self._reader.arrivals.taken, earlier(ends, bounds))
+        wanted = self._wanted()
         self._backlog.looked(_total(wanted), now=time.monotonic())
         if not self._backlog.by_tasks:
             return False
@@ -273,6 +272,18 @@ class DirectLoop:
             duration_s=seconds,
             fetch_s=self._busy_s,
         )
+
+    def _wanted(self) -> TopicOffsets:
+        """Of the offsets that are left to read, those that the next batch may take. Driver and tasks are chosen by
+        these alone: what is behind the bounds would be handed over again and again, and nobody may read it."""
+        bounds = self._bounds()
+        if bounds is None:
+            return self.lag
+        most = left(self._reader.arrivals.taken, bounds)
+        return {
+            topic: {n: min(count, most.get(topic, {}).get(n, 0)) for n, count in offsets.items()}
+            for topic, offsets in self.lag.items()
+        }
 
     def _bounds(self) -> TopicOffsets | None:
         """Where this batch has to end."""

@@ -104,16 +104,6 @@ class Sources:
         return replace(self, until=raised)
 
 
-def earlier(
-    ends: Mapping[str, Mapping[int, int]], bounds: Mapping[str, Mapping[int, int]]
-) -> dict[str, dict[int, int]]:
-    """The lower offset of both for each partition. Nothing is read of a partition without a bound."""
-    return {
-        topic: {partition: min(end, bounds.get(topic, {}).get(partition, 0)) for partition, end in offsets.items()}
-        for topic, offsets in ends.items()
-    }
-
-
 def has_reached(offsets: Mapping[str, Mapping[int, int]], ends: Mapping[str, Mapping[int, int]]) -> bool:
     """Whether everything before these ends was read, if the next offsets are these."""
     return all(

@@ -1,0 +1,381 @@
+"""The loop of the direct engine and its reader, over logs in memory: whoever reads, every record is in one batch, once.
+
+The connections are replaced, the rest is as it is in production: the reader, what waits, who reads, what a batch takes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from onceflow import BatchAbortedError, DataLossError, FencedError, OnceflowError
+from onceflow.client.cluster import TopicInfo
+from onceflow.client.column_chunks import ColumnChunk
+from onceflow.client.offsets import EARLIEST
+from onceflow.client.settings import ClientSettings
+from onceflow.direct import source_reader
+from onceflow.direct.arrivals import Limits
+from onceflow.direct.backlog import Backlog
+from onceflow.direct.fetched import FetchedPart
+from onceflow.direct.loop import DirectLoop
+from onceflow.direct.pacing import BatchSize
+from onceflow.direct.source_reader import SourceReader
+from onceflow.driver.fetched_rows import FetchedRows
+from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.range_rows import RangeRows
+from onceflow.protocol.names import TopicPartition
+from onceflow.protocol.progress import HandOver, Progress
+from onceflow.protocol.record_columns import RecordColumns
+from onceflow.task.direct_plan import DirectPlan, DirectSource
+from onceflow.task.source_rows import QueryRows
+
+TOPIC = "in"
+EVERYTHING = Limits({}, 10**9, 10**12)
+
+
+@dataclass
+class Logs:
+    """The partitions of the topic: where each begins and ends. Every offset has a record, but for those that were
+    aborted."""
+
+    ends: dict[int, int]
+    begins: dict[int, int] = field(default_factory=dict)
+    aborted: set[tuple[int, int]] = field(default_factory=set)
+    most: Callable[[], int] = lambda: 10**9  # so many records are in the next response
+    on_poll: Callable[[], None] = lambda: None
+
+    def records(self, partition: int, start: int, end: int) -> list[int]:
+        return [offset for offset in range(start, end) if (partition, offset) not in self.aborted]
+
+
+class Poll:
+    """In the place of `LongPoll`: it follows the logs."""
+
+    def __init__(self, logs: Logs, positions: Mapping[TopicPartition, int]) -> None:
+        self._logs = logs
+        self.followed: dict[TopicPartition, Any] = {}
+        for (topic, partition), position in positions.items():
+            self.add(topic, partition, position)
+
+    def add(self, topic: str, partition: int, position: int) -> None:
+        self.followed[topic, partition] = SimpleNamespace(position=position, last_stable_offset=-1)
+
+    seek = add
+
+    def send(self) -> None:
+        pass
+
+    def poll(self, timeout_s: float) -> Iterator[tuple[TopicPartition, ColumnChunk]]:
+        self._logs.on_poll()
+        for (topic, partition), each in list(self.followed.items()):
+            start, begin, end = each.position, self._logs.begins.get(partition, 0), self._logs.ends[partition]
+            each.last_stable_offset = end
+            if start < begin:
+                each.position = begin
+                yield (topic, partition), chunk([], begin, expired_from=start)
+            elif start < end:
+                each.position = min(end, start + self._logs.most())
+                yield (topic, partition), chunk(self._logs.records(partition, start, each.position), each.position)
+
+
+def chunk(offsets: list[int], end: int, *, expired_from: int | None = None) -> ColumnChunk:
+    """The value of a record is its offset."""
+    values, stamps = pa.array([b"%d" % offset for offset in offsets], pa.binary()), np.array(offsets, np.int64)
+    records = RecordColumns(values, values, stamps, stamps, np.zeros(len(offsets), np.int32))
+    return ColumnChunk(records, end, True, expired_from, 10 * len(offsets))
+
+
+@pytest.fixture
+def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SourceReader]:
+    """``reader_of(logs, {0: 5})``: a reader of the logs, from these offsets on."""
+
+    def make(logs: Logs, starts: dict[int, int], *, fail_on_data_loss: bool = True) -> SourceReader:
+        def ends(_: Any, wanted: Mapping[str, list[int]], at: int, *rest: Any) -> dict[str, dict[int, int]]:
+            found = logs.begins if at == EARLIEST else logs.ends
+            return {TOPIC: {partition: found.get(partition, 0) for partition in wanted[TOPIC]}}
+
+        class Cluster:
+            def __init__(self, *_: Any, **__: Any) -> None: ...
+            def connect(self, deadline: Any) -> None: ...
+            def close(self) -> None: ...
+            def topics(self, names: Any, deadline: Any, **_: Any) -> dict[str, TopicInfo]:
+                return {TOPIC: TopicInfo(TOPIC, "id", dict.fromkeys(logs.ends, 1))}
+
+        monkeypatch.setattr(source_reader, "Cluster", Cluster)
+        monkeypatch.setattr(source_reader, "LongPoll", lambda cluster, topics, positions, **_: Poll(logs, positions))
+        monkeypatch.setattr(source_reader, "list_offsets", ends)
+        source = DirectSource(TOPIC, include_headers=False, fail_on_data_loss=fail_on_data_loss, max_records=None)
+        query = QueryRows(DirectPlan((source,), ("value",)))
+        return SourceReader(ClientSettings("nowhere:1"), query, {TOPIC: starts}, flow="copy")
+
+    return make
+
+
+def offsets_of(parts: Any) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for each in parts:
+        assert isinstance(each, FetchedPart)
+        for rows in each.rows():
+            found.setdefault(each.place[1], []).extend(int(value) for value in rows.column("value").to_pylist())
+    return found
+
+
+# ---- the reader ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", [40, 55], ids=["behind what was fetched", "beyond it"])
+def test_after_tasks_the_driver_reads_on_from_where_they_have_ended(
+    reader_of: Callable[..., SourceReader], taken: int
+) -> None:
+    logs = Logs({0: 50, 1: 5})
+    reader = reader_of(logs, {0: 0, 1: 0})
+    assert reader.fetch(0)
+    logs.ends[0] = 60
+    assert reader.look_ahead() == {TOPIC: {0: 60, 1: 5}}
+    reader.arrivals.take_unread({TOPIC: {0: taken, 1: 5}})
+    reader.go_on()
+    assert reader.fetch(0)
+    assert reader.arrivals.offsets == 60 - taken
+    found = reader.arrivals.take(EVERYTHING)
+    assert found.source == SourceRange({TOPIC: {0: taken, 1: 5}}, {TOPIC: {0: 60, 1: 5}})
+    assert offsets_of(found.parts) == {0: list(range(taken, 60))}
+
+
+def test_partitions_that_were_added_are_read_from_their_beginning(
+    reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_reader, "_LOOK_EVERY_S", 0.0)
+    logs = Logs({0: 2})
+    reader = reader_of(logs, {0: 1})
+    reader.fetch(0)
+    reader.arrivals.take(EVERYTHING)
+    logs.ends[1], logs.begins[1] = 9, 6
+    assert reader.fetch(0)
+    assert reader.arrivals.offsets == 3
+    found = reader.arrivals.take(EVERYTHING)
+    assert found.source == SourceRange({TOPIC: {0: 2, 1: 6}}, {TOPIC: {0: 2, 1: 9}})
+    assert offsets_of(found.parts) == {1: [6, 7, 8]}
+    logs.ends[2] = 3
+    assert reader.look_ahead() == {TOPIC: {0: 2, 1: 9, 2: 3}}, "tasks are to read them, too"
+
+
+def test_records_that_expire_while_it_reads(
+    reader_of: Callable[..., SourceReader], caplog: pytest.LogCaptureFixture
+) -> None:
+    logs = Logs({0: 9}, {0: 4})
+    with pytest.raises(DataLossError, match="offsets 1 to 3 have expired"):
+        reader_of(logs, {0: 1}).fetch(0)
+    reader = reader_of(logs, {0: 1}, fail_on_data_loss=False)
+    reader.fetch(0)
+    reader.fetch(0)
+    found = reader.arrivals.take(EVERYTHING)
+    assert found.source == SourceRange({TOPIC: {0: 1}}, {TOPIC: {0: 9}})
+    assert offsets_of(found.parts) == {0: [4, 5, 6, 7, 8]}
+    assert "offsets 1 to 3 have expired" in caplog.text
+
+
+# ---- the loop --------------------------------------------------------------------------------------------
+
+
+class Written:
+    """In the place of `DirectBatches`: what batches have taken, and who has read it."""
+
+    flow, stopping, idle = "copy", False, False
+
+    def __init__(self, logs: Logs, starts: dict[int, int]) -> None:
+        self._logs = logs
+        self.progress = Progress(self.flow, -1, {TOPIC: dict(starts)}, {}, 0)
+        self.records: dict[int, list[int]] = {partition: [] for partition in logs.ends}
+        self.ways: list[str] = []
+        self.sizes: list[int] = []
+        self.failure: BaseException | None = None
+        self.before: Callable[[SourceRange], None] = lambda source: None
+
+    def __call__(self, rows: Any, source: SourceRange, *, backlog: bool) -> None:
+        self.before(source)
+        assert source.start[TOPIC].items() >= self.progress.offsets[TOPIC].items(), "I2"
+        if isinstance(rows, RangeRows):
+            assert rows.range == source
+            taken = {p: self._logs.records(p, start, end) for _, p, start, end in source.places()}
+        else:
+            assert isinstance(rows, FetchedRows)
+            taken = offsets_of(rows.parts)
+        for partition, offsets in taken.items():
+            self.records[partition] += offsets
+        self.ways.append(type(rows).__name__)
+        self.sizes.append(source.max_rows)
+        self.progress = replace(self.progress, batch_id=self.progress.batch_id + 1, offsets=source.end)
+
+    def wants_batch(self, source: SourceRange) -> bool:
+        return source.max_rows > 0
+
+    def failed(self, error: BaseException) -> None:
+        self.failure = error
+
+
+def loop_of(written: Written, reader: SourceReader, rows_max: int, *, most: int, until: dict[int, int]) -> DirectLoop:
+    context = SimpleNamespace(setJobGroup=lambda *_, **__: None)
+    backlog = Backlog("copy", rows_max)
+    batches: Any = written
+    spark: Any = SimpleNamespace(sparkContext=context)
+    tasks: Any = SimpleNamespace(spark=spark)
+    return DirectLoop(
+        batches,
+        reader,
+        spark=spark,
+        trigger_s=0.0,
+        records_per_batch={TOPIC: most},
+        until={TOPIC: until},
+        backlog=backlog,
+        tasks=tasks,
+    )
+
+
+class Fickle:
+    """In the place of `Backlog`: anybody may read the next batch."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.by_tasks = False
+
+    def looked(self, left: int, *, now: float) -> None:
+        self.by_tasks = left > 0 and self._rng.random() < 0.5
+
+    def ran(self, records: int, seconds: float, *, now: float) -> None:
+        self.by_tasks = self.by_tasks and self._rng.random() < 0.5
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_record_is_in_one_batch_whoever_reads(reader_of: Callable[..., SourceReader], seed: int) -> None:
+    """With random responses, batches and hand-overs, while records arrive, also behind the end of the run."""
+    rng = random.Random(seed)
+    partitions = range(rng.randrange(1, 4))
+    until = {partition: rng.randrange(50, 400) for partition in partitions}
+    starts = {partition: rng.randrange(5) for partition in partitions}
+    share = rng.choice((0.0, 0.3))
+    aborted = {(p, n) for p in partitions for n in range(until[p]) if rng.random() < share}
+    logs = Logs(dict(starts), aborted=aborted, most=lambda: rng.randrange(1, 60))
+    arrivals = 0
+
+    def arrive() -> None:
+        nonlocal arrivals
+        arrivals += 1
+        assert arrivals < 5_000, "the run does not end"
+        for partition, end in until.items():
+            logs.ends[partition] = min(end + 40, logs.ends[partition] + rng.choice((0, 1, 30, 90)))
+
+    logs.on_poll = arrive
+    written = Written(logs, starts)
+    written.before = lambda source: arrive()
+    most = rng.randrange(20, 80)
+    loop = loop_of(written, reader_of(logs, starts), rng.choice((0, 30, 60, 10**9)), most=most, until=until)
+    if seed % 2:
+        fickle: Any = Fickle(rng)
+        loop._backlog = fickle
+        loop._tasks_size = BatchSize(1.0, first=rng.randrange(10, 60), least=10, most=60)
+        loop._size = BatchSize(1.0, first=rng.randrange(10, 60), least=10, most=60)
+    loop._run()
+    assert loop.error is None
+    assert written.progress.offsets == {TOPIC: until}
+    assert written.records == {p: logs.records(p, starts[p], end) for p, end in until.items()}
+    assert max(written.sizes) <= most
+
+
+def test_the_driver_and_tasks_take_turns(reader_of: Callable[..., SourceReader]) -> None:
+    """Tasks read while more than 20 records are left, and until no more than 10 are. The driver had fetched 50."""
+    logs = Logs({0: 50})
+    reader = reader_of(logs, {0: 0})
+    written = Written(logs, {0: 0})
+
+    def more(source: SourceRange) -> None:
+        if source.end == {TOPIC: {0: 50}}:
+            logs.ends[0] = 75
+
+    written.before = more
+    loop_of(written, reader, 20, most=20, until={0: 75})._run()
+    assert written.records == {0: list(range(75))}
+    assert written.ways == ["RangeRows", "RangeRows", "FetchedRows", "RangeRows", "FetchedRows"]
+    assert written.sizes == [20, 20, 10, 20, 5]
+
+
+@pytest.mark.parametrize("rows_max", [0, 10**9], ids=["tasks", "driver"])
+def test_nothing_follows_a_batch_that_has_failed(reader_of: Callable[..., SourceReader], rows_max: int) -> None:
+    logs = Logs({0: 50})
+    written = Written(logs, {0: 0})
+    error = BatchAbortedError("no", next_step="none")
+
+    def fail(source: SourceRange) -> None:
+        if source.start != {TOPIC: {0: 0}}:
+            raise error
+
+    written.before = fail
+    loop = loop_of(written, reader_of(logs, {0: 0}), rows_max, most=20, until={0: 50})
+    loop._run()
+    assert (loop.error, written.failure) == (error, error)
+    assert written.sizes == [20]
+
+
+@pytest.mark.parametrize("error", [BatchAbortedError("no", next_step="none"), FencedError("no", next_step="none")])
+def test_only_an_abort_is_no_error_of_a_query_that_is_stopped(
+    reader_of: Callable[..., SourceReader], error: OnceflowError
+) -> None:
+    logs = Logs({0: 50})
+    written = Written(logs, {0: 0})
+
+    def fail(source: SourceRange) -> None:
+        written.stopping = True
+        raise error
+
+    written.before = fail
+    loop = loop_of(written, reader_of(logs, {0: 0}), 0, most=20, until={0: 50})
+    loop._run()
+    assert loop.error is (None if isinstance(error, BatchAbortedError) else error)
+    assert not written.sizes
+
+
+def test_what_is_behind_the_end_of_a_run_does_not_count_for_who_reads(reader_of: Callable[..., SourceReader]) -> None:
+    """Otherwise tasks would take over for it, find nothing that they may read, give back, take over, and so on."""
+    logs = Logs({0: 50})
+    written = Written(logs, {0: 0})
+    loop = loop_of(written, reader_of(logs, {0: 0}), 20, most=100, until={0: 10})
+    polls = iter(range(100))
+    logs.on_poll = lambda: None if next(polls, None) is not None else loop.stop()
+    loop._run()
+    assert written.records == {0: list(range(10))}
+    assert written.ways == ["FetchedRows"]
+
+
+@pytest.mark.parametrize("rows_max", [0, 20, 10**9], ids=["tasks", "both", "driver"])
+def test_a_partition_that_was_added_since_the_end_of_a_run_was_fixed_is_left_alone(
+    reader_of: Callable[..., SourceReader], rows_max: int
+) -> None:
+    logs = Logs({0: 50, 1: 30})
+    written = Written(logs, {0: 0, 1: 0})
+    loop_of(written, reader_of(logs, {0: 0, 1: 0}), rows_max, most=25, until={0: 50})._run()
+    assert written.records == {0: list(range(50)), 1: []}
+
+
+@pytest.mark.parametrize("rows_max", [0, 20, 10**9], ids=["tasks", "both", "driver"])
+def test_the_first_batch_after_a_promotion_ends_where_the_earlier_version_has(
+    reader_of: Callable[..., SourceReader], rows_max: int
+) -> None:
+    logs = Logs({0: 50, 1: 50})
+    written = Written(logs, {0: 0, 1: 10})
+    written.progress = replace(written.progress, handover=HandOver(offsets={TOPIC: {0: 7, 1: 5}}, timers={}))
+    ends: list[Any] = []
+
+    def done(source: SourceRange) -> None:
+        ends.append(source.end)
+        written.progress = replace(written.progress, handover=None)
+
+    written.before = done
+    loop_of(written, reader_of(logs, {0: 0, 1: 10}), rows_max, most=100, until={0: 50, 1: 50})._run()
+    assert ends == [{TOPIC: {0: 7, 1: 10}}, {TOPIC: {0: 50, 1: 50}}]
+    assert written.records == {0: list(range(50)), 1: list(range(10, 50))}
