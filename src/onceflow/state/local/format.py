@@ -11,16 +11,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from urllib.parse import quote
 
 import orjson
 
 from onceflow.errors import ProtocolError
 from onceflow.protocol.names import INTERNAL_SUFFIX
-from onceflow.protocol.record_columns import RecordColumns
 from onceflow.state import rows
 from onceflow.state.stores.base import StoreCorruptError
+
+if TYPE_CHECKING:
+    from onceflow.protocol.record_columns import RecordColumns  # needs Arrow, which `onceflow doctor` does without
 
 #: Names of blobs. The commit record was called marker earlier, and its blob still has that name.
 COMMIT_RECORD, PENDING = "marker", "pending"
