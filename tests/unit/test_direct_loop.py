@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from onceflow import BatchAbortedError, DataLossError, FencedError, OnceflowError
+from onceflow import BatchAbortedError, DataLossError, FencedError, OnceflowError, log_context
 from onceflow.client.cluster import TopicInfo
 from onceflow.client.column_chunks import ColumnChunk
 from onceflow.client.offsets import EARLIEST
@@ -38,6 +38,13 @@ from onceflow.task.source_rows import QueryRows
 
 TOPIC = "in"
 EVERYTHING = Limits({}, 10**9, 10**12)
+
+
+@pytest.fixture(autouse=True)
+def _log_fields() -> Iterator[None]:
+    """The loop runs in the thread of the test here, so what it adds to log lines has to end with the test."""
+    with log_context.within():
+        yield
 
 
 @dataclass
