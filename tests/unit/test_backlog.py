@@ -110,7 +110,7 @@ def test_the_log_says_who_reads_and_why(caplog: pytest.LogCaptureFixture) -> Non
 def test_state_on_this_machine_is_where_tasks_are() -> None:
     on_disk = TableFacts("t", 4, 4, {"rows": 600_000, "timers": 600_000}, nbytes=10)
     assert move_s([on_disk], 8, local=True) == 0
-    assert move_s([on_disk, on_disk], 8, local=False) == pytest.approx(2.0)
+    assert move_s([on_disk, on_disk], 8, local=False) == pytest.approx(1.2)
     assert move_s([TableFacts("t", 4, 4, {"rows": 1})], 8, local=True) == math.inf, "in the memory of the driver"
     assert move_s([], 8, local=False) == 0
 

@@ -21,7 +21,7 @@ log = logging.getLogger("onceflow")
 
 # On this machine, the driver and its tasks share the cores, often with the broker. With fewer cores tasks do not help.
 _LOCAL_CORES_MIN, _CORES_MIN = 3, 2
-_RESTORED_PER_S = 300_000  # records of state that one task reads and stores
+_RESTORED_PER_S = 500_000  # records of state that one task reads and stores
 _PATIENCE_S = 30.0
 
 
