@@ -161,9 +161,7 @@ def placed(changes: Mapping[bytes, bytes | None], fetch: Fetch, scan: Scan, flag
     """
     (raw,) = fetch([LIST])
     new: dict[bytes, bytes] = {}
-    if flags == {rows.STAMPED} and all(changes.values()):
-        new = {key[1:]: row for key, row in changes.items()}  # type: ignore[misc]  # as most restores have it
-    elif rows.STAMPED in flags:
+    if rows.STAMPED in flags:
         new = {key[1:]: row for key, row in changes.items() if row is not None and row[:1] == stamps.FLAGS}
     if raw is None and not new:
         return None
