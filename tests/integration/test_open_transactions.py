@@ -121,6 +121,10 @@ def cluster(onceflow_broker: str) -> Iterator[Cluster]:
     cluster.close()
 
 
+def _state(cluster: Cluster, transactions: Transactions) -> str:
+    return str(describe_transaction(cluster, transactions.transactional_id, soon())["state"])
+
+
 def hung(cluster: Cluster, topic: str, *, committed: bool = False) -> Transactions:
     """Leaves a hanging transaction in partition 0; its last transaction was committed, if ``committed`` says so."""
     transactions = Transactions(cluster, f"hanging-{uuid.uuid4().hex[:8]}")
@@ -129,6 +133,7 @@ def hung(cluster: Cluster, topic: str, *, committed: bool = False) -> Transactio
         transactions.begin(soon())
         transactions.add_partitions({topic: [1]}, soon())
         transactions.end(soon(), commit=True)
+        wait_until(lambda: _state(cluster, transactions) == "CompleteCommit", 30, "the coordinator has ended it")
     write(cluster, transactions, topic, "hangs")
     return transactions
 

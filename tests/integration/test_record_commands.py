@@ -137,11 +137,16 @@ def test_input_is_written_as_it_comes(command: Command, onceflow_broker: str, ma
             writer.stdin.write(line)
             writer.stdin.flush()
             assert reader.stdout.readline() == f"null\t{line}"
-        for running, said in ((writer, f"2 records written to {topic}.\nonceflow: interrupted\n"), (reader, "")):
+        counts = (
+            f"2 records written to {topic}.",
+            f"1 record written to {topic}; some of the next 1 may be written, too.",
+        )
+        # The reader can see a record before the writer has its acknowledgement.
+        for running, said in ((writer, [f"{each}\nonceflow: interrupted\n" for each in counts]), (reader, [""])):
             running.send_signal(signal.SIGINT)
             assert running.wait(30) == 130
             assert running.stderr
-            assert running.stderr.read().replace("\n\n", "\n").lstrip() == said
+            assert running.stderr.read().replace("\n\n", "\n").lstrip() in said
 
 
 # ---- consume ---------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ class TopicWriter:
         self._cluster = cluster
         self._topic = topic
         self.written = 0
+        self.unconfirmed = 0  # records of a `write` that has not returned: none, some or all of them are written
         refusal = OwnTopics().refusal(topic)
         if refusal:
             raise OptionError(
@@ -79,10 +80,11 @@ class TopicWriter:
         """Write records with key, value, headers and timestamp. Returns when all are acknowledged.
 
         Raises:
-            OnceflowError: none, some or all of these records are written. `written` does not count any of them.
+            OnceflowError: none, some or all of these records are written. `unconfirmed` counts them, not `written`.
         """
         if not records:
             return
+        self.unconfirmed = len(records)
         deadline = Deadline(_CALL_S, f"writing to {self._topic}")
         places = key_partitions(pa.array([record.key for record in records], pa.large_binary()), self._partitions)
         open_places = np.flatnonzero(places < 0)
@@ -93,6 +95,7 @@ class TopicWriter:
             found = [records[row] for row in rows.tolist()]
             writer.write(self._topic, partition, [(record.key, _row(record)) for record in found])
         writer.finish()
+        self.unconfirmed = 0
         self.written += len(records)
 
 

@@ -65,7 +65,8 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
                 _write(writer, topic, lines, parser)
                 check()  # before it waits for the next line, maybe for long
         except KeyboardInterrupt:
-            click.echo(f"{counted(writer.written)} written to {topic}.", err=True)
+            more = f"; some of the next {writer.unconfirmed:,} may be written, too" if writer.unconfirmed else ""
+            click.echo(f"{counted(writer.written)} written to {topic}{more}.", err=True)
             raise
     click.echo(f"{counted(writer.written)} written to {topic}.")
 
@@ -111,7 +112,9 @@ def _write(writer: TopicWriter, topic: str, lines: list[tuple[int, bytes]], pars
     try:
         writer.write(records)
     except OnceflowError as error:
-        already = f"{counted(writer.written)} written before; some of the next {len(records):,} may be written, too"
+        already = (
+            f"{counted(writer.written)} written before; some of the next {writer.unconfirmed:,} may be written, too"
+        )
         detail = "; ".join(filter(None, [error.detail, already]))
         raise type(error)(error.what, **{**error.fields(), "detail": detail}) from error
     if problem is not None:
