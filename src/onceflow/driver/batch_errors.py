@@ -16,6 +16,7 @@ from onceflow.errors import (
     SchemaError,
     StorageUnavailableError,
     TransactionTimeoutError,
+    data_loss,
 )
 from onceflow.spark import jvm
 
@@ -36,13 +37,23 @@ _RAISED = re.compile(
     r"(?: \[(?:flow=[^,\]]*)?(?:, )?(?:topic=([^\]]*))?\])?\n  detail: (.*?)\n  next step: ([^\n]*)",
     re.MULTILINE | re.DOTALL,
 )
+# What Spark's Kafka source says of records that have expired, with failOnDataLoss: KafkaDataConsumer.scala of Spark
+# 3.5, and KAFKA_DATA_LOSS in kafka-error-conditions.json of Spark 4.
+_EXPIRED = re.compile(
+    r"(?:Cannot fetch records in|Could not read records in offset) \[(\d+),\s*(\d+)\)"
+    r"\s+(?:for topic partition|\(GroupId: .*?, TopicPartition:) ([\w.-]+-\d+)"
+    r"|Cannot fetch offset (\d+)\s+\(GroupId: .*?, TopicPartition: ([\w.-]+-\d+)\)"
+)
 # How the texts of errors of ``Flow.map`` begin.
 _MAP = "Flow.map: "
 
 
 def of_task(problem: BaseException) -> OnceflowError | None:
-    """The error in a task of ``ClaimCheck.load``, of ``Flow.map``, or of records that have expired before it has read
-    them, if Spark's job has failed by it: no attempt helps."""
+    """The error in a task, if Spark's job has failed by it and no attempt helps.
+
+    It is one of ``ClaimCheck.load`` or of ``Flow.map``, or records have expired before the task, or Spark's Kafka
+    source in it, has read them.
+    """
     if isinstance(problem, OnceflowError):
         return None
     text = str(problem)
@@ -50,9 +61,9 @@ def of_task(problem: BaseException) -> OnceflowError | None:
     if found is not None:
         return ClaimCheckError(found[1], detail=found[2] or "", next_step=found[3] or "")
     raised = raised_error(text)
-    if raised is None or not (raised.what.startswith(_MAP) or isinstance(raised, DataLossError)):
-        return None
-    return raised
+    if raised is None:
+        return _expired(text)
+    return raised if raised.what.startswith(_MAP) or isinstance(raised, DataLossError) else None
 
 
 def raised_error(text: str) -> OnceflowError | None:
@@ -65,6 +76,16 @@ def raised_error(text: str) -> OnceflowError | None:
         return None
     name, what, topic, detail, next_step = found.groups()
     return _CLASSES[name](what, topic=topic, detail=detail, next_step=next_step)
+
+
+def _expired(text: str) -> DataLossError | None:
+    """The error of Spark's Kafka source in a task, if records have expired."""
+    found = _EXPIRED.search(text)
+    if found is None:
+        return None
+    start, end, place, offset, place_of_offset = found.groups()
+    lost = f"offset {offset}" if start is None else f"offsets {start} to {int(end) - 1}"
+    return data_loss(place or place_of_offset, f"{lost}: not available any more, says Spark's Kafka source", "")
 
 
 def in_short(problem: BaseException) -> str:
