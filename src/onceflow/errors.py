@@ -211,7 +211,7 @@ class ProcessorError(OnceflowError):
     """User code of a processor or one of its serdes raised, or this version of it cannot read the state."""
 
 
-def data_loss(place: str, lost: str, flow: str) -> DataLossError:
+def data_loss(place: str, lost: str, flow: str | None = None) -> DataLossError:
     """The error for records that have expired. Args: place: topic and partition. lost: which offsets, as a text."""
     return DataLossError(
         "Source records have expired before this flow has read them",

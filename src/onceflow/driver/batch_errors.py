@@ -85,7 +85,7 @@ def _expired(text: str) -> DataLossError | None:
         return None
     start, end, place, offset, place_of_offset = found.groups()
     lost = f"offset {offset}" if start is None else f"offsets {start} to {int(end) - 1}"
-    return data_loss(place or place_of_offset, f"{lost}: not available any more, says Spark's Kafka source", "")
+    return data_loss(place or place_of_offset, f"{lost}: not available any more, says Spark's Kafka source")
 
 
 def in_short(problem: BaseException) -> str:
