@@ -896,7 +896,9 @@ def found_in(folder: Path, first: int, end: int) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(FLIPS // 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(at, marks=pytest.mark.long) for at in range(FLIPS // 4, FLIPS, FLIPS // 4))]
+)
 def test_flipped_bytes_anywhere_end_in_the_right_rows(tmp_path: Path, first: int) -> None:
     flow = damaged_flow()
     folder = tmp_path / "whole"
@@ -908,7 +910,7 @@ def test_flipped_bytes_anywhere_end_in_the_right_rows(tmp_path: Path, first: int
     shutil.copy(folder / "data.mdb", tmp_path / "pristine")
     assert (tmp_path / "pristine").stat().st_size > 60 * 4096
     with ThreadPoolExecutor(2) as two:  # which wait for processes
-        middle, end = first + FLIPS // 4, first + FLIPS // 2
+        middle, end = first + FLIPS // 8, first + FLIPS // 4
         parts = two.map(lambda part: found_in(tmp_path, *part), [(first, middle), (middle, end)])
         found = {at: how for part in parts for at, how in part.items()}
     assert set(found) == set(range(first, end))

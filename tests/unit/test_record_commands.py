@@ -60,7 +60,8 @@ class FakeWriter:
     """Takes records of at most 100 bytes."""
 
     made: list[FakeWriter]
-    failure: Exception | None = None
+    unconfirmed = 0
+    failure: BaseException | None = None
 
     def __init__(self, cluster: Any, topic: str) -> None:
         self.settings, self.topic = cluster.settings, topic
@@ -76,8 +77,10 @@ class FakeWriter:
             raise BadRecordError("the record takes 101 bytes, the topic at most 100", topic=self.topic)
 
     def write(self, records: Sequence[Record]) -> None:
+        self.unconfirmed = len(records)
         if self.failure is not None:
             raise self.failure
+        self.unconfirmed = 0
         self.records += records
 
 
@@ -135,6 +138,13 @@ def test_what_may_have_been_written_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     answer, _ = produce(b"a\nb\n")
     assert isinstance(answer.exception, DeadlineExceededError)
     assert answer.exception.detail == "no leader; 0 records written before; some of the next 2 may be written, too"
+
+
+def test_an_interrupt_tells_what_may_have_been_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeWriter, "failure", KeyboardInterrupt())
+    answer, _ = produce(b"a\nb\n")
+    assert answer.exit_code == 130
+    assert "0 records written to t; some of the next 2 may be written, too.\n" in answer.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--json", "--key-separator", ":"], ["--key-separator", ""], ["--option", "x"]])
