@@ -83,6 +83,9 @@ def test_no_topic_at_all(pipe: Any) -> None:
     [
         ({"guarantee": "exactly-once"}, "guarantee='exactly-once' is unknown"),
         ({"partitioner": "random"}, "partitioner='random' is unknown"),
+        ({"small_batch_rows": "abc"}, "small_batch_rows='abc' is not a whole number of at least 0"),
+        ({"small_batch_rows": -1}, "small_batch_rows=-1 is not a whole number of at least 0"),
+        ({"small_batch_rows": 1.5}, "small_batch_rows=1.5 is not a whole number of at least 0"),
         ({"compression": "brotli"}, "brotli"),
         ({"trigger": "often"}, "trigger='often' is not a duration"),
         ({"transaction_timeout": "soon"}, "transaction_timeout='soon' is not a duration"),

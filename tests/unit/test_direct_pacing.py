@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+
 import pytest
 
 from onceflow.direct.pacing import BatchSize
@@ -44,3 +47,30 @@ def test_it_has_a_least_and_a_greatest_size() -> None:
     settled(slow, per_second=1.0, fixed_s=0.0)
     settled(fast, per_second=1e9, fixed_s=0.0)
     assert (slow.records, fast.records) == (500, 500_000)
+
+
+@pytest.mark.parametrize("trigger_s", [0.0, 0.1, 0.2, 1.0])
+@pytest.mark.parametrize("fixed_s", [0.15, 0.4, 2.0])
+@pytest.mark.parametrize("per_second", [20_000, 200_000])
+def test_what_a_batch_costs_without_records_is_a_part_of_its_time(
+    trigger_s: float, fixed_s: float, per_second: float
+) -> None:
+    """A trigger that is shorter than this cost does not make batches ever smaller."""
+    size = BatchSize(trigger_s)
+    seconds = settled(size, per_second=per_second, fixed_s=fixed_s)
+    assert seconds >= 1.9 * fixed_s, "at least about half of the speed that is possible"
+    assert seconds <= max(1.3 * trigger_s, 5 * fixed_s)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_costs_that_vary_do_not_lead_astray(seed: int) -> None:
+    noise = random.Random(seed)
+    size = BatchSize(0.1)
+    settled(size, per_second=200_000, fixed_s=0.01)  # then every batch begins to call a service
+    rates = []
+    for _ in range(60):
+        records = size.records
+        seconds = (0.3 + records / 200_000) * noise.uniform(0.7, 1.6)
+        size.ran(records, seconds)
+        rates.append(records / seconds)
+    assert statistics.median(rates[20:]) > 80_000

@@ -104,15 +104,15 @@ def test_types_that_are_cast(column: pa.Array, kind: pa.DataType) -> None:
 @pytest.mark.parametrize(
     "column, kind, words",
     [
-        (pa.array([1, 2]), pa.string(), "as int64, which is not to be taken as string"),
-        (pa.array(["1", "2"]), pa.int64(), "as string, which is not to be taken as int64"),
-        (pa.array([1, 2**40]), pa.int32(), r".*not to be taken as int32 \(Integer value 1099511627776 not in range"),
-        (pa.array([1.5, 2.0]), pa.int64(), r".*not to be taken as int64 \(Float value 1.50* was truncated"),
-        (pa.array([b"\xff", b""]), pa.string(), r"as binary, which is not to be taken as string \(Invalid UTF8"),
-        (pa.array([True, False]), pa.int64(), "as bool, which is not to be taken as int64"),
-        (pa.array([1, 2], pa.timestamp("us")), pa.timestamp("us", "UTC"), r"as timestamp\[us\], which is not to be"),
+        (pa.array([1, 2]), pa.string(), "as int64, which cannot become string"),
+        (pa.array(["1", "2"]), pa.int64(), "as string, which cannot become int64"),
+        (pa.array([1, 2**40]), pa.int32(), r".*cannot become int32 \(Integer value 1099511627776 not in range"),
+        (pa.array([1.5, 2.0]), pa.int64(), r".*cannot become int64 \(Float value 1.50* was truncated"),
+        (pa.array([b"\xff", b""]), pa.string(), r"as binary, which cannot become string \(Invalid UTF8"),
+        (pa.array([True, False]), pa.int64(), "as bool, which cannot become int64"),
+        (pa.array([1, 2], pa.timestamp("us")), pa.timestamp("us", "UTC"), r"as timestamp\[us\], which cannot become"),
         (pa.array([1, 2], pa.timestamp("ns", "UTC")), pa.timestamp("us", "UTC"), ".*would lose data"),
-        (pa.array([["h"], []]), HEADERS, "as list<.*: string>, which is not to be taken as list<.*struct"),
+        (pa.array([["h"], []]), HEADERS, "as list<.*: string>, which cannot become list<.*struct"),
     ],
 )
 def test_types_that_are_not_cast(column: pa.Array, kind: pa.DataType, words: str) -> None:

@@ -1,6 +1,14 @@
-"""How much a batch of the direct engine takes when there is more than enough: as much as fits an interval."""
+"""How much a batch of the direct engine takes when there is more than enough: as much as fits an interval.
+
+If a batch costs much however few records it has (a function that calls a service or a model), it takes more than that:
+small batches would do nearly nothing but pay that cost.
+"""
 
 from __future__ import annotations
+
+import collections
+
+import numpy as np
 
 _FIRST_RECORDS = 5_000
 _RECORDS_MIN, _RECORDS_MAX = 500, 500_000
@@ -10,6 +18,11 @@ BATCH_BYTES = 16_000_000
 _TARGET_MIN, _TARGET_MAX, _TARGET_DEFAULT = 0.05, 1.0, 0.25
 _CHANGE_MAX = 2.0  # from one batch to the next
 _SMOOTHING = 0.5
+# What a batch costs that has no records is at most about a quarter of its time, unless that means more than 5 seconds.
+_RECORDS_SHARE, _RECORDS_S_MAX = 3.0, 5.0
+_REMEMBERED = 8  # batches, from which costs are estimated
+_SPREAD_MIN = 1.3  # between the smallest and the largest of them, to tell the cost of records from that of the batch
+_PROBE = 1.5  # so much larger is the next batch if they do not differ enough
 
 
 class BatchSize:
@@ -29,6 +42,8 @@ class BatchSize:
         self._least, self._most = least, most
         self._target_s = min(_TARGET_MAX, max(_TARGET_MIN, trigger_s)) if trigger_s else _TARGET_DEFAULT
         self.records = first
+        self._ran: collections.deque[tuple[int, float]] = collections.deque(maxlen=_REMEMBERED)
+        self._record_s: float | None = None  # what one record more costs, once it is known
 
     def ran(self, offsets: int, seconds: float) -> bool:
         """A batch has run. Returns whether it took as much as it may.
@@ -37,10 +52,23 @@ class BatchSize:
             offsets: how many it has taken. seconds: how long it took, with fetching.
         """
         full = offsets >= 0.9 * self.records
-        if not offsets or not (full or seconds > self._target_s):
+        if not offsets:
             return False
-        fitting = offsets * self._target_s / max(seconds, 1e-4)
-        wanted = self.records + _SMOOTHING * (fitting - self.records)
+        self._ran.append((offsets, seconds))
+        if not (full or seconds > self._target_s):
+            return False
+        wanted = self.records + _SMOOTHING * (self._fitting() - self.records)
+        if full and self._record_s is None and self.records / _PROBE < wanted < self.records * _PROBE:
+            wanted = self.records * _PROBE
         wanted = min(self.records * _CHANGE_MAX, max(self.records / _CHANGE_MAX, wanted))
         self.records = round(min(self._most, max(self._least, wanted)))
         return full
+
+    def _fitting(self) -> float:
+        """How many records fit, by the costs of the last batches: those of a record, and those of a batch as such."""
+        records, seconds = np.array(self._ran).T
+        if records.max() >= _SPREAD_MIN * records.min():
+            self._record_s = float(np.polyfit(records, seconds, 1)[0])
+        record_s = seconds[-1] / records[-1] if self._record_s is None else max(self._record_s, 1e-9)
+        batch_s = max(0.0, float(np.mean(seconds - record_s * records)))
+        return float(max(self._target_s - batch_s, min(_RECORDS_SHARE * batch_s, _RECORDS_S_MAX)) / record_s)

@@ -112,7 +112,8 @@ def divide(
 def _direct_input(query: StepQuery, flow: str, maps: Maps) -> DirectPlan | str:
     """The input of the process step as the direct engine makes it, or why it cannot."""
     if not query.written_as_is or query.tree.step is None:
-        return "operators follow the process step, or the query has several steps"
+        several = len(query.collected) > 1
+        return "the query has several process steps" if several else "operators follow the process step"
     return direct_plan(query.tree.step.input.plan, flow=flow, maps=maps)
 
 

@@ -64,6 +64,7 @@ def choose(
         raise UnsupportedQueryError(
             f"The direct engine cannot run the query: {why}",
             flow=flow,
-            next_step="leave engine out, then Spark runs it; or compute columns with Flow.map or in Flow.process",
+            next_step="leave engine out, then Spark runs it"
+            + ("" if checkpoint else "; or compute columns with Flow.map or in Flow.process"),
         )
     return EngineChoice(SPARK, why)

@@ -8,7 +8,7 @@ from pyspark.sql import DataFrame
 
 from onceflow.errors import OptionError, UnsupportedQueryError
 from onceflow.external.sink import ExternalSink
-from onceflow.planning.options import SinkOptions
+from onceflow.planning.options import SinkOptions, check_whole
 from onceflow.planning.record_order import check_order
 from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import trigger_seconds
@@ -54,6 +54,7 @@ def check_external(df: DataFrame, sink: ExternalSink, given: ExternalOptions, fl
             flow=flow,
             next_step='give an instance, for example onceflow.SqliteSink("ledger.db", "ledger")',
         )
+    check_whole("small_batch_rows", given.small_batch_rows, 0, "the default", flow)
     trigger_s = trigger_seconds(given.trigger, once=given.once, flow=flow)
     check_limit(given.max_dead_letters, flow)
     if given.max_dead_letters is not None and given.dead_letter_topic is None:

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from onceflow.errors import OptionError
 
 EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE = "exactly_once", "at_least_once", "at_most_once"
 GUARANTEES = (EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE)
 #: What happens when Spark drops rows as later than its watermark.
 DROP, FAIL = "drop", "fail"
 LATE = (DROP, FAIL)
+
+
+def check_whole(name: str, value: Any, least: int, none_means: str, flow: str) -> None:
+    """Check an argument that is a whole number, or None.
+
+    Args:
+        none_means: what None stands for.
+
+    Raises:
+        OptionError: it is something else, or less than ``least``.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise OptionError(
+            f"{name}={value!r} is not a whole number of at least {least}",
+            flow=flow,
+            next_step=f"give such a number, None for {none_means}, or leave it out",
+        )
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from onceflow.errors import OptionError
+from onceflow.planning.options import check_whole
 from onceflow.planning.read_until import ReadBound
 from onceflow.planning.source_starts import StartingOffsets
 from onceflow.spark import queries
@@ -33,13 +33,7 @@ def check_read(given: ReadOptions, flow: str) -> None:
     """
     if not given.topic or not str(given.topic).strip():
         raise OptionError(f"{given.topic!r} is not the name of a topic", flow=flow, next_step="give one topic name")
-    most: Any = given.max_records_per_batch
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-        raise OptionError(
-            f"max_records_per_batch={most!r} is not a whole number of at least 1",
-            flow=flow,
-            next_step="give such a number, None for no limit, or leave it out",
-        )
+    check_whole("max_records_per_batch", given.max_records_per_batch, 1, "no limit", flow)
     queries.reader_options(given.options, flow)
 
 

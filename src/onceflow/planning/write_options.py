@@ -14,7 +14,7 @@ from onceflow.durations import option_seconds
 from onceflow.errors import OptionError, UnsupportedQueryError
 from onceflow.planning import checkpoints
 from onceflow.planning.engine import ENGINES
-from onceflow.planning.options import EXACTLY_ONCE, FAIL, GUARANTEES, LATE, SinkOptions
+from onceflow.planning.options import EXACTLY_ONCE, FAIL, GUARANTEES, LATE, SinkOptions, check_whole
 from onceflow.planning.ownership import Columns, check_columns
 from onceflow.planning.record_order import check_order
 from onceflow.planning.run_options import OUTPUT_MODES, RunOptions
@@ -131,6 +131,7 @@ def _check_values(given: WriteOptions, flow: str) -> None:
             raise OptionError(f"{name}={value!r} is unknown", flow=flow, next_step=f"use one of {', '.join(known)}")
     if given.checkpoint is not None and not str(given.checkpoint).strip():
         raise OptionError("checkpoint= is empty", flow=flow, next_step="give a folder, or leave it out")
+    check_whole("small_batch_rows", given.small_batch_rows, 0, "the default", flow)
     compression_code(given.compression)
 
 

@@ -76,7 +76,8 @@ class RowsMap:
                 flow=self.flow,
                 topic=_topic(given),
                 detail="; ".join(filter(None, [_read_from(given), user_errors.line_of(error)])),
-                next_step="correct the function; it gets a pyarrow.RecordBatch and returns one",
+                next_step="correct the function; it gets a pyarrow.RecordBatch and returns one. Leave out records that "
+                "it cannot take, or use Flow.process, whose dead_letter_topic= takes them",
             ) from error
         return self._checked(result, given)
 
@@ -116,7 +117,7 @@ class RowsMap:
         else:
             why = ""
         raise self._wrong(
-            f"returned the column {field.name!r} as {kind}, which is not to be taken as {field.type}{why}",
+            f"returned the column {field.name!r} as {kind}, which cannot become {field.type}{why}",
             given,
             self._columns(),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from onceflow.errors import data_loss
+from onceflow.errors import data_loss, located
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, SinkForm
@@ -38,7 +38,8 @@ class QueryRows:
             OnceflowError: a function of ``Flow.map`` has failed.
         """
         source = self.plan.source(place[0])
-        made = source.apply(source_rows(records, place, source.needed))
+        with located(topic=f"{place[0]}-{place[1]}"):
+            made = source.apply(source_rows(records, place, source.needed))
         return made if self.form is None or not made.num_rows else self.form.rows(made, place[1])
 
 
