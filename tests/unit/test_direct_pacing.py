@@ -74,3 +74,15 @@ def test_costs_that_vary_do_not_lead_astray(seed: int) -> None:
         size.ran(records, seconds)
         rates.append(records / seconds)
     assert statistics.median(rates[20:]) > 80_000
+
+
+@pytest.mark.parametrize("trigger_s", [0.1, 0.25, 1.0])
+def test_a_slow_begin_does_not_make_batches_too_large(trigger_s: float) -> None:
+    """The first batches are slow, whatever they have in them: nothing is compiled or connected yet."""
+    size = BatchSize(trigger_s)
+    took = []
+    for extra_s in (0.5, 0.1, 0.03, 0.02, *[0.0] * 30):
+        took.append(0.005 + size.records / 400_000)
+        size.ran(size.records, took[-1] + extra_s)
+    assert max(took) < 1.5 * trigger_s
+    assert took[-1] == pytest.approx(trigger_s, rel=0.3)

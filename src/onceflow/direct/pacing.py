@@ -9,6 +9,9 @@ from __future__ import annotations
 import collections
 
 import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.float64]
 
 _FIRST_RECORDS = 5_000
 _RECORDS_MIN, _RECORDS_MAX = 500, 500_000
@@ -67,8 +70,19 @@ class BatchSize:
     def _fitting(self) -> float:
         """How many records fit, by the costs of the last batches: those of a record, and those of a batch as such."""
         records, seconds = np.array(self._ran).T
-        if records.max() >= _SPREAD_MIN * records.min():
-            self._record_s = float(np.polyfit(records, seconds, 1)[0])
-        record_s = seconds[-1] / records[-1] if self._record_s is None else max(self._record_s, 1e-9)
-        batch_s = max(0.0, float(np.mean(seconds - record_s * records)))
+        slopes = _slopes(records, seconds)
+        if len(slopes):
+            self._record_s = float(np.median(slopes))
+        record_s = seconds[-1] / records[-1] if self._record_s is None else self._record_s
+        batch_s = min(max(0.0, np.median(seconds - record_s * records)), seconds.min())
+        record_s = max(record_s, np.median((seconds - batch_s) / records), 1e-9)
         return float(max(self._target_s - batch_s, min(_RECORDS_SHARE * batch_s, _RECORDS_S_MAX)) / record_s)
+
+
+def _slopes(records: Numbers, seconds: Numbers) -> Numbers:
+    """Seconds for each record more, of all pairs of batches that differ enough.
+
+    Their median (Theil-Sen estimator) does not follow a single slow batch, such as the first one.
+    """
+    less, more = np.nonzero(records[None, :] >= _SPREAD_MIN * records[:, None])
+    return (seconds[more] - seconds[less]) / (records[more] - records[less])
