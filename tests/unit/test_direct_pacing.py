@@ -73,7 +73,7 @@ def test_costs_that_vary_do_not_lead_astray(seed: int) -> None:
         seconds = (0.3 + records / 200_000) * noise.uniform(0.7, 1.6)
         size.ran(records, seconds)
         rates.append(records / seconds)
-    assert statistics.median(rates[20:]) > 80_000
+    assert statistics.median(rates[20:]) > 40_000, "of 170,000, at most"
 
 
 @pytest.mark.parametrize("trigger_s", [0.1, 0.25, 1.0])

@@ -21,9 +21,9 @@ BATCH_BYTES = 16_000_000
 _TARGET_MIN, _TARGET_MAX, _TARGET_DEFAULT = 0.05, 1.0, 0.25
 _CHANGE_MAX = 2.0  # from one batch to the next
 _SMOOTHING = 0.5
-# What a batch costs that has no records is at most about a quarter of its time, unless that means more than 5 seconds.
-_RECORDS_SHARE, _RECORDS_S_MAX = 3.0, 5.0
-_REMEMBERED = 8  # batches, from which costs are estimated
+# Records get as much time as what a batch costs without them, if that is more than the interval leaves to them.
+_RECORDS_S_MAX = 5.0
+_REMEMBERED = 12  # batches, from which costs are estimated
 _SPREAD_MIN = 1.3  # between the smallest and the largest of them, to tell the cost of records from that of the batch
 _PROBE = 1.5  # so much larger is the next batch if they do not differ enough
 
@@ -73,10 +73,12 @@ class BatchSize:
         slopes = _slopes(records, seconds)
         if len(slopes):
             self._record_s = float(np.median(slopes))
-        record_s = seconds[-1] / records[-1] if self._record_s is None else self._record_s
-        batch_s = min(max(0.0, np.median(seconds - record_s * records)), seconds.min())
-        record_s = max(record_s, np.median((seconds - batch_s) / records), 1e-9)
-        return float(max(self._target_s - batch_s, min(_RECORDS_SHARE * batch_s, _RECORDS_S_MAX)) / record_s)
+        batch_s = 0.0
+        if self._record_s is not None:
+            batch_s = min(max(0.0, np.median(seconds - self._record_s * records)), seconds.min())
+        # As in the last batch: the first ones of a run are slower.
+        record_s = max((seconds[-1] - batch_s) / records[-1], 1e-9)
+        return float(max(self._target_s - batch_s, min(batch_s, _RECORDS_S_MAX)) / record_s)
 
 
 def _slopes(records: Numbers, seconds: Numbers) -> Numbers:
