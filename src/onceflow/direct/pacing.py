@@ -70,6 +70,8 @@ class BatchSize:
     def _fitting(self) -> float:
         """How many records fit, by the costs of the last batches: those of a record, and those of a batch as such."""
         records, seconds = np.array(self._ran).T
+        if seconds[-1] <= self._target_s:
+            return float(records[-1] * self._target_s / max(seconds[-1], 1e-4))
         slopes = _slopes(records, seconds)
         if len(slopes):
             self._record_s = float(np.median(slopes))
