@@ -65,7 +65,7 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
                 _write(writer, topic, lines, parser)
                 check()  # before it waits for the next line, maybe for long
         except KeyboardInterrupt:
-            more = f"; some of the next {writer.unconfirmed:,} may be written, too" if writer.unconfirmed else ""
+            more = f"; {_unconfirmed(writer)}" if writer.unconfirmed else ""
             click.echo(f"{counted(writer.written)} written to {topic}{more}.", err=True)
             raise
     click.echo(f"{counted(writer.written)} written to {topic}.")
@@ -112,9 +112,7 @@ def _write(writer: TopicWriter, topic: str, lines: list[tuple[int, bytes]], pars
     try:
         writer.write(records)
     except OnceflowError as error:
-        already = (
-            f"{counted(writer.written)} written before; some of the next {writer.unconfirmed:,} may be written, too"
-        )
+        already = f"{counted(writer.written)} written before; {_unconfirmed(writer)}"
         detail = "; ".join(filter(None, [error.detail, already]))
         raise type(error)(error.what, **{**error.fields(), "detail": detail}) from error
     if problem is not None:
@@ -126,3 +124,7 @@ def _write(writer: TopicWriter, topic: str, lines: list[tuple[int, bytes]], pars
             f"{counted(writer.written)} of the lines before it {'is' if writer.written == 1 else 'are'} written",
             next_step="correct the line, then pass it and all lines after it again",
         ) from reason
+
+
+def _unconfirmed(writer: TopicWriter) -> str:
+    return f"some of the next {writer.unconfirmed:,} may be written, too"

@@ -21,7 +21,8 @@ BATCH_BYTES = 16_000_000
 _TARGET_MIN, _TARGET_MAX, _TARGET_DEFAULT = 0.05, 1.0, 0.25
 _CHANGE_MAX = 2.0  # from one batch to the next
 _SMOOTHING = 0.5
-# Records get as much time as what a batch costs without them, if that is more than the interval leaves to them.
+# If the interval leaves less to the records than what a batch costs without them, they get as much time as that cost,
+# but at most so many seconds.
 _RECORDS_S_MAX = 5.0
 _REMEMBERED = 12  # batches, from which costs are estimated
 _SPREAD_MIN = 1.3  # between the smallest and the largest of them, to tell the cost of records from that of the batch
@@ -60,7 +61,8 @@ class BatchSize:
         self._ran.append((offsets, seconds))
         if not (full or seconds > self._target_s):
             return False
-        wanted = self.records + _SMOOTHING * (self._fitting() - self.records)
+        fitting = self._fitting() if seconds > self._target_s else offsets * self._target_s / max(seconds, 1e-4)
+        wanted = self.records + _SMOOTHING * (fitting - self.records)
         if full and self._record_s is None and self.records / _PROBE < wanted < self.records * _PROBE:
             wanted = self.records * _PROBE
         wanted = min(self.records * _CHANGE_MAX, max(self.records / _CHANGE_MAX, wanted))
@@ -68,10 +70,8 @@ class BatchSize:
         return full
 
     def _fitting(self) -> float:
-        """How many records fit, by the costs of the last batches: those of a record, and those of a batch as such."""
+        """How many records fit, after a batch that took too long: by what a record costs, and a batch as such."""
         records, seconds = np.array(self._ran).T
-        if seconds[-1] <= self._target_s:
-            return float(records[-1] * self._target_s / max(seconds[-1], 1e-4))
         slopes = _slopes(records, seconds)
         if len(slopes):
             self._record_s = float(np.median(slopes))
