@@ -193,13 +193,13 @@ class EngineHandle(StreamingQuery):
     def lag(self) -> Mapping[str, Mapping[int, int]]:
         """How many offsets of each source partition were left to read at the last batch, by topic.
 
-        It is what the engine knew when it planned the batch; brokers are not asked. Empty before the first batch, and
-        when Spark's JVM has ended.
+        Brokers are not asked. Spark's engine returns what it knew when it planned the batch, the direct engine what
+        brokers said with their last answer. Empty before the first batch, and when Spark's JVM has ended.
         """
         return self._engine.lag
 
     def explain(self, extended: bool = False) -> None:
-        """Print the plan of the last batch; with ``extended`` also the logical plans."""
+        """Print the plan of the last batch; with ``extended`` also Spark's logical plans, or the columns used."""
         self._engine.explain(extended)
 
     def exception(self) -> StreamingQueryException | None:

@@ -208,7 +208,7 @@ class ClaimCheckError(OnceflowError):
 
 
 class ProcessorError(OnceflowError):
-    """User code of a processor or one of its serdes raised, or this version of it cannot read the state."""
+    """A processor, one of its serdes or a function of ``Flow.map`` raised, or the state cannot be read by it."""
 
 
 def data_loss(place: str, lost: str, flow: str | None = None) -> DataLossError:

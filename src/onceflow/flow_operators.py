@@ -71,15 +71,16 @@ class FlowOperators(FlowWrites):
     ) -> DataFrame:
         """Change the rows of a stream with a Python function over Arrow batches, without state.
 
-        A query that otherwise only selects columns of its topics needs no Spark job for a small batch: the direct
-        engine calls the function in the driver. Everywhere else Spark's tasks call it (``mapInArrow``). The function
-        may be called again for the same rows, and batches may have any number of rows, so its result must depend on
-        each row alone.
+        A query that otherwise only selects columns of its topics stays with the direct engine, which calls the
+        function in the driver, or in the tasks that read a backlog. Spark's engine calls it in tasks (``mapInArrow``).
+        The function may be called again for the same rows, and batches may have any number of rows, so its result must
+        depend on each row alone.
 
         Args:
             df: a streaming DataFrame of this flow.
-            function: gets a ``pyarrow.RecordBatch`` with the columns of ``df``, and returns one. It may leave rows out,
-                or return more. Times are in UTC. It is pickled and sent to tasks, as processors are.
+            function: gets a ``pyarrow.RecordBatch`` with the columns of ``df``, and returns one or a ``pyarrow.Table``.
+                It may leave rows out, or return more. Times are in UTC. It is pickled and sent to tasks, as processors
+                are.
             schema: the columns of the rows that it returns: names and types as in SQL (``"key binary, value string"``),
                 or a ``StructType``; None: those of ``df``. Columns may be returned in another order, and with a type
                 that is cast without a change of values, such as ``int32`` in place of ``bigint``.

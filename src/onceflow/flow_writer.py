@@ -19,6 +19,6 @@ class FlowWriter:
         Raises:
             OnceflowError: the flow is running already, the output topic is missing, a newer driver has fenced this one,
                 the checkpoint and progress do not belong together, Spark refuses the query, or tasks cannot import what
-                its processors or functions need.
+                its processors or functions need (the direct engine looks at the first backlog).
         """
         return self._start()
