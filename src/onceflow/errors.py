@@ -221,3 +221,15 @@ def data_loss(place: str, lost: str, flow: str | None = None) -> DataLossError:
         next_step="if that loss is acceptable, read with fail_on_data_loss=False once: the gap is logged and skipped. "
         "To prevent such losses, raise the topic's retention",
     )
+
+
+def log_too_short(place: str, last: int, seen: str, detail: str) -> DataLossError:
+    """The error for a log that has lost its end. Args: place: topic and partition. last: where it ends. seen: what was
+    done with records after that."""
+    return DataLossError(
+        f"The log ends at offset {last}, although records after it were {seen}",
+        topic=place,
+        detail=detail,
+        next_step="find out whether the topic was deleted and created again, or whether records were lost in an "
+        "unclean leader election",
+    )

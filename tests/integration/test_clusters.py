@@ -26,6 +26,7 @@ from onceflow.cli.main import cli
 from onceflow.client import produce, topics
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
+from onceflow.client.long_poll import LongPoll
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import topic_config
 from onceflow.client.transactions import Outcome, Transactions
@@ -211,6 +212,34 @@ def test_a_node_that_was_killed_comes_back_alone(three: LocalBroker, topic: str)
         except ConnectionFailedError as problem:
             soon.pause(3, str(problem))
     client.close()
+
+
+def test_partitions_are_followed_while_others_have_no_leader(three: LocalBroker, topic: str) -> None:
+    """What has a leader is returned, without a look at the metadata that waits for the others."""
+    single = f"{topic}-single"
+    with closing(connected(three.bootstrap_servers)) as cluster:
+        deadline = Deadline(60, "a test")
+        topics.create_topic(cluster, single, partitions=6, configs={}, deadline=deadline, replication=1)
+        independent.fill(three.bootstrap_servers, single, [(b"%d" % n, b"v") for n in range(60)])
+        info = cluster.topic(single, deadline)
+        poll = LongPoll(cluster, [info], {(single, n): 0 for n in range(6)})
+        gone = three.leader_of(single, 0)
+        lost = {p.number for p in partitions_of(three, single) if p.leader == gone}
+        three.kill(gone)
+        seen: dict[int, int] = {}
+
+        def read(until: set[int]) -> bool:
+            for (_, partition), chunk in poll.poll(0.2):
+                seen[partition] = seen.get(partition, 0) + len(chunk.keys)
+            leaders = cluster.topics([single], Deadline(60, "a test"), once=True, partial=True)[single].leaders
+            return {n for n, leader in leaders.items() if leader < 0} == lost - until and set(seen) >= until
+
+        others = {*range(6)} - lost
+        wait_until(lambda: read(others), 90, "what has a leader is read")
+        assert set(seen) == others
+        three.start()
+        wait_until(lambda: read({*range(6)}), 90, "everything is read")
+        assert sum(seen.values()) == 60
 
 
 @pytest.mark.parametrize("way", ["halts", "dies"])

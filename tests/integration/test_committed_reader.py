@@ -457,10 +457,20 @@ def test_progress_extends_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(read_) == []
 
 
-def test_nothing_left_up_to_the_end_is_an_end() -> None:
+def test_nothing_left_up_to_the_end_is_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committed, "is_hole", lambda *place: place[1:4] == ("t", 0, 4))
     cluster = FakeCluster((fake_batch(3), 10), (b"", 10))
     assert [chunk.next_offset for chunk in read(cluster, "t", 0, 8)] == [4, 8]
     assert [wait for _, _, wait in cluster.asked] == [0, 0]  # nothing is waited for that is known to be decided
+
+
+def test_records_that_have_not_come_from_remote_storage_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KIP-405: a broker answers without records, and without an error. Faked: a slow remote storage is hard to have."""
+    monkeypatch.setattr(committed, "is_hole", lambda *place: False)
+    cluster = FakeCluster((b"", 2), (b"", 2), (fake_batch(0), 2), (b"", 2), (fake_batch(1), 2))
+    assert [(chunk.next_offset, len(chunk.keys)) for chunk in read(cluster, "t", 0, 2)] == [(1, 1), (2, 1)]
+    with pytest.raises(DeadlineExceededError, match="the records of t-0 have not come from remote storage"):
+        read(FakeCluster((b"", 2)), "t", 0, 2, seconds=0.05)
 
 
 def test_an_answer_of_half_a_batch_is_not_an_end() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import confluent_kafka
 import pytest
 from pyspark.sql import functions as F
 
@@ -79,6 +80,26 @@ def test_dead_letters_are_not_counted_as_outputs(
     assert caught.value.topic == dead
     counts = [len(independent.read_topic(pipe.bootstrap, topic, decided=True)) for topic in (pipe.target, dead, late)]
     assert counts == [5 + 2, 5 + 1, 1]  # of the last batch nothing is visible
+
+
+def test_records_of_partitions_that_wait_for_their_turn_are_not_late(make_pipe: Any, make_topic: Any) -> None:
+    """With a backlog, the driver reads one partition after the other. The others are not idle meanwhile."""
+    pipe, late = make_pipe(partitions=2), make_topic("late", 1)
+    producer = confluent_kafka.Producer({"bootstrap.servers": pipe.bootstrap})
+    for partition, count in ((0, 300), (1, 20)):
+        for n in range(count):
+            value = json.dumps({"n": 0, "at": n * 60_000}).encode()
+            producer.produce(pipe.source, value, b"k%d" % partition, partition=partition)
+    assert producer.flush(30) == 0
+    with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+        rows = flow.read(pipe.source, max_records_per_batch=10)
+        kept = {"table": f"{pipe.source}-table", "state_dir": pipe.tmp_path, "late_topic": late}
+        out = flow.process(rows, Even(), idle_timeout="1 ms", **kept)
+        query = flow.write(out, topic=pipe.target, once=True, engine="direct").start()
+        query.awaitTermination()
+    assert len(query.batches) >= 30
+    assert sum(batch.late for batch in query.batches) == 0
+    assert len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True)) == 320
 
 
 def test_fields_of_the_state_that_were_changed_without_a_version(make_state_pipe: Any) -> None:

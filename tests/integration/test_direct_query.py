@@ -133,7 +133,7 @@ def test_the_sink_gets_the_same_from_both(onceflow_spark: Any, name: str) -> Non
         )
         (expected,) = collect(prepared.df, interpreted=False)
         plan = direct(build(read(onceflow_spark))).only(columns.taken)
-        made = SinkForm(columns.taken, columns.cast).rows(plan.source("a").apply(records()), 0)
+        made = SinkForm(columns.taken, columns.cast).rows(applied(plan, records()), 0)
         assert made.schema.names == expected.schema.names
         for own, theirs in zip(made.columns, expected.columns, strict=True):
             assert comparable(own) == comparable(theirs)
@@ -147,7 +147,7 @@ def test_a_process_step_gets_the_same_from_both(onceflow_spark: Any) -> None:
     plan = direct(build(read(onceflow_spark)))
     assert plan.columns == ("key", "value", "partition", "offset", "timestamp", "headers")
     (expected,) = collect(build(rows_in_spark(onceflow_spark)), interpreted=False)
-    assert engine_rows(plan.source("a").apply(records())).equals(engine_rows(expected))
+    assert engine_rows(applied(plan, records())).equals(engine_rows(expected))
 
 
 def test_unions_are_by_position_or_by_name(onceflow_spark: Any) -> None:
@@ -209,7 +209,7 @@ def test_functions_make_the_same_rows(onceflow_spark: Any) -> None:
     rows, none = rows_in_spark(onceflow_spark).where("partition < 3"), none_in_spark(onceflow_spark)
     given = records().slice(0, 3)
     for topic, frames in (("a", (rows, none)), ("b", (none, rows))):
-        made = plan.source(topic).apply(given)
+        made = applied(plan, given, topic)
         (expected,) = collect(build(*frames, of_spark), interpreted=False)
         assert made.schema.names == expected.schema.names == list(plan.columns)
         for own, theirs in zip(made.columns, expected.columns, strict=True):
@@ -231,7 +231,7 @@ def test_names_of_views(onceflow_spark: Any) -> None:
         onceflow_spark.catalog.dropTempView("direct_view")
     assert plan.columns == ("key", "topic", "value")
     assert plan.source("a").needed == ("value",)
-    assert plan.source("a").apply(records()).column("key") == records().column("value")
+    assert applied(plan, records()).column("key") == records().column("value")
 
 
 def _batches(batches: Any) -> Any:
@@ -361,8 +361,12 @@ def none_in_spark(spark: Any) -> DataFrame:
     return found
 
 
+def applied(plan: DirectPlan, rows: pa.RecordBatch, topic: str = "a") -> pa.RecordBatch:
+    return plan.source(topic).apply(dict(zip(rows.schema.names, rows.columns, strict=True)), rows.num_rows)
+
+
 def assert_same(plan: DirectPlan, of_spark: DataFrame, topic: str = "a") -> None:
-    made = plan.source(topic).apply(records())
+    made = applied(plan, records(), topic)
     expected = pa.Table.from_batches(collect(of_spark, interpreted=False)).combine_chunks()
     assert list(plan.columns) == expected.schema.names
     for own, theirs in zip(made.columns, expected.columns, strict=True):

@@ -25,6 +25,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 from onceflow import DataLossError, Flow
 from onceflow.protocol.progress import PROGRESS_TOPIC, decode
@@ -206,6 +207,20 @@ def test_values_alone(engines: Engines) -> None:
     assert by_partition(direct, timestamp=False) == by_partition(spark, timestamp=False)
     assert whole(direct, timestamp=False) == whole(spark, timestamp=False)
     assert not any(each.headers for each in direct.records)
+
+
+def test_constants_alone(engines: Engines) -> None:
+    """A record becomes a row also if nothing of it is used. And a topic that the query does not use is no reason to go
+    on for ever."""
+    source, unused = filled(engines), filled(engines)
+
+    def build(flow: Flow) -> DataFrame:
+        flow.read(unused.topic)
+        return flow.read(source.topic).select(F.lit("all").alias("key"), F.lit("1").alias("value"))
+
+    direct, spark = engines.both(build)
+    assert len(direct.records) == 152
+    assert by_partition(direct, timestamp=False) == by_partition(spark, timestamp=False)
 
 
 @pytest.mark.parametrize("partitioner, guarantee", [("key", "at_least_once"), ("round_robin", "at_most_once")])

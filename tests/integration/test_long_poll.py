@@ -7,19 +7,22 @@ import select
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import confluent_kafka
 import pyarrow as pa
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from onceflow import ProtocolError
-from onceflow.client import long_poll
+from onceflow import BrokerUnsupportedError, DeadlineExceededError, ProtocolError
+from onceflow.client import holes, long_poll
 from onceflow.client.cluster import Cluster
 from onceflow.client.column_chunks import ColumnChunk, ColumnForm
 from onceflow.client.committed import LISTS, CommittedReader
 from onceflow.client.deadline import Deadline
+from onceflow.client.holes import is_hole
 from onceflow.client.long_poll import LongPoll
+from onceflow.client.offsets import earliest_local
 from onceflow.client.settings import ClientSettings
 from onceflow.protocol.record_columns import CREATE_TIME, LOG_APPEND_TIME
 from onceflow.testing import independent
@@ -136,6 +139,13 @@ def ends_of(bootstrap: str, topic: str) -> dict[int, int]:
     return {partition: end for (_, partition), end in ends.items() if end}
 
 
+def delete_before(bootstrap: str, topic: str, offset: int) -> None:
+    """Let the log of partition 0 begin there."""
+    begin = confluent_kafka.TopicPartition(topic, 0, offset)
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.delete_records([begin])[begin].result(30)
+
+
 @FORMS
 @pytest.mark.parametrize("fetch_bytes", [1, 2000, 8_000_000])
 def test_aborted_records_markers_and_small_responses(
@@ -155,6 +165,64 @@ def test_aborted_records_markers_and_small_responses(
         taken = Taken(following(cluster, topic, dict.fromkeys(ends, start), form, fetch_bytes=fetch_bytes))
         taken.until(ends)
         assert taken.rows() == {at: [row for row in found if row[0] >= start] for at, found in expected.items()}
+
+
+def test_every_partition_has_its_turn(cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str) -> None:
+    """With a backlog, the first partition of a request fills the response."""
+    topic = make_topic("turns", 6)
+    options = {"batch.num.messages": 1}
+    independent.fill(onceflow_broker, topic, [(b"k%d" % n, b"x" * 500) for n in range(600)], options=options)
+    poll = following(cluster, topic, dict.fromkeys(range(6), 0), fetch_bytes=1_500)
+    turns = []
+    while len(turns) < 36:
+        arrived = [partition for (_, partition), _ in poll.poll(5)]
+        assert arrived, "there is a backlog"
+        turns += arrived
+    for n in range(0, 36, 12):
+        assert set(turns[n : n + 12]) == set(range(6)), turns
+
+
+@FORMS
+def test_an_empty_response_is_a_hole_only_if_the_broker_has_the_place_on_its_disk(
+    cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str, monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    """Records in remote storage may not have come (KIP-405). Faked: a slow remote storage is hard to have."""
+    topic = make_topic("empty", 1)
+    independent.fill(onceflow_broker, topic, [(b"k", b"v")] * 5)
+    poll = following(cluster, topic, {0: 0}, form)
+    looks, here = [], [False, False, True]
+    monkeypatch.setattr(long_poll, "split_batches", lambda _: pytest.fail("there are no records"))
+
+    def is_hole(*place: Any) -> bool:
+        looks.append(place[1:4])
+        return here[len(looks) - 1]
+
+    def without_records(each: Any, answer: Any) -> Iterator[Any]:
+        answer.records = None
+        return given(each, answer)
+
+    given = poll._records
+    monkeypatch.setattr(long_poll, "is_hole", is_hole)
+    monkeypatch.setattr(poll, "_records", without_records)
+    taken = Taken(poll)
+    taken.until({0: 5})
+    assert looks == [(topic, 0, 0)] * 3
+    (chunk,) = taken.chunks[0]
+    assert (chunk.next_offset, chunk.whole, rows_of(chunk)) == (5, False, [])
+
+
+def test_what_a_broker_has_on_its_disk(
+    cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = make_topic("disk", 1)
+    independent.fill(onceflow_broker, topic, [(b"k", b"v")] * 5)
+    delete_before(onceflow_broker, topic, 3)
+    deadline = Deadline(30, "asking")
+    assert earliest_local(cluster, topic, 0, deadline) == 3
+    assert [is_hole(cluster, topic, 0, offset, deadline) for offset in (2, 3, 4)] == [False, True, True]
+    for error, found in ((DeadlineExceededError("no answer"), False), (BrokerUnsupportedError("Kafka 3.5"), True)):
+        monkeypatch.setattr(holes, "earliest_local", Mock(side_effect=error))
+        assert is_hole(cluster, topic, 0, 2, deadline) is found
 
 
 def test_ranges_as_columns(cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str) -> None:
@@ -191,9 +259,7 @@ def test_expired_records_are_told_from_removed_ones(
 ) -> None:
     topic = make_topic("aged", 1)
     independent.fill(onceflow_broker, topic, [(b"k%d" % n, b"v") for n in range(10)])
-    begin = confluent_kafka.TopicPartition(topic, 0, 4)
-    admin = AdminClient({"bootstrap.servers": onceflow_broker})
-    admin.delete_records([begin])[begin].result(30)
+    delete_before(onceflow_broker, topic, 4)
     taken = Taken(following(cluster, topic, {0: 1}, form))
     taken.until({0: 10})
     first, *rest = taken.chunks[0]

@@ -169,6 +169,21 @@ def test_a_partition_column_and_a_partitioner(
     assert places == {4} if partitioner == "key" else len(places) >= 2
 
 
+@pytest.mark.parametrize("partitioner", ["key", "source", "round_robin"])
+def test_one_partition(
+    make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str, partitioner: str
+) -> None:
+    """One task reads it. Unless rows stay where they were, others write them."""
+    source, target = make_topic("in", 1), make_topic("out", 1)
+    sent = numbered(50)
+    independent.fill(onceflow_broker, source, sent)
+    flow = make_flow()
+    rows = flow.read(source).select("key", "value")
+    query = finished(flow.write(rows, topic=target, partitioner=partitioner, **BY_TASKS).start())
+    assert [(each.key, each.value) for each in independent.read_topic(onceflow_broker, target, decided=True)] == sent
+    assert (query.batches[-1].path == "1 reading task") == (partitioner == "source")
+
+
 def test_a_function_that_fails_in_a_task(
     make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str
 ) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from onceflow.direct import backlog as module
-from onceflow.direct.backlog import BEHIND_S, CAUGHT_UP_S, Backlog, spread
+from onceflow.direct.backlog import BEHIND_S, CAUGHT_UP_S, Backlog
 from onceflow.direct.by_tasks import move_s
+from onceflow.direct.shares import Shares, spread
 from onceflow.planning.range_tasks import dealt, task_count
 from onceflow.state.table_facts import TableFacts
 
@@ -137,6 +138,31 @@ def test_a_batch_takes_long_ranges_of_the_partitions_that_are_behind() -> None:
     assert spread(left, 5_000, 10_000) == {"a": {0: 0, 1: 5_000, 2: 0}, "b": {0: 0}}
     assert spread(left, 10**9, 10_000) == left
     assert spread({"a": {0: 0}}, 100, 10) == {"a": {0: 0}}
+
+
+@pytest.mark.parametrize("most", [{}, {"a": 15_000}], ids=["any number", "few of one topic"])
+def test_no_partition_is_passed_over_for_ever(most: dict[str, int]) -> None:
+    """Five partitions get as many new records as batches take; others have little, and nothing new."""
+    shares = Shares(most, 4_000)
+    left = {"a": dict.fromkeys(range(5), 10**6) | dict.fromkeys(range(5, 12), 100), "b": {0: 5}}
+    for _ in range(12):
+        taken = shares.next(left, 20_000)
+        assert sum(taken["a"].values()) <= most.get("a", 20_000)
+        assert sum(count for offsets in taken.values() for count in offsets.values()) <= 20_000
+        for topic, offsets in taken.items():
+            for n, count in offsets.items():
+                assert 0 <= count <= left[topic][n]
+                left[topic][n] -= 0 if left[topic][n] > 1000 else count
+    assert left == {"a": dict.fromkeys(range(5), 10**6) | dict.fromkeys(range(5, 12), 0), "b": {0: 0}}
+
+
+def test_partitions_that_have_the_same_left_take_turns() -> None:
+    shares = Shares({}, 4_000)
+    left = {"a": dict.fromkeys(range(20), 10**6)}
+    turns = [[n for n, count in shares.next(left, 20_000)["a"].items() if count] for _ in range(8)]
+    assert all(len(turn) == 5 for turn in turns)
+    for round_ in (turns[:4], turns[4:]):
+        assert sorted(n for turn in round_ for n in turn) == list(range(20))
 
 
 @pytest.mark.parametrize(

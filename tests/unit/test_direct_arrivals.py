@@ -52,7 +52,7 @@ def test_everything_without_limits() -> None:
     arrivals.add(part(5, 9, without=(7,)))
     arrivals.add(part(0, 2, partition=1))
     arrivals.add(part(9, 10))
-    assert (arrivals.offsets, arrivals.nbytes) == (7, 60)
+    assert (arrivals.offsets, arrivals.nbytes) == ({"in": 7}, 60)
     taken = arrivals.take(NO_LIMITS)
     assert (taken.source.start, taken.source.end) == ({"in": {0: 5, 1: 0}}, {"in": {0: 10, 1: 2}})
     assert offsets_of(taken) == {("in", 0): [5, 6, 8, 9], ("in", 1): [0, 1]}
@@ -75,8 +75,10 @@ def test_a_part_is_divided_at_the_limit_of_its_topic() -> None:
     arrivals = Arrivals({"in": {0: 0}, "other": {0: 0}})
     arrivals.add(part(0, 10))
     arrivals.add(part(0, 10, topic="other"))
+    assert [arrivals.takeable(most) for most in ({}, {"in": 4}, {"in": 4, "other": 40})] == [20, 14, 14]
     taken = arrivals.take(Limits({"in": 4}, 100, 10**9))
     assert taken.source.end == {"in": {0: 4}, "other": {0: 10}}
+    assert arrivals.offsets == {"in": 6, "other": 0}
     assert offsets_of(taken)["in", 0] == [0, 1, 2, 3]
     assert offsets_of(arrivals.take(Limits({"in": 4}, 100, 10**9))) == {("in", 0): [4, 5, 6, 7]}
 
@@ -114,7 +116,7 @@ def test_what_is_dropped_is_not_taken() -> None:
     arrivals = Arrivals({"in": {0: 0}})
     arrivals.add(part(0, 4))
     arrivals.drop()
-    assert (arrivals.has_offsets, arrivals.nbytes) == (False, 0)
+    assert (arrivals.has_offsets, arrivals.nbytes, arrivals.offsets) == (False, 0, {"in": 0})
     assert arrivals.nothing().end == {"in": {0: 0}}
     arrivals.add(part(0, 2))
     assert offsets_of(arrivals.take(NO_LIMITS)) == {("in", 0): [0, 1]}
@@ -194,4 +196,4 @@ def test_ranges_are_contiguous_and_records_are_taken_once_in_order(seed: int) ->
             assert all(start <= offset < end for offset in offsets)
             got[place] += offsets
     assert got == wanted
-    assert arrivals.nbytes == 0
+    assert (arrivals.nbytes, arrivals.offsets) == (0, {"in": 0})

@@ -6,7 +6,8 @@ The connections are replaced, the rest is as it is in production: the reader, wh
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from onceflow import BatchAbortedError, DataLossError, FencedError, OnceflowError, log_context
+from onceflow import (
+    BatchAbortedError,
+    DataLossError,
+    DeadlineExceededError,
+    FencedError,
+    OnceflowError,
+    UnknownTopicError,
+    log_context,
+)
 from onceflow.client.cluster import TopicInfo
 from onceflow.client.column_chunks import ColumnChunk
 from onceflow.client.offsets import EARLIEST
@@ -26,6 +35,7 @@ from onceflow.direct.backlog import Backlog
 from onceflow.direct.fetched import FetchedPart
 from onceflow.direct.loop import DirectLoop
 from onceflow.direct.pacing import BatchSize
+from onceflow.direct.query import DirectQuery
 from onceflow.direct.source_reader import SourceReader
 from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.driver.offset_log import SourceRange
@@ -57,6 +67,8 @@ class Logs:
     aborted: set[tuple[int, int]] = field(default_factory=set)
     most: Callable[[], int] = lambda: 10**9  # so many records are in the next response
     on_poll: Callable[[], None] = lambda: None
+    topic_id: str = "id"
+    unreachable: bool = False
 
     def records(self, partition: int, start: int, end: int) -> list[int]:
         return [offset for offset in range(start, end) if (partition, offset) not in self.aborted]
@@ -72,9 +84,17 @@ class Poll:
             self.add(topic, partition, position)
 
     def add(self, topic: str, partition: int, position: int) -> None:
-        self.followed[topic, partition] = SimpleNamespace(position=position, last_stable_offset=-1)
+        self.followed[topic, partition] = SimpleNamespace(
+            position=position, last_stable_offset=-1, paused=False, attempt=0
+        )
 
     seek = add
+
+    def pause(self, topic: str, partition: int) -> None:
+        self.followed[topic, partition].paused = True
+
+    def resume(self, topic: str, partition: int) -> None:
+        self.followed[topic, partition].paused = False
 
     def send(self) -> None:
         pass
@@ -82,6 +102,8 @@ class Poll:
     def poll(self, timeout_s: float) -> Iterator[tuple[TopicPartition, ColumnChunk]]:
         self._logs.on_poll()
         for (topic, partition), each in list(self.followed.items()):
+            if each.paused:
+                continue
             start, begin, end = each.position, self._logs.begins.get(partition, 0), self._logs.ends[partition]
             each.last_stable_offset = end
             if start < begin:
@@ -103,8 +125,12 @@ def chunk(offsets: list[int], end: int, *, expired_from: int | None = None) -> C
 def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SourceReader]:
     """``reader_of(logs, {0: 5})``: a reader of the logs, from these offsets on."""
 
-    def make(logs: Logs, starts: dict[int, int], *, fail_on_data_loss: bool = True) -> SourceReader:
+    def make(
+        logs: Logs, starts: dict[int, int], *, fail_on_data_loss: bool = True, most: int | None = None, was: str = "id"
+    ) -> SourceReader:
         def ends(_: Any, wanted: Mapping[str, list[int]], at: int, *rest: Any) -> dict[str, dict[int, int]]:
+            if logs.unreachable:
+                raise DeadlineExceededError("nobody answers", next_step="wait")
             found = logs.begins if at == EARLIEST else logs.ends
             return {TOPIC: {partition: found.get(partition, 0) for partition in wanted[TOPIC]}}
 
@@ -113,14 +139,14 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SourceReader]:
             def connect(self, deadline: Any) -> None: ...
             def close(self) -> None: ...
             def topics(self, names: Any, deadline: Any, **_: Any) -> dict[str, TopicInfo]:
-                return {TOPIC: TopicInfo(TOPIC, "id", dict.fromkeys(logs.ends, 1))}
+                return {TOPIC: TopicInfo(TOPIC, logs.topic_id, dict.fromkeys(logs.ends, 1))}
 
         monkeypatch.setattr(source_reader, "Cluster", Cluster)
         monkeypatch.setattr(source_reader, "LongPoll", lambda cluster, topics, positions, **_: Poll(logs, positions))
         monkeypatch.setattr(source_reader, "list_offsets", ends)
-        source = DirectSource(TOPIC, include_headers=False, fail_on_data_loss=fail_on_data_loss, max_records=None)
+        source = DirectSource(TOPIC, include_headers=False, fail_on_data_loss=fail_on_data_loss, max_records=most)
         query = QueryRows(DirectPlan((source,), ("value",)))
-        return SourceReader(ClientSettings("nowhere:1"), query, {TOPIC: starts}, flow="copy")
+        return SourceReader(ClientSettings("nowhere:1"), query, {TOPIC: starts}, topic_ids={TOPIC: was}, flow="copy")
 
     return make
 
@@ -149,7 +175,7 @@ def test_after_tasks_the_driver_reads_on_from_where_they_have_ended(
     reader.arrivals.take_unread({TOPIC: {0: taken, 1: 5}})
     reader.go_on()
     assert reader.fetch(0)
-    assert reader.arrivals.offsets == 60 - taken
+    assert reader.arrivals.offsets == {TOPIC: 60 - taken}
     found = reader.arrivals.take(EVERYTHING)
     assert found.source == SourceRange({TOPIC: {0: taken, 1: 5}}, {TOPIC: {0: 60, 1: 5}})
     assert offsets_of(found.parts) == {0: list(range(taken, 60))}
@@ -165,7 +191,7 @@ def test_partitions_that_were_added_are_read_from_their_beginning(
     reader.arrivals.take(EVERYTHING)
     logs.ends[1], logs.begins[1] = 9, 6
     assert reader.fetch(0)
-    assert reader.arrivals.offsets == 3
+    assert reader.arrivals.offsets == {TOPIC: 3}
     found = reader.arrivals.take(EVERYTHING)
     assert found.source == SourceRange({TOPIC: {0: 2, 1: 6}}, {TOPIC: {0: 2, 1: 9}})
     assert offsets_of(found.parts) == {1: [6, 7, 8]}
@@ -188,6 +214,65 @@ def test_records_that_expire_while_it_reads(
     assert "offsets 1 to 3 have expired" in caplog.text
 
 
+def test_what_is_behind_a_bound_does_not_wait_in_memory(reader_of: Callable[..., SourceReader]) -> None:
+    """A run that ends reads one partition to its end while others still write to another one."""
+    logs = Logs({0: 50, 1: 50})
+    reader = reader_of(logs, {0: 0, 1: 0})
+    assert reader.unread() == [(TOPIC, 0), (TOPIC, 1)], "nothing is known of them"
+    reader.end_at({TOPIC: {0: 20, 1: 50}})
+    for _ in range(3):
+        reader.fetch(0)
+        assert reader.arrivals.offsets == {TOPIC: 70}
+        assert not reader.is_behind
+    logs.ends[0] = 1000
+    assert not reader.fetch(0)
+    taken = reader.arrivals.take(EVERYTHING)
+    assert taken.source.end == {TOPIC: {0: 20, 1: 50}}
+    assert reader.unread() == [(TOPIC, 0)]
+    reader.end_at(None)
+    assert reader.fetch(0)
+    assert offsets_of(reader.arrivals.take(EVERYTHING).parts) == {0: list(range(20, 1000))}
+    assert reader.unread() == []
+
+
+def test_records_that_expire_behind_a_bound_are_not_missed(reader_of: Callable[..., SourceReader]) -> None:
+    reader = reader_of(Logs({0: 9}, {0: 4}), {0: 1})
+    reader.end_at({TOPIC: {0: 1}})
+    assert not reader.fetch(0)
+    reader.end_at({TOPIC: {0: 3}})
+    with pytest.raises(DataLossError, match="offsets 1 to 2 have expired"):
+        reader.fetch(0)
+
+
+def test_a_topic_of_which_a_batch_has_enough_is_not_fetched(reader_of: Callable[..., SourceReader]) -> None:
+    logs = Logs({0: 500}, most=lambda: 30)
+    reader = reader_of(logs, {0: 0}, most=50)
+    for waiting in (30, 60, 60, 60):
+        reader.fetch(0)
+        assert reader.arrivals.offsets == {TOPIC: waiting}
+    assert not reader.is_behind, "nothing can be fetched now"
+    reader.arrivals.take(Limits({TOPIC: 50}, 10**9, 10**12))
+    reader.fetch(0)
+    assert reader.arrivals.offsets == {TOPIC: 40}
+    assert reader.is_behind
+
+
+def test_a_topic_that_was_created_again_is_refused(
+    reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnknownTopicError, match="deleted and created again"):
+        reader_of(Logs({0: 9}), {0: 5}, was="an older one")
+    monkeypatch.setattr(source_reader, "_LOOK_EVERY_S", 0.0)
+    logs = Logs({0: 9})
+    reader = reader_of(logs, {0: 5})
+    reader.fetch(0)
+    logs.topic_id, logs.ends[1] = "a new one", 3
+    for look in (lambda: reader.fetch(0), reader.look_ahead):
+        with pytest.raises(UnknownTopicError, match="deleted and created again"):
+            look()
+    assert reader.arrivals.taken == {TOPIC: {0: 5}}, "partitions of the new one are not read"
+
+
 # ---- the loop --------------------------------------------------------------------------------------------
 
 
@@ -203,10 +288,15 @@ class Written:
         self.ways: list[str] = []
         self.sizes: list[int] = []
         self.failure: BaseException | None = None
+        self.turn = threading.Lock()
         self.before: Callable[[SourceRange], None] = lambda source: None
+        self.unread: list[list[int]] = []
 
-    def __call__(self, rows: Any, source: SourceRange, *, backlog: bool) -> None:
+    def __call__(
+        self, rows: Any, source: SourceRange, *, backlog: bool, unread: Collection[TopicPartition] = ()
+    ) -> None:
         self.before(source)
+        self.unread.append([partition for _, partition in unread])
         assert source.start[TOPIC].items() >= self.progress.offsets[TOPIC].items(), "I2"
         if isinstance(rows, RangeRows):
             assert rows.range == source
@@ -386,3 +476,71 @@ def test_the_first_batch_after_a_promotion_ends_where_the_earlier_version_has(
     loop_of(written, reader_of(logs, {0: 0, 1: 10}), rows_max, most=100, until={0: 50, 1: 50})._run()
     assert ends == [{TOPIC: {0: 7, 1: 10}}, {TOPIC: {0: 50, 1: 50}}]
     assert written.records == {0: list(range(50)), 1: list(range(10, 50))}
+
+
+@pytest.mark.parametrize("rows_max", [0, 10**9], ids=["tasks", "driver"])
+def test_a_batch_knows_which_partitions_have_more(reader_of: Callable[..., SourceReader], rows_max: int) -> None:
+    """They are not idle, however long they wait for their turn."""
+    logs = Logs({0: 50, 1: 10, 2: 0})
+    written = Written(logs, {0: 0, 1: 0, 2: 0})
+    reader = reader_of(logs, {0: 0, 1: 0, 2: 0})
+    loop_of(written, reader, rows_max, most=25, until={0: 50, 1: 10, 2: 0})._run()
+    assert written.records == {0: list(range(50)), 1: list(range(10)), 2: []}
+    assert written.unread == [[0, 1], [0] if rows_max == 0 else [1], []]
+
+
+@pytest.mark.parametrize("most", [15, 10**6], ids=["small batches", "large batches"])
+def test_a_live_partition_at_the_end_of_its_run_costs_no_memory(
+    reader_of: Callable[..., SourceReader], most: int
+) -> None:
+    logs = Logs({0: 10, 1: 400}, most=lambda: 20)
+    written = Written(logs, {0: 0, 1: 0})
+    reader = reader_of(logs, {0: 0, 1: 0}, most=most)
+    waiting = []
+
+    def arrive(source: SourceRange) -> None:
+        logs.ends[0] += 10_000
+        waiting.append(reader.arrivals.offsets[TOPIC])
+
+    written.before = arrive
+    loop_of(written, reader, 10**9, most=most, until={0: 10, 1: 400})._run()
+    assert written.records == {0: list(range(10)), 1: list(range(400))}
+    assert max(waiting) <= 30
+
+
+def test_tasks_wait_for_brokers_that_are_away(reader_of: Callable[..., SourceReader]) -> None:
+    logs = Logs({0: 50})
+    written = Written(logs, {0: 0})
+    loop = loop_of(written, reader_of(logs, {0: 0}), 0, most=25, until={0: 50})
+    looks = []
+
+    def away(seconds: float) -> None:
+        looks.append(seconds)
+        logs.unreachable = len(looks) < 3
+
+    loop._wait = away  # type: ignore[method-assign]
+    written.before = lambda source: setattr(logs, "unreachable", not looks)
+    loop._run()
+    assert loop.error is None
+    assert written.records == {0: list(range(50))}
+    assert len(looks) >= 3
+
+
+def test_all_that_is_available_is_written_not_only_taken(
+    reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With at-most-once, progress moves before the batch is written."""
+    logs = Logs({0: 50})
+    written = Written(logs, {0: 50})
+    monkeypatch.setattr(DirectQuery, "_source_ends", lambda _: {TOPIC: {0: 50}})
+    batches: Any = written
+    loop = loop_of(written, reader_of(logs, {0: 50}), 0, most=50, until={0: 50})
+    loop._is_complete = threading.Event().wait  # type: ignore[method-assign]  # it does nothing
+    query = DirectQuery(loop, batches, DirectPlan((), ()), ClientSettings("nowhere:1"))
+    waiting = threading.Thread(target=query.processAllAvailable, daemon=True)
+    with written.turn:
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive(), "a batch is still being written"
+    waiting.join(30)
+    assert not waiting.is_alive()

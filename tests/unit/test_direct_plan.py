@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyspark.sql import types as T
 
 from onceflow.planning.ownership import check_columns
+from onceflow.protocol.record_columns import RecordColumns
 from onceflow.task.direct_plan import (
     SOURCE_TYPES,
     Attribute,
@@ -20,6 +22,7 @@ from onceflow.task.direct_plan import (
     SinkForm,
     reinterpreted,
 )
+from onceflow.task.source_rows import QueryRows, joined
 
 NAMES = tuple(SOURCE_TYPES)
 #: Bytes that are no text in UTF-8.
@@ -44,6 +47,10 @@ def records(count: int = 3, *, only: tuple[str, ...] = NAMES) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array(columns[n], SOURCE_TYPES[n]) for n in only], names=list(only))
 
 
+def applied(plan: DirectSource, rows: pa.RecordBatch) -> pa.RecordBatch:
+    return plan.apply(dict(zip(rows.schema.names, rows.columns, strict=True)), rows.num_rows)
+
+
 def select(**columns: Any) -> Select:
     """``name="value"``: that column; ``name=("value", "string")``: cast; ``name=[3, pa.int32()]``: a constant."""
     found: list[Attribute | Constant] = []
@@ -57,27 +64,27 @@ def select(**columns: Any) -> Select:
 
 
 def test_a_source_as_it_is() -> None:
-    assert source(headers=True).apply(records()) == records()
+    assert applied(source(headers=True), records()) == records()
     without = source()
     assert without.columns == without.needed == NAMES[:-1]
-    assert without.apply(records()) == records(only=NAMES[:-1])
+    assert applied(without, records()) == records(only=NAMES[:-1])
 
 
 def test_only_what_is_used_is_needed() -> None:
     plan = source(select(value="value", k="key", n=[3, pa.int32()]), Select((Attribute("x", 0), Attribute("n", 2))))
     assert plan.needed == ("value",)
     assert plan.columns == ("x", "n")
-    made = plan.apply(records(only=("value",)))
+    made = applied(plan, records(only=("value",)))
     assert made.schema.names == ["x", "n"]
     assert made.column("x").to_pylist() == records().column("value").to_pylist()
     assert made.column("n").to_pylist() == [3] * 3
-    assert plan.apply(records()) == made, "columns that are not needed may be there"
+    assert applied(plan, records()) == made, "columns that are not needed may be there"
 
 
 def test_a_column_that_nobody_needs_is_not_cast() -> None:
     plan = source(select(value="value", text=("partition", "string")), Select((Attribute("value", 0),)))
     assert plan.needed == ("value",)
-    assert plan.apply(records()).schema.names == ["value"]
+    assert applied(plan, records()).schema.names == ["value"]
 
 
 def test_columns_that_a_query_needs_of_a_plan() -> None:
@@ -86,7 +93,7 @@ def test_columns_that_a_query_needs_of_a_plan() -> None:
     assert less.columns == ("value", "key")
     assert [each.needed for each in less.sources] == [("key", "value")] * 2
     assert less.source("other").topic == "other"
-    assert less.source("other").apply(records(only=("key", "value"))) == records(only=("value", "key"))
+    assert applied(less.source("other"), records(only=("key", "value"))) == records(only=("value", "key"))
     assert plan.only(NAMES[:-1]) is plan
 
 
@@ -94,11 +101,29 @@ def test_constants() -> None:
     columns = select(
         t=["out", pa.string()], b=[b"\xff", pa.binary()], nothing=[None, pa.null()], none=[None, pa.string()]
     )
-    made = source(columns).apply(records())
+    made = applied(source(columns), records())
     assert source(columns).needed == ()
     assert made.schema.types == [pa.string(), pa.binary(), pa.null(), pa.string()]
     assert made.to_pylist() == [{"t": "out", "b": b"\xff", "nothing": None, "none": None}] * 3
-    assert source(columns).apply(records(0)).num_rows == 0
+    assert applied(source(columns), records(0)).num_rows == 0
+
+
+@pytest.mark.parametrize("operators", [0, 1], ids=["constants", "a function of constants"])
+@pytest.mark.parametrize("form", [None, SinkForm(("key", "value"), ("key",), by_source=True)], ids=["rows", "sink"])
+def test_a_query_that_needs_no_column_makes_a_row_of_each_record(form: SinkForm | None, operators: int) -> None:
+    constants = select(key=["all", pa.string()], value=[b"1", pa.binary()])
+    function = MapRows(("key", "value"), ("key", "value"), lambda batch: batch)
+    plan = DirectPlan((source(constants, *[function] * operators),), ("key", "value"))
+    assert plan.source("in").needed == ()
+    values, stamps = pa.array([b"a", None, b"c"]), np.arange(3)
+    given = RecordColumns(values, values, stamps, stamps, np.zeros(3, np.int32))
+    rows = QueryRows(plan, form).of(given, ("in", 7))
+    assert (
+        rows.select(["key", "value"]).cast(pa.schema([("key", pa.string()), ("value", pa.binary())])).to_pylist()
+        == [{"key": "all", "value": b"1"}] * 3
+    )
+    (kept,) = joined([rows])
+    assert kept.num_rows == 3
 
 
 @pytest.mark.parametrize("start", [0, 1, 2])
@@ -126,7 +151,7 @@ def test_a_function_gets_all_columns_and_may_return_other_rows() -> None:
     function = MapRows(("v", "offset"), ("value", "n"), twice)
     plan = source(select(v="value", offset="offset"), function, Select((Attribute("n", 1),)))
     assert plan.needed == ("value", "offset"), "a function may use every column that it gets"
-    assert plan.apply(records()).to_pydict() == {"n": [0, 1, 2, 3]}
+    assert applied(plan, records()).to_pydict() == {"n": [0, 1, 2, 3]}
     assert seen == [["v", "offset"]]
 
 
@@ -134,7 +159,7 @@ def test_columns_of_one_name_are_told_apart_by_their_place() -> None:
     both = select(key="key", value="value")
     plan = source(Select((Attribute("c", 0), Attribute("c", 1))), Select((Attribute("value", 1),)))
     assert plan.needed == ("value",)
-    assert source(both).apply(records(only=("key", "value"))) == records(only=("key", "value"))
+    assert applied(source(both), records(only=("key", "value"))) == records(only=("key", "value"))
 
 
 def columns_of(*fields: tuple[str, T.DataType], topic: str | None = "out") -> Any:

@@ -78,6 +78,23 @@ def test_a_long_batch_makes_no_partition_silent() -> None:
     assert watermark.after({B: 302_000}) == 301_900, "it was silent from one plan to another"
 
 
+def test_a_partition_with_records_that_wait_is_not_silent() -> None:
+    """The engine reads others first. Its idle time begins when all of it is read."""
+    clock = Clock()
+    watermark = made(clock)
+    assert batch(watermark, p0=1000, p1=1000) == 900
+    for now in (40, 80):
+        clock.now = now
+        watermark.planned([A], unread=[B])
+        assert watermark.after({A: 5000 + now}) == 900
+        watermark.on_commit({A: 5000 + now}, 900)
+        assert watermark.advance() == 900
+    clock.now = 109
+    assert batch(watermark, p0=6000) == 900
+    clock.now = 111
+    assert batch(watermark, p0=7000) == 6900
+
+
 def test_a_partition_whose_records_are_all_filtered_out_is_silent() -> None:
     clock = Clock()
     watermark = made(clock)

@@ -68,7 +68,13 @@ class Cluster(Connections):
     # ---- topics --------------------------------------------------------------------------------------
 
     def topics(
-        self, names: Iterable[str] | None, deadline: Deadline, *, patient: bool = False, once: bool = False
+        self,
+        names: Iterable[str] | None,
+        deadline: Deadline,
+        *,
+        patient: bool = False,
+        once: bool = False,
+        partial: bool = False,
     ) -> dict[str, TopicInfo]:
         """Current metadata of the named topics, read from a broker. None: of all topics that are visible.
 
@@ -76,6 +82,7 @@ class Cluster(Connections):
             patient: the topics are expected to exist. If a broker does not know one of them, the request is repeated
                 for some seconds, as it is for topics that existed before. Otherwise it is repeated a few times.
             once: do not repeat the request if a topic does not exist: the caller creates it then.
+            partial: return what the first response has, also if a partition has no leader (-1) or a topic is missing.
 
         Raises:
             UnknownTopicError: a topic does not exist, or this principal may not describe it.
@@ -99,7 +106,7 @@ class Cluster(Connections):
             self._topics.update(found)
             if wanted is not None and not unsettled and len(found) < len(wanted):
                 unsettled = "the response does not mention every topic asked for"
-            if wanted is None or not unsettled:
+            if wanted is None or partial or not unsettled:
                 return found
             deadline.pause(attempt + 3, unsettled)
             attempt += 1

@@ -23,8 +23,9 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.column_chunks import ColumnChunk, ColumnForm
 from onceflow.client.deadline import Deadline
 from onceflow.client.fetching import FETCH_BYTES, READ_COMMITTED, PartitionFetch
+from onceflow.client.holes import is_hole
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
-from onceflow.errors import DataLossError, DeadlineExceededError, located
+from onceflow.errors import DataLossError, DeadlineExceededError, located, log_too_short
 from onceflow.protocol.decode import ABORT, DecodedBatch, HeaderList, Payloads, RawBatch
 from onceflow.protocol.record_fields import Int64s
 
@@ -220,8 +221,10 @@ class _CommittedRead(PartitionFetch[C]):
 
     def _stalled(self, *, empty: bool) -> None:
         if self.last_stable_offset >= self.end and empty:
-            # The broker found nothing from here to the last stable offset: compaction has removed all records.
-            self.position = self.end
+            if is_hole(self.cluster, self.topic, self.partition, self.position, self.deadline):
+                self.position = self.end
+            else:
+                self.deadline.pause(0, f"the records of {self.name} have not come from remote storage")
         elif self.deadline.expired:
             raise self._held_back()
         else:
@@ -256,13 +259,7 @@ class _CommittedRead(PartitionFetch[C]):
         )
 
     def _too_short(self, last: int) -> DataLossError:
-        return DataLossError(
-            f"The log ends at offset {last}, although records after it were committed",
-            topic=self.name,
-            detail=f"reading from {self.position} to {self.end}",
-            next_step="find out whether the topic was deleted and created again, or whether records were lost in an "
-            "unclean leader election",
-        )
+        return log_too_short(self.name, last, "committed", f"reading from {self.position} to {self.end}")
 
 
 def gather(

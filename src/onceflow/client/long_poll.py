@@ -21,18 +21,19 @@ from onceflow.client.committed import LISTS, Chunk, gather
 from onceflow.client.deadline import Deadline
 from onceflow.client.fetching import FETCH_BYTES, READ_COMMITTED, fetch_request
 from onceflow.client.followed import Followed
+from onceflow.client.holes import is_hole
 from onceflow.client.library_log import muted
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.poll_result import Arrived, PollResult
 from onceflow.clock import clock_ms
 from onceflow.errors import (
     BrokerUnreachableError,
-    DataLossError,
     DeadlineExceededError,
     OnceflowError,
     ProtocolError,
     UnknownTopicError,
     located,
+    log_too_short,
 )
 from onceflow.protocol import codes
 from onceflow.protocol.decode import split_batches
@@ -178,9 +179,9 @@ class LongPoll(Generic[C]):
         deadline = Deadline(_LOOK_S, f"looking for the leaders of {', '.join(self._ids)}")
         try:
             self._cluster.connect(deadline)
-            found = self._cluster.topics(self._ids, deadline, once=True)
+            found = self._cluster.topics(self._ids, deadline, once=True, partial=True)
         except (DeadlineExceededError, BrokerUnreachableError):
-            return  # metadata that were read are kept, also if a partition has no leader
+            return
         except UnknownTopicError:
             self._delay([each for each in self.followed.values() if not each.asked], unknown=True)
             return
@@ -269,6 +270,7 @@ class LongPoll(Generic[C]):
         as_of_ms = result.as_of_ms()
         waiting = {(each.topic, each.partition): each for each in result.asked}
         gathered: list[tuple[Followed, Any]] = []
+        no_room: list[Followed] = []  # the records of partitions before them have filled the response
         size = 0
         for topic in response.responses:
             name = topic.topic or self._names.get(str(topic.topic_id), "")
@@ -286,33 +288,36 @@ class LongPoll(Generic[C]):
                 each.attempt, each.not_before, each.unknown_since = 0, 0.0, None
                 each.last_stable_offset, each.answered_at = int(answer.last_stable_offset), time.monotonic()
                 each.as_of_ms = as_of_ms
-                for part in self._records(each, answer, first=each is result.asked[0]):
+                if not answer.records and each is not result.asked[0]:
+                    if each.last_stable_offset > each.position:
+                        no_room.append(each)
+                    continue
+                for part in self._records(each, answer):
                     gathered.append((each, part))
                     size += part.nbytes
                     if size >= self._form.together_bytes:
                         yield from self._chunks(gathered)
                         gathered, size = [], 0
         yield from self._chunks(gathered)
+        # They are first next time, in their order: so each partition has its turn.
+        first = {(each.topic, each.partition): each for each in no_room if self._is_followed(each)}
+        self.followed = {**first, **self.followed}
 
-    def _records(self, each: Followed, answer: Any, *, first: bool) -> Iterator[Any]:
-        """What the chunks of one partition are made of.
-
-        Args:
-            first: whether the partition was the first one in the request. Only then does an empty response mean that
-                there is nothing up to the last stable offset (compaction has removed it): the records of partitions
-                before it may have filled the response.
-        """
+    def _records(self, each: Followed, answer: Any) -> Iterator[Any]:
+        """What the chunks of one partition are made of, if partitions before it have not filled the response."""
         begin = each.position
         end = max(begin, each.last_stable_offset)
         if answer.records:
             with located(topic=each.name):
                 yield from gather(self._form, split_batches(answer.records), answer.aborted_transactions, begin, end)
-        elif begin < end and first:
-            nothing = self._form.begin(end)
-            nothing.whole = False
-            yield nothing
         elif begin < end:
-            self.followed = {(each.topic, each.partition): each, **self.followed}
+            look = Deadline(_LOOK_S, f"looking for the records of {each.name}")
+            if is_hole(self._cluster, each.topic, each.partition, begin, look):
+                nothing = self._form.begin(end)
+                nothing.whole = False
+                yield nothing
+            else:
+                self._delay([each])
 
     def _chunks(self, gathered: list[tuple[Followed, Any]]) -> Iterator[tuple[TopicPartition, C]]:
         """Moves the positions, each just before its chunk is handed out."""
@@ -367,13 +372,7 @@ class LongPoll(Generic[C]):
             self._stale = True
             self._delay([each])
             return
-        raise DataLossError(
-            f"The log ends at offset {last}, although records after it were read",
-            topic=each.name,
-            detail=f"read up to offset {each.position}",
-            next_step="find out whether the topic was deleted and created again, or whether records were lost in an "
-            "unclean leader election",
-        )
+        raise log_too_short(each.name, last, "read", f"read up to offset {each.position}")
 
     def _lost(self, asked: list[Followed], error: BaseException) -> None:
         if isinstance(error, OnceflowError):

@@ -15,6 +15,7 @@ from onceflow.protocol import codes
 
 EARLIEST, LATEST = -2, -1
 NEWEST_TIMESTAMP = -3
+_EARLIEST_LOCAL = -4
 
 
 def list_offsets(
@@ -24,14 +25,16 @@ def list_offsets(
     deadline: Deadline,
     *,
     committed: bool = True,
+    versions: tuple[int, int] = (2, 6),
 ) -> dict[str, dict[int, int]]:
     """Offset of each partition at ``timestamp`` (``EARLIEST``, ``LATEST`` or epoch milliseconds).
 
     Args:
         committed: whether LATEST means the last stable offset; otherwise it means the high watermark.
+        versions: the lowest and the highest version of the request that may be used.
     """
     cluster.connect(deadline)
-    version = cluster.version(ListOffsetsRequest, min_version=2, max_version=6)
+    version = cluster.version(ListOffsetsRequest, min_version=versions[0], max_version=versions[1])
     answers = ask_leaders(
         cluster,
         [(topic, partition) for topic, numbers in partitions.items() for partition in numbers],
@@ -44,6 +47,16 @@ def list_offsets(
     for (topic, partition), offset in answers.items():
         found[topic][partition] = offset
     return found
+
+
+def earliest_local(cluster: Cluster, topic: str, partition: int, deadline: Deadline) -> int:
+    """The first offset that the leader has on its disk. Records below it are in remote storage (KIP-405), if anywhere.
+
+    Raises:
+        BrokerUnsupportedError: it needs Kafka 3.6, which is the first version with remote storage.
+    """
+    found = list_offsets(cluster, {topic: [partition]}, _EARLIEST_LOCAL, deadline, versions=(8, 8))
+    return found[topic][partition]
 
 
 def newest_timestamps(cluster: Cluster, partitions: Mapping[str, Sequence[int]], deadline: Deadline) -> dict[str, int]:

@@ -43,11 +43,13 @@ class Arrivals:
     Attributes:
         taken: everything below these offsets was taken by batches, or was there before.
         nbytes: size of what waits, about.
+        offsets: how many offsets of each topic wait.
     """
 
     def __init__(self, starts: Mapping[str, Mapping[int, int]]) -> None:
         self.taken: TopicOffsets = {topic: dict(offsets) for topic, offsets in starts.items()}
         self.nbytes = 0
+        self.offsets = dict.fromkeys(starts, 0)
         self._waiting: collections.deque[FetchedPart] = collections.deque()
 
     @property
@@ -60,15 +62,15 @@ class Arrivals:
         """Whether offsets wait, maybe without records: those of transaction markers and of aborted records."""
         return bool(self._waiting)
 
-    @property
-    def offsets(self) -> int:
-        """How many offsets wait."""
-        return sum(part.end - part.start for part in self._waiting)
+    def takeable(self, most: Mapping[str, int]) -> int:
+        """How many of the offsets that wait a batch may take that takes so many of each topic at most."""
+        return sum(min(count, most.get(topic, count)) for topic, count in self.offsets.items())
 
     def add(self, part: FetchedPart) -> None:
         """Records of a partition have arrived. They follow those that have arrived before."""
         self._waiting.append(part)
         self.nbytes += part.nbytes
+        self.offsets[part.place[0]] += part.end - part.start
 
     def begin(self, topic: str, partition: int, offset: int) -> None:
         """A partition was added to a topic; it is read from here."""
@@ -78,6 +80,7 @@ class Arrivals:
         """Forget what waits. Nothing of it was taken, so it is read again."""
         self._waiting.clear()
         self.nbytes = 0
+        self.offsets = dict.fromkeys(self.taken, 0)
 
     def take_unread(self, ends: Mapping[str, Mapping[int, int]]) -> SourceRange:
         """A batch takes everything below these offsets, which others read. Nothing may wait here meanwhile."""
@@ -123,6 +126,7 @@ class Arrivals:
                 by_topic[topic] -= part.end - part.start
             size -= part.nbytes
             self.nbytes -= part.nbytes
+            self.offsets[topic] -= part.end - part.start
             self.taken[topic][partition] = part.end
             parts.append(part)
         self._waiting.extend(kept)

@@ -7,10 +7,8 @@ cost: how long the driver would need for what is left to read, and whether tasks
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from onceflow.driver.offset_log import TopicOffsets
 
 log = logging.getLogger("onceflow")
 
@@ -121,33 +119,3 @@ class Backlog:
     def _to_driver(self, why: str) -> None:
         self.by_tasks = False
         log.info("flow %s: the driver reads again: %s", self._flow, why)
-
-
-def spread(left: Mapping[str, Mapping[int, int]], records: int, least: int = 1) -> TopicOffsets:
-    """How many offsets of each partition a batch takes that takes so many.
-
-    Args:
-        left: how many offsets are left of each partition, by topic.
-        least: take at least so many of a partition, or nothing: responses have whole record batches, so of a very short
-            range most of what is fetched would be thrown away. Partitions that have the most left come first.
-
-    Returns:
-        Of each partition that is taken the same part of what it has left.
-    """
-    shares = {topic: dict.fromkeys(offsets, 0) for topic, offsets in left.items()}
-    places = [(count, topic, n) for topic, offsets in left.items() for n, count in offsets.items() if count]
-    places.sort(key=lambda place: -place[0])
-    number, total = 0, 0
-    while number < len(places) and (number < records // least or total < records):
-        total += places[number][0]
-        number += 1
-    places = places[:number]
-    records = min(records, total)
-    for count, topic, n in places:
-        shares[topic][n] = count * records // total
-    over = records - sum(shares[topic][n] for _, topic, n in places)
-    for count, topic, n in places:
-        if over and shares[topic][n] < count:
-            shares[topic][n] += 1
-            over -= 1
-    return shares

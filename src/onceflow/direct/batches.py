@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from onceflow import log_context
@@ -15,6 +15,7 @@ from onceflow.driver.range_rows import RangeRows
 from onceflow.driver.step_seconds import timed
 from onceflow.errors import OnceflowError
 from onceflow.planning.options import BatchSummary, SinkOptions
+from onceflow.protocol.names import TopicPartition
 from onceflow.state.table_facts import TableFacts
 
 log = logging.getLogger("onceflow.sink")
@@ -23,8 +24,12 @@ log = logging.getLogger("onceflow.sink")
 class DirectCommit(Commit, Protocol):
     """The steps of a batch of the direct engine."""
 
-    def plan_range(self, source: SourceRange, batch: int) -> None:
-        """The source range of a batch is this. It must start where progress ends (I2)."""
+    def plan_range(self, source: SourceRange, batch: int, unread: Collection[TopicPartition]) -> None:
+        """The source range of a batch is this. It must start where progress ends (I2).
+
+        Args:
+            unread: partitions that have records behind it.
+        """
         ...
 
 
@@ -37,18 +42,26 @@ class DirectBatches(Batches):
         super().__init__(commit, options, tables=tables)
         self._commit = commit
 
-    def __call__(self, rows: FetchedRows | RangeRows, source: SourceRange, *, backlog: bool) -> None:
+    def __call__(
+        self,
+        rows: FetchedRows | RangeRows,
+        source: SourceRange,
+        *,
+        backlog: bool,
+        unread: Collection[TopicPartition] = (),
+    ) -> None:
         """Run one batch, unless it would change nothing.
 
         Args:
             backlog: whether there was more to read than the batch takes. Then it is as large as fits the interval.
+            unread: partitions that have records behind its range, as far as it is known.
 
         Raises:
             OnceflowError: it has failed, and no attempt may follow. The query must end.
         """
         batch = self.progress.batch_id + 1
         with log_context.within(flow=self.flow, batch=batch):
-            self._in_turn(rows, batch, lambda: self._run(rows, source), paced=not backlog)
+            self._in_turn(rows, batch, lambda: self._run(rows, source, unread), paced=not backlog)
 
     def wants_batch(self, source: SourceRange) -> bool:
         """Whether a batch with this range would do anything: it has offsets, or timers are due."""
@@ -62,7 +75,7 @@ class DirectBatches(Batches):
         if not self.awaited and not self.stopping:
             log.error("%s", error)
 
-    def _run(self, rows: FetchedRows | RangeRows, source: SourceRange) -> None:
+    def _run(self, rows: FetchedRows | RangeRows, source: SourceRange, unread: Collection[TopicPartition]) -> None:
         self._commit.settle()
         self._catch_up(rows)
         if self._commit.is_idle(source):
@@ -71,6 +84,6 @@ class DirectBatches(Batches):
         batch = self.progress.batch_id + 1
         summary = BatchSummary(batch, 0)
         with timed(summary, "plan"):
-            self._commit.plan_range(source, batch)
+            self._commit.plan_range(source, batch, unread)
         self._run_planned(rows, batch, source, summary)
         self._fire_left(rows, source)

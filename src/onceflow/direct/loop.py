@@ -17,9 +17,10 @@ from pyspark.sql import SparkSession
 from onceflow import log_context
 from onceflow.clock import clock_ms
 from onceflow.direct.arrivals import Limits, Taken
-from onceflow.direct.backlog import Backlog, spread
+from onceflow.direct.backlog import Backlog
 from onceflow.direct.batches import DirectBatches
 from onceflow.direct.pacing import BATCH_BYTES, BatchSize
+from onceflow.direct.shares import Shares
 from onceflow.direct.source_reader import SourceReader
 from onceflow.driver import handover
 from onceflow.driver.fetched_rows import FetchedRows
@@ -87,6 +88,7 @@ class DirectLoop:
         self._busy_s = 0.0  # for fetching, since the last batch
         self._job_group = f"onceflow-direct-{uuid4()}"
         self._tasks_run = False
+        self._shares = Shares(records_per_batch, _TASKS_RANGE_MIN)
         self.lag: TopicOffsets = {}
         self.error: BaseException | None = None
         self.waiting = False
@@ -174,6 +176,7 @@ class DirectLoop:
         """Wait for an answer of a broker. Returns whether there was one."""
         started = time.monotonic()
         self.waiting = True
+        self._reader.end_at(self._bounds())
         try:
             arrived = self._reader.fetch(seconds)
         finally:
@@ -185,9 +188,11 @@ class DirectLoop:
 
     def _fill(self) -> None:
         """With a backlog, fetch until there is enough for a batch."""
-        reader = self._reader
+        reader, arrivals = self._reader, self._reader.arrivals
         while (
-            reader.is_behind and reader.arrivals.offsets < self._size.records and reader.arrivals.nbytes < BATCH_BYTES
+            reader.is_behind
+            and arrivals.takeable(self._records_per_batch) < self._size.records
+            and arrivals.nbytes < BATCH_BYTES
         ):
             if self._stop.is_set() or not self._fetch(_WAIT_S):
                 return
@@ -204,7 +209,8 @@ class DirectLoop:
         if self._reader.is_behind:
             self._reader.fetch_ahead()
         started_ms, before = clock_ms(), self._batches.progress.batch_id
-        self._batches(FetchedRows(self._spark, taken.parts), taken.source, backlog=backlog)
+        rows, unread = FetchedRows(self._spark, taken.parts), self._reader.unread()
+        self._batches(rows, taken.source, backlog=backlog, unread=unread)
         seconds = time.monotonic() - now + self._busy_s
         if self._size.ran(taken.source.max_rows, seconds):
             self._backlog.ran(taken.source.max_rows, seconds, now=time.monotonic())
@@ -217,6 +223,9 @@ class DirectLoop:
     def _run_by_tasks(self) -> bool:
         """Run a batch whose records tasks read by themselves. False: the driver is to read again."""
         ends = self._reader.look_ahead()
+        if ends is None:
+            self._wait(_WAIT_S)
+            return True
         self.lag = left(self._reader.arrivals.taken, ends)
         wanted = self._wanted()
         self._backlog.looked(_total(wanted), now=time.monotonic())
@@ -228,7 +237,8 @@ class DirectLoop:
         self._spark.sparkContext.setJobGroup(self._job_group, f"flow {self._batches.flow}", interruptOnCancel=True)
         self._tasks_run = True
         try:
-            self._batches(rows, source, backlog=True)
+            unread = [(t, n) for t, offsets in left(source.end, ends).items() for n, more in offsets.items() if more]
+            self._batches(rows, source, backlog=True, unread=unread)
         finally:
             self._tasks_run = False
         seconds = time.monotonic() - started
@@ -248,12 +258,10 @@ class DirectLoop:
 
     def _spread(self, wanted: TopicOffsets) -> TopicOffsets:
         """Where a batch ends that tasks read, if so many offsets of each partition are left."""
-        for topic, most in self._records_per_batch.items():
-            wanted = {**wanted, **spread({topic: wanted[topic]}, most, _TASKS_RANGE_MIN)}
+        shares = self._shares.next(wanted, self._tasks_size.records)
         taken = self._reader.arrivals.taken
         return {
-            topic: {n: taken[topic][n] + count for n, count in offsets.items()}
-            for topic, offsets in spread(wanted, self._tasks_size.records, _TASKS_RANGE_MIN).items()
+            topic: {n: taken[topic][n] + count for n, count in offsets.items()} for topic, offsets in shares.items()
         }
 
     def _report(

@@ -106,6 +106,8 @@ class DirectQuery:
         ends = self._source_ends()
         while not self._ended.is_set() and not has_reached(self._batches.progress.offsets, ends):
             time.sleep(_WAIT_S)
+        with self._batches.turn:  # at-most-once moves progress before it writes the batch
+            pass
         self._raise()
 
     def stop(self) -> None:

@@ -55,9 +55,11 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
     if by_source:
         targets = load_targets(startup.session.cluster, options.topic, deadline)
         check_source_partitions(options.topic, targets, startup.sources_read.partitions)
-    starts = {topic: dict(prepared.progress.offsets[topic]) for topic in startup.sources}
+    # The flow may have read topics that this query does not use.
+    starts = {source.topic: dict(prepared.progress.offsets[source.topic]) for source in plan.sources}
     read = _rows_of(query, plan, by_source=by_source)
-    reader = SourceReader(startup.settings, read, starts, flow=flow)
+    topic_ids = {topic: startup.sources[topic].topic_id for topic in starts}
+    reader = SourceReader(startup.settings, read, starts, topic_ids=topic_ids, flow=flow)
     try:
         until = _end_of_run(prepared, starts, deadline)
         tables = list if query.state is None else query.state.facts
@@ -70,7 +72,7 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
             records_per_batch={s.topic: s.max_records for s in plan.sources if s.max_records is not None},
             until=until,
             backlog=backlog_of(prepared),
-            tasks=range_source(prepared, read, reader.topic_ids),
+            tasks=range_source(prepared, read, topic_ids),
         )
         given = prepared.write.sink  # with Flow.map, the query's own options make tasks of Spark write every batch
         told = report(startup, prepared.spark, given, outputs=prepared.written, choice=prepared.choice)

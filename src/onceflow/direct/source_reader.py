@@ -6,10 +6,11 @@ One thread owns the reader. Its connections are its own, because a Fetch waits i
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 
-from onceflow.client.cluster import Cluster
+from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.column_chunks import ColumnChunk, ColumnForm
 from onceflow.client.deadline import Deadline
 from onceflow.client.long_poll import LongPoll
@@ -18,7 +19,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.direct.arrivals import Arrivals
 from onceflow.direct.fetched import FetchedPart
 from onceflow.driver.offset_log import TopicOffsets, has_reached
-from onceflow.errors import OnceflowError
+from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, OnceflowError
 from onceflow.protocol.names import TopicPartition
 from onceflow.task.source_rows import QueryRows, expired
 
@@ -39,10 +40,10 @@ class SourceReader:
     Args:
         starts: the offset at which each partition is read first, by topic.
         query: makes rows of the records.
+        topic_ids: of the sources, as they were when these offsets were chosen.
 
     Attributes:
-        arrivals: what waits for a batch.
-        topic_ids: of the sources.
+        arrivals: what waits for a batch. Nothing of it is behind the bound of its partition, see `end_at`.
     """
 
     def __init__(
@@ -51,11 +52,16 @@ class SourceReader:
         query: QueryRows,
         starts: Mapping[str, Mapping[int, int]],
         *,
+        topic_ids: Mapping[str, str],
         flow: str,
     ) -> None:
         self._flow = flow
         self._query = query
         self._sources = {source.topic: source for source in query.plan.sources}
+        self._most = {source.topic: source.max_records for source in query.plan.sources if source.max_records}
+        self._topic_ids = topic_ids
+        self._bounds: TopicOffsets | None = None
+        self._pausing = False
         self.arrivals = Arrivals({topic: starts[topic] for topic in self._sources})
         self._cluster = Cluster(settings, refused_s=None)
         self._looked_at = float("-inf")
@@ -64,13 +70,13 @@ class SourceReader:
         try:
             self._cluster.connect(deadline)
             topics = self._cluster.topics(self._sources, deadline)
+            self._check_same(topics)
         except BaseException:
             self._cluster.close()
             raise
         positions = {
             (topic, n): offset for topic, offsets in self.arrivals.taken.items() for n, offset in offsets.items()
         }
-        self.topic_ids = {info.name: info.topic_id for info in topics.values()}
         self._arrived = dict(positions)  # everything below has arrived
         form = ColumnForm(headers=any(source.include_headers for source in query.plan.sources))
         self._poll: LongPoll[ColumnChunk] = LongPoll(
@@ -94,14 +100,58 @@ class SourceReader:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there are records that have not arrived here yet, as far as it is known."""
-        return any(each.last_stable_offset > each.position for each in self._poll.followed.values())
+        """Whether there are records that can be fetched now, as far as it is known."""
+        return any(
+            min(each.last_stable_offset, self._bound(place)) > self._arrived[place]
+            for place, each in self._poll.followed.items()
+            if not each.paused and not each.attempt
+        )
+
+    def unread(self) -> list[TopicPartition]:
+        """Partitions with records that no batch has taken. Those that have not been asked yet count, too."""
+        found = []
+        for place, each in self._poll.followed.items():
+            taken, last = self.arrivals.taken[place[0]][place[1]], each.last_stable_offset
+            if last > taken or (last < 0 and taken < self._bound(place)):
+                found.append(place)
+        return found
 
     def reached(self, ends: Mapping[str, Mapping[int, int]]) -> bool:
         """Whether batches have taken everything before these offsets."""
         return has_reached(self.arrivals.taken, ends)
 
     # ---- fetching ------------------------------------------------------------------------------------
+
+    def end_at(self, bounds: TopicOffsets | None) -> None:
+        """Batches may take what is before these offsets, for now; None: everything. What is behind them is not fetched,
+        so that it does not wait in memory.
+
+        Args:
+            bounds: partitions that are not in it may not be read at all.
+        """
+        if bounds is self._bounds or bounds == self._bounds:
+            return
+        self._bounds = bounds
+        for place, each in list(self._poll.followed.items()):
+            if each.position > self._arrived[place]:  # what was behind the old bound was not kept
+                self._poll.seek(*place, self._arrived[place])
+
+    def _bound(self, place: TopicPartition) -> float:
+        return math.inf if self._bounds is None else self._bounds.get(place[0], {}).get(place[1], 0)
+
+    def _pause(self) -> None:
+        """Leave partitions out of requests that are at their bound, and topics of which a batch has enough."""
+        most, waiting = self._most, self.arrivals.offsets
+        full = {topic for topic, count in waiting.items() if topic in most and count >= most[topic]}
+        if not (full or self._pausing or self._bounds is not None):
+            return
+        self._pausing = False
+        for place, each in self._poll.followed.items():
+            if place[0] in full or self._arrived[place] >= self._bound(place):
+                self._pausing = True
+                self._poll.pause(*place)
+            elif each.paused:
+                self._poll.resume(*place)
 
     def fetch(self, timeout_s: float) -> bool:
         """Wait for records, at most this many seconds. Returns whether any have arrived, or offsets without records.
@@ -122,6 +172,7 @@ class SourceReader:
 
     def _receive(self, timeout_s: float) -> bool:
         arrived = False
+        self._pause()
         for place, chunk in self._poll.poll(timeout_s):
             arrived = True
             self._add(place, chunk)
@@ -130,21 +181,26 @@ class SourceReader:
     def fetch_ahead(self) -> None:
         """Send the next requests without waiting, so that brokers answer while a batch runs."""
         if self.arrivals.nbytes < BUFFER_BYTES:
+            self._pause()
             self._poll.send()
 
     # ---- while tasks read ----------------------------------------------------------------------------
 
-    def look_ahead(self) -> TopicOffsets:
+    def look_ahead(self) -> TopicOffsets | None:
         """What is left to read: ask for the last stable offsets. What has arrived is given up: tasks read it.
 
         Returns:
-            The last stable offset of each partition.
+            The last stable offset of each partition; None: no broker has answered for all of them.
         """
         self._look()
         self.arrivals.drop()
-        deadline = Deadline(_START_S, f"looking for the ends of the sources of flow {self._flow}")
+        deadline = Deadline(_LOOK_EVERY_S, f"looking for the ends of the sources of flow {self._flow}")
         wanted = {topic: sorted(offsets) for topic, offsets in self.arrivals.taken.items()}
-        return list_offsets(self._cluster, wanted, LATEST, deadline)
+        try:
+            return list_offsets(self._cluster, wanted, LATEST, deadline)
+        except (DeadlineExceededError, BrokerUnreachableError) as error:
+            log.debug("flow %s: %s", self._flow, error)
+            return None
 
     def go_on(self) -> None:
         """Read here again, from where batches are now."""
@@ -154,31 +210,43 @@ class SourceReader:
                 self._poll.seek(topic, partition, offset)
 
     def _add(self, place: TopicPartition, chunk: ColumnChunk) -> None:
+        start, bound = self._arrived[place], self._bound(place)
+        if start >= bound:
+            return  # it was asked for before there was a bound, and is read again when it may be taken
+        end = int(min(chunk.next_offset, bound))
         if chunk.expired_from is not None:
             may_lose = not self._sources[place[0]].fail_on_data_loss
-            expired(place, chunk.expired_from, chunk.next_offset, may_lose=may_lose, flow=self._flow)
-        start, self._arrived[place] = self._arrived[place], chunk.next_offset
-        part = FetchedPart(place, start, chunk.next_offset, chunk, self._query)
-        self.arrivals.add(part)
+            expired(place, chunk.expired_from, end, may_lose=may_lose, flow=self._flow)
+        self._arrived[place] = end
+        self.arrivals.add(FetchedPart(place, start, end, chunk, self._query))
 
     def _look(self) -> None:
         """Follow partitions that were added, from their beginning."""
         if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
             return
-        self._looked_at = time.monotonic()
         deadline = Deadline(_LOOK_EVERY_S, f"looking at the partitions of the sources of flow {self._flow}")
+        found: Mapping[str, TopicInfo] = {}
         try:
-            found = self._cluster.topics(self._sources, deadline, once=True)
-            self._brokers = len({leader for info in found.values() for leader in info.leaders.values()})
+            found = self._cluster.topics(self._sources, deadline, once=True, partial=True)
+            self._brokers = len({leader for info in found.values() for leader in info.leaders.values() if leader >= 0})
             for topic, info in found.items():
-                added = sorted(set(info.leaders) - set(self.arrivals.taken[topic]))
-                if not added:
-                    continue
-                starts = list_offsets(self._cluster, {topic: added}, EARLIEST, deadline)[topic]
-                for partition, offset in starts.items():
-                    log.info("flow %s: %s-%d is new, it is read from offset %d", self._flow, topic, partition, offset)
-                    self.arrivals.begin(topic, partition, offset)
-                    self._arrived[topic, partition] = offset
-                    self._poll.add(topic, partition, offset)
+                known = self.arrivals.taken[topic]
+                added = sorted(n for n, leader in info.leaders.items() if n not in known and leader >= 0)
+                if added and info.topic_id == self._topic_ids[topic]:
+                    self._begin(topic, list_offsets(self._cluster, {topic: added}, EARLIEST, deadline)[topic])
         except OnceflowError as error:
             log.debug("flow %s: could not look for new partitions: %s", self._flow, error)
+        self._looked_at = time.monotonic()
+        self._check_same(found)
+
+    def _begin(self, topic: str, starts: Mapping[int, int]) -> None:
+        for partition, offset in starts.items():
+            log.info("flow %s: %s-%d is new, it is read from offset %d", self._flow, topic, partition, offset)
+            self.arrivals.begin(topic, partition, offset)
+            self._arrived[topic, partition] = offset
+            self._poll.add(topic, partition, offset)
+
+    def _check_same(self, found: Mapping[str, TopicInfo]) -> None:
+        """Refuse a topic that was deleted and created again: offsets of the old one mean nothing in it."""
+        for topic, info in found.items():
+            info.check_same(self._topic_ids[topic])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from pyspark.sql import DataFrame
@@ -50,7 +50,7 @@ from onceflow.errors import (
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.planning.ownership import Columns
 from onceflow.protocol.batches import ProducerIdAndEpoch
-from onceflow.protocol.names import Names
+from onceflow.protocol.names import Names, TopicPartition
 from onceflow.protocol.progress import DriverProcess, Offsets, Progress
 from onceflow.protocol.transaction import Event, Phase, Transaction
 from onceflow.spark.checkpoint_files import Folder
@@ -210,10 +210,10 @@ class BatchCommit:
         self._planned(source, batch)
         return source, False
 
-    def plan_range(self, source: SourceRange, batch: int) -> None:
-        """As `plan`, for a range that the direct engine has fetched."""
+    def plan_range(self, source: SourceRange, batch: int, unread: Collection[TopicPartition]) -> None:
+        """As `plan`, for a range that the direct engine has chosen. ``unread``: partitions with records behind it."""
         self._check_range(source, batch)
-        self._planned(source, batch)
+        self._planned(source, batch, unread)
 
     def _check_range(self, source: SourceRange, batch: int) -> None:
         check_contiguous(
@@ -221,12 +221,12 @@ class BatchCommit:
         )
         handover.check_range(self.progress, source, flow=self._names.flow, batch=batch)
 
-    def _planned(self, source: SourceRange, batch: int) -> None:
+    def _planned(self, source: SourceRange, batch: int, unread: Collection[TopicPartition] = ()) -> None:
         self._writer.refresh_targets()
         self._joins.pin(self._writer.deadline)
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         if self._state is not None:
-            self._state.planned(source)
+            self._state.planned(source, unread)
 
     def plan_without_records(self, batch: int) -> None:
         """As `plan`, for a batch that only fires timers: its range is empty."""

@@ -162,9 +162,12 @@ class OutputWriter:
             tasks = min([cores, max(read), *written])
         else:
             tasks = task_count([*read, *written], cores)
-        if tasks is None or (tasks == 1 and cores > 1):
+        stay = (
+            self._state is None and self._options.partitioner == "source"
+        )  # rows stay where they were read: no shuffle
+        if tasks is None or (tasks == 1 and cores > 1 and not stay):
             return self._write_frame(rows.frame(min(cores, max(read))), attempt)
-        attempt.summary.path = f"{tasks} reading tasks"
+        attempt.summary.path = f"{tasks} reading tasks" if tasks > 1 else "1 reading task"
         if self._state is not None:
             return self._state.write_ranges(rows, tasks, self._order(attempt, topic, targets), self._cluster)
         hash_key = self._columns.key and self._options.partitioner == "key"

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pyspark.sql import DataFrame
@@ -38,6 +38,7 @@ from onceflow.planning.placement import BatchFacts, Learnt, Placement, QueryShap
 from onceflow.planning.range_tasks import task_count
 from onceflow.planning.step_tree import StepQuery
 from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state.dead_letter_limit import counted
 from onceflow.state.joins.spec import Ends
@@ -116,11 +117,11 @@ class StateStep:
 
     # ---- steps of a batch ----------------------------------------------------------------------------
 
-    def planned(self, source: SourceRange) -> None:
-        """The source range of the next batch is known."""
+    def planned(self, source: SourceRange, unread: Collection[TopicPartition]) -> None:
+        """The source range of the next batch is known, and which partitions have more, as far as that is known."""
         news = source.news()
         for table in self.tables:
-            table.planned(news)
+            table.planned(news, unread)
 
     def prepare(
         self, rows: Rows, settings: ClientSettings, owner: tuple[str, ProducerIdAndEpoch], *, again: bool

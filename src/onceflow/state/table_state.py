@@ -95,9 +95,9 @@ class TableState:
         """Whether timers that are due are left over, because the last batch has reached its limit of timers."""
         return bool(self._left)
 
-    def planned(self, arriving: Iterable[Origin]) -> None:
-        """A batch was planned: these source partitions have new records."""
-        self.watermark.planned(arriving)
+    def planned(self, arriving: Iterable[Origin], unread: Iterable[Origin]) -> None:
+        """A batch was planned: these source partitions have new records, for it and for later ones."""
+        self.watermark.planned(arriving, unread)
 
     def moment(self, batch: int, commit: Commit, now_ms: int) -> Moment:
         """The `Moment` of a batch. Processing time never goes back, even if the clock does."""

@@ -47,13 +47,17 @@ class Watermark:
         self._looked = started
         self._arriving: frozenset[Origin] = frozenset()
 
-    def planned(self, arriving: Iterable[Origin]) -> None:
+    def planned(self, arriving: Iterable[Origin], unread: Iterable[Origin] = ()) -> None:
         """Note which partitions have new records for the next batch, as Kafka said when the batch was planned.
 
         Records that arrive while a batch runs, however long that takes, are seen when the next one is planned. So the
         idle time of a partition is measured from plan to plan.
+
+        Args:
+            unread: partitions with records that a later batch takes. They are not idle.
         """
         self._looked, self._arriving = self._clock(), frozenset(arriving)
+        self._seen.update(dict.fromkeys(unread, self._looked))
 
     def after(self, latest_ms: Mapping[Origin, int]) -> int | None:
         """The watermark after a batch with these latest event times. This call changes nothing."""

@@ -9,7 +9,7 @@ The driver applies a plan to what it has fetched, and tasks to what they read by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -151,19 +151,19 @@ class DirectSource:
         """The same with one more operator."""
         return replace(self, operators=(*self.operators, operator))
 
-    def apply(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+    def apply(self, records: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
         """The rows of the query that these records become.
 
         Args:
-            rows: records of the topic, with at least the columns of ``needed``, each with its type of `SOURCE_TYPES`.
+            records: columns of the topic's records, at least those of ``needed``, each with its type of `SOURCE_TYPES`.
+                There may be none: a query of constants makes a row of each record.
+            count: how many records there are.
 
         Raises:
             OnceflowError: a function of ``Flow.map`` has failed, or has returned something else than its schema says.
         """
-        given, wanted = rows.schema.names, set(self.needed)
-        columns: _Arrays = [rows.column(name) if name in wanted else None for name in self.source_columns]
-        assert wanted <= set(given), f"columns {wanted - set(given)} are missing"
-        count = rows.num_rows
+        wanted = set(self.needed)
+        columns: _Arrays = [records[name] if name in wanted else None for name in self.source_columns]
         for operator in self.operators:
             columns, count = operator.apply(columns, count)
         return _batch(columns, self.columns, count)

@@ -39,12 +39,12 @@ class QueryRows:
         """
         source = self.plan.source(place[0])
         with located(topic=f"{place[0]}-{place[1]}"):
-            made = source.apply(source_rows(records, place, source.needed))
+            made = source.apply(source_columns(records, place, source.needed), len(records))
         return made if self.form is None or not made.num_rows else self.form.rows(made, place[1])
 
 
-def source_rows(records: RecordColumns, place: TopicPartition, needed: Sequence[str]) -> pa.RecordBatch:
-    """Records with the columns of Spark's Kafka source, see ``direct_plan.SOURCE_TYPES``.
+def source_columns(records: RecordColumns, place: TopicPartition, needed: Sequence[str]) -> dict[str, pa.Array]:
+    """Records as columns of Spark's Kafka source, see ``direct_plan.SOURCE_TYPES``.
 
     Args:
         needed: names of the columns that are wanted.
@@ -59,7 +59,7 @@ def source_rows(records: RecordColumns, place: TopicPartition, needed: Sequence[
         "timestampType": lambda: pa.array(records.timestamp_types),
         "headers": lambda: records.headers,
     }
-    return pa.RecordBatch.from_arrays([made[name]() for name in needed], names=list(needed))
+    return {name: made[name]() for name in needed}
 
 
 def expired(place: TopicPartition, first: int, end: int, *, may_lose: bool, flow: str) -> None:

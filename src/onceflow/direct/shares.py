@@ -1,0 +1,89 @@
+"""How much of each partition a batch takes that tasks read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onceflow.driver.offset_log import TopicOffsets
+from onceflow.protocol.names import TopicPartition
+
+Left = Mapping[str, Mapping[int, int]]
+
+
+class Shares:
+    """The shares of one batch after the other. No partition waits for ever, however much others have left.
+
+    Args:
+        most: most offsets of one batch, by topic.
+        least: a batch takes at least so many offsets of a partition, or nothing: responses have whole record batches,
+            so of a very short range most of what is fetched would be thrown away.
+    """
+
+    def __init__(self, most: Mapping[str, int], least: int) -> None:
+        self._most = most
+        self._least = least
+        self._passed_over: dict[TopicPartition, int] = {}  # how many batches in a row
+
+    def next(self, left: Left, records: int) -> TopicOffsets:
+        """How many offsets of each partition the next batch takes.
+
+        Args:
+            left: how many offsets are left of each partition, by topic. records: how many it takes.
+        """
+        wanted = {
+            topic: self._in_turn({topic: offsets}, self._most[topic])[topic] if topic in self._most else offsets
+            for topic, offsets in left.items()
+        }
+        shares = self._in_turn(wanted, records)
+        self._passed_over = {
+            (topic, n): self._passed_over.get((topic, n), 0) + 1
+            for topic, offsets in left.items()
+            for n, count in offsets.items()
+            if count and not shares[topic][n]
+        }
+        return shares
+
+    def _in_turn(self, left: Left, records: int) -> TopicOffsets:
+        """First the partitions that were passed over, the longest waiting first; then those that have the most left."""
+        waiting = sorted(
+            (-self._passed_over[topic, n], topic, n)
+            for topic, offsets in left.items()
+            for n, count in offsets.items()
+            if count and (topic, n) in self._passed_over
+        )
+        shares = {topic: dict.fromkeys(offsets, 0) for topic, offsets in left.items()}
+        for _, topic, n in waiting:
+            shares[topic][n] = min(left[topic][n], self._least, records)
+            records -= shares[topic][n]
+        more = spread(
+            {t: {n: left[t][n] - had for n, had in s.items()} for t, s in shares.items()}, records, self._least
+        )
+        return {topic: {n: had + more[topic][n] for n, had in offsets.items()} for topic, offsets in shares.items()}
+
+
+def spread(left: Left, records: int, least: int = 1) -> TopicOffsets:
+    """Divide the offsets of a batch among the partitions that have the most left.
+
+    Args:
+        left: how many offsets are left of each partition, by topic. least: see `Shares`.
+
+    Returns:
+        Of each partition that is taken the same part of what it has left.
+    """
+    shares = {topic: dict.fromkeys(offsets, 0) for topic, offsets in left.items()}
+    places = [(count, topic, n) for topic, offsets in left.items() for n, count in offsets.items() if count]
+    places.sort(key=lambda place: -place[0])
+    number, total = 0, 0
+    while number < len(places) and (number < records // least or total < records):
+        total += places[number][0]
+        number += 1
+    places = places[:number]
+    records = min(records, total)
+    for count, topic, n in places:
+        shares[topic][n] = count * records // total
+    over = records - sum(shares[topic][n] for _, topic, n in places)
+    for count, topic, n in places:
+        if over and shares[topic][n] < count:
+            shares[topic][n] += 1
+            over -= 1
+    return shares
