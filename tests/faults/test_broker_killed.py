@@ -67,7 +67,7 @@ def test_a_broker_that_stays_away(own_broker: LocalBroker, own_pipe: Any, caplog
     soon = {"default.api.timeout.ms": "2000", "request.timeout.ms": "2000"}
     flow = Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap, options=soon)
     rows = flow.read(pipe.source, options={"fetchOffset.numRetries": "1"}).select("key", "value")
-    query = flow.write(rows, topic=pipe.target).start()
+    query = flow.write(rows, topic=pipe.target, engine="spark").start()
     try:
         query.processAllAvailable()
         own_broker.kill()

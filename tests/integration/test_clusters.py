@@ -231,7 +231,7 @@ def test_partitions_are_followed_while_others_have_no_leader(three: LocalBroker,
         def read(until: set[int]) -> bool:
             for (_, partition), chunk in poll.poll(0.2):
                 seen[partition] = seen.get(partition, 0) + len(chunk.keys)
-            leaders = cluster.topics([single], Deadline(60, "a test"), once=True, partial=True)[single].leaders
+            leaders = cluster.topics([single], Deadline(60, "a test"), once=True, leaderless=True)[single].leaders
             return {n for n, leader in leaders.items() if leader < 0} == lost - until and set(seen) >= until
 
         others = {*range(6)} - lost

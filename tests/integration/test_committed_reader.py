@@ -469,7 +469,7 @@ def test_records_that_have_not_come_from_remote_storage_are_waited_for(monkeypat
     monkeypatch.setattr(committed, "is_hole", lambda *place: False)
     cluster = FakeCluster((b"", 2), (b"", 2), (fake_batch(0), 2), (b"", 2), (fake_batch(1), 2))
     assert [(chunk.next_offset, len(chunk.keys)) for chunk in read(cluster, "t", 0, 2)] == [(1, 1), (2, 1)]
-    with pytest.raises(DeadlineExceededError, match="the records of t-0 have not come from remote storage"):
+    with pytest.raises(DeadlineExceededError, match="t-0: the records have not come from remote storage"):
         read(FakeCluster((b"", 2)), "t", 0, 2, seconds=0.05)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from onceflow import (
 )
 from onceflow.client.cluster import TopicInfo
 from onceflow.client.column_chunks import ColumnChunk
+from onceflow.client.followed import Followed
 from onceflow.client.offsets import EARLIEST
 from onceflow.client.settings import ClientSettings
 from onceflow.direct import source_reader
@@ -79,16 +81,16 @@ class Poll:
 
     def __init__(self, logs: Logs, positions: Mapping[TopicPartition, int]) -> None:
         self._logs = logs
-        self.followed: dict[TopicPartition, Any] = {}
+        self.followed: dict[TopicPartition, Followed] = {}
         for (topic, partition), position in positions.items():
             self.add(topic, partition, position)
 
     def add(self, topic: str, partition: int, position: int) -> None:
-        self.followed[topic, partition] = SimpleNamespace(
-            position=position, last_stable_offset=-1, paused=False, attempt=0
-        )
+        self.followed[topic, partition] = Followed(topic, partition, position)
 
-    seek = add
+    def seek(self, topic: str, partition: int, position: int) -> None:
+        paused = self.followed[topic, partition].paused
+        self.followed[topic, partition] = Followed(topic, partition, position, paused=paused)
 
     def pause(self, topic: str, partition: int) -> None:
         self.followed[topic, partition].paused = True
@@ -105,7 +107,7 @@ class Poll:
             if each.paused:
                 continue
             start, begin, end = each.position, self._logs.begins.get(partition, 0), self._logs.ends[partition]
-            each.last_stable_offset = end
+            each.last_stable_offset, each.answered_at = end, time.monotonic()
             if start < begin:
                 each.position = begin
                 yield (topic, partition), chunk([], begin, expired_from=start)
@@ -317,7 +319,16 @@ class Written:
         self.failure = error
 
 
-def loop_of(written: Written, reader: SourceReader, rows_max: int, *, most: int, until: dict[int, int]) -> DirectLoop:
+def loop_of(
+    written: Written,
+    reader: SourceReader,
+    rows_max: int,
+    *,
+    most: int,
+    until: dict[int, int],
+    trigger_s: float = 0.0,
+    ends: bool = True,
+) -> DirectLoop:
     context = SimpleNamespace(setJobGroup=lambda *_, **__: None)
     backlog = Backlog("copy", rows_max)
     batches: Any = written
@@ -327,9 +338,9 @@ def loop_of(written: Written, reader: SourceReader, rows_max: int, *, most: int,
         batches,
         reader,
         spark=spark,
-        trigger_s=0.0,
+        trigger_s=trigger_s,
         records_per_batch={TOPIC: most},
-        until={TOPIC: until},
+        until={TOPIC: until} if ends else None,
         backlog=backlog,
         tasks=tasks,
     )
@@ -512,18 +523,21 @@ def test_tasks_wait_for_brokers_that_are_away(reader_of: Callable[..., SourceRea
     logs = Logs({0: 50})
     written = Written(logs, {0: 0})
     loop = loop_of(written, reader_of(logs, {0: 0}), 0, most=25, until={0: 50})
-    looks = []
+    polls = []
 
-    def away(seconds: float) -> None:
-        looks.append(seconds)
-        logs.unreachable = len(looks) < 3
+    def poll() -> None:
+        polls.append(logs.unreachable)
+        logs.unreachable = logs.unreachable and len(polls) < 6
 
-    loop._wait = away  # type: ignore[method-assign]
-    written.before = lambda source: setattr(logs, "unreachable", not looks)
+    def away(source: SourceRange) -> None:
+        logs.unreachable = source.start[TOPIC] == {0: 0}
+
+    logs.on_poll, written.before = poll, away
     loop._run()
     assert loop.error is None
     assert written.records == {0: list(range(50))}
-    assert len(looks) >= 3
+    assert written.ways == ["RangeRows", "RangeRows"]
+    assert polls.count(True) >= 2, "the driver tries to read meanwhile"
 
 
 def test_all_that_is_available_is_written_not_only_taken(
@@ -544,3 +558,43 @@ def test_all_that_is_available_is_written_not_only_taken(
         assert waiting.is_alive(), "a batch is still being written"
     waiting.join(30)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["records", "offsets alone"])
+@pytest.mark.parametrize("response", [7, 25, 1000])
+def test_with_a_backlog_nothing_waits_for_the_trigger(
+    reader_of: Callable[..., SourceReader], response: int, aborted: bool
+) -> None:
+    """Also if the topic has more than a batch may take of it, in one response or in several."""
+    logs = Logs({0: 300}, most=lambda: response)
+    logs.aborted = {(0, n) for n in range(290)} if aborted else set()
+    written = Written(logs, {0: 0})
+    reader = reader_of(logs, {0: 0}, most=10)
+    loop = loop_of(written, reader, 10**9, most=10, until={0: 300}, trigger_s=3600.0, ends=False)
+
+    def done(source: SourceRange) -> None:
+        if source.end == {TOPIC: {0: 300}}:
+            loop.stop()
+
+    def waited(seconds: float) -> None:
+        raise AssertionError("it waits for the trigger")
+
+    written.before, loop._wait = done, waited  # type: ignore[method-assign]
+    loop._run()
+    assert loop.error is None
+    assert written.progress.offsets == {TOPIC: {0: 300}}
+    assert written.records == {0: logs.records(0, 0, 300)}
+    assert max(written.sizes) == 10
+
+
+def test_a_partition_that_was_not_asked_again_is_not_known_to_be_empty(
+    reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = reader_of(Logs({0: 50, 1: 0}), {0: 0, 1: 0}, most=10)
+    reader.fetch(0)
+    assert reader.unread() == [(TOPIC, 0)]
+    now = time.monotonic()
+    monkeypatch.setattr(source_reader.time, "monotonic", lambda: now + 60)
+    assert reader.unread() == [(TOPIC, 0), (TOPIC, 1)]
+    reader._poll.followed[TOPIC, 1].attempt = 1
+    assert reader.unread() == [(TOPIC, 0)], "its leader cannot be asked"

@@ -74,7 +74,7 @@ class Cluster(Connections):
         *,
         patient: bool = False,
         once: bool = False,
-        partial: bool = False,
+        leaderless: bool = False,
     ) -> dict[str, TopicInfo]:
         """Current metadata of the named topics, read from a broker. None: of all topics that are visible.
 
@@ -82,7 +82,7 @@ class Cluster(Connections):
             patient: the topics are expected to exist. If a broker does not know one of them, the request is repeated
                 for some seconds, as it is for topics that existed before. Otherwise it is repeated a few times.
             once: do not repeat the request if a topic does not exist: the caller creates it then.
-            partial: return what the first response has, also if a partition has no leader (-1) or a topic is missing.
+            leaderless: do not repeat the request if a partition has no leader: that of the partition is -1 then.
 
         Raises:
             UnknownTopicError: a topic does not exist, or this principal may not describe it.
@@ -104,17 +104,21 @@ class Cluster(Connections):
                         raise unknown_topic(topic.name)
                 unsettled = _read_topic(topic, found) or unsettled
             self._topics.update(found)
+            if not leaderless and any(leader < 0 for info in found.values() for leader in info.leaders.values()):
+                unsettled = unsettled or "there are partitions without a leader"
             if wanted is not None and not unsettled and len(found) < len(wanted):
                 unsettled = "the response does not mention every topic asked for"
-            if wanted is None or partial or not unsettled:
+            if wanted is None or not unsettled:
                 return found
             deadline.pause(attempt + 3, unsettled)
             attempt += 1
 
-    def topic(self, name: str, deadline: Deadline, *, fresh: bool = False, patient: bool = False) -> TopicInfo:
+    def topic(
+        self, name: str, deadline: Deadline, *, fresh: bool = False, patient: bool = False, leaderless: bool = False
+    ) -> TopicInfo:
         """As `topics`, for one topic. ``fresh``: read it from a broker, even if it is known."""
         if fresh or name not in self._topics:
-            self.topics([name], deadline, patient=patient)
+            self.topics([name], deadline, patient=patient, leaderless=leaderless)
         return self._topics[name]
 
     def known_topic(self, name: str) -> TopicInfo | None:
@@ -199,8 +203,7 @@ def _read_topic(topic: Any, found: dict[str, TopicInfo]) -> str:
     if topic.error_code in (_NONE, _LEADER_NOT_AVAILABLE):
         leaders = {p.partition_index: p.leader_id for p in topic.partitions}
         found[topic.name] = TopicInfo(topic.name, str(topic.topic_id), leaders, bool(topic.is_internal))
-        leaderless = any(leader < 0 for leader in leaders.values())
-        return f"{topic.name} has partitions without a leader" if leaderless else ""
+        return ""
     if topic.error_code == _UNKNOWN_TOPIC:
         return f"{topic.name} is unknown"
     if topic.error_code == _NOT_AUTHORIZED:

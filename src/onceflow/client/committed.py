@@ -224,7 +224,8 @@ class _CommittedRead(PartitionFetch[C]):
             if is_hole(self.cluster, self.topic, self.partition, self.position, self.deadline):
                 self.position = self.end
             else:
-                self.deadline.pause(0, f"the records of {self.name} have not come from remote storage")
+                self.is_remote = True
+                self._wait("the records have not come from remote storage")
         elif self.deadline.expired:
             raise self._held_back()
         else:

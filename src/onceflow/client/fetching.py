@@ -65,6 +65,7 @@ class PartitionFetch(abc.ABC, Generic[T]):
         self.answered = False
         self._max_fetch_bytes = self._fetch_bytes = max_fetch_bytes
         self._attempt = 0  # since the last response that moved the position
+        self.is_remote = False  # whether records have come from remote storage, or should have
 
     def step(self) -> Iterator[T]:
         """Fetch once. Moves the position, or waits a little before the next fetch.
@@ -155,7 +156,8 @@ class PartitionFetch(abc.ABC, Generic[T]):
     def _request(self) -> FetchRequest:
         readable = self.last_stable_offset if self.isolation_level == READ_COMMITTED else self.high_watermark
         # The broker may wait for new records only if they are still missing; that is unknown before the first response.
-        wait_s = self.deadline.capped(_WAIT_S) if 0 <= readable < self.end else 0.0
+        # (Up to Kafka 3.7, it also waits no longer for records in remote storage.)
+        wait_s = self.deadline.capped(_WAIT_S) if 0 <= readable < self.end or self.is_remote else 0.0
         return fetch_request(
             self.cluster.version(FetchRequest, min_version=11, max_version=11),
             {self.topic: [(self.partition, self.position)]},

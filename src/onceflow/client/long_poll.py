@@ -44,6 +44,7 @@ _PAUSED_WAIT_MS = 50  # while partitions are paused: those that are resumed cann
 _REQUEST_TIMEOUT_MS = 30_000
 _LOOK_S = 2.0  # the most that one look at the metadata may take
 _REPLICAS_LAG = 5  # attempts: a replica that has just become the leader may lag behind
+_REMOTE_ATTEMPT = 5  # the pause of so many attempts, before records in remote storage are asked for again
 _TURNS_MIN, _TURNS_MAX = 4, 20  # of the event loop, until a request is written if its connection is ready
 _OFFSET_OUT_OF_RANGE, _UNKNOWN_TOPIC, _UNKNOWN_TOPIC_ID = 1, 3, 100
 _BY_ID = 13  # from this version on, Fetch names topics by their ids (KIP-516)
@@ -179,7 +180,7 @@ class LongPoll(Generic[C]):
         deadline = Deadline(_LOOK_S, f"looking for the leaders of {', '.join(self._ids)}")
         try:
             self._cluster.connect(deadline)
-            found = self._cluster.topics(self._ids, deadline, once=True, partial=True)
+            found = self._cluster.topics(self._ids, deadline, once=True, leaderless=True)
         except (DeadlineExceededError, BrokerUnreachableError):
             return
         except UnknownTopicError:
@@ -270,7 +271,7 @@ class LongPoll(Generic[C]):
         as_of_ms = result.as_of_ms()
         waiting = {(each.topic, each.partition): each for each in result.asked}
         gathered: list[tuple[Followed, Any]] = []
-        no_room: list[Followed] = []  # the records of partitions before them have filled the response
+        no_room: set[str] = set()  # the records of partitions before them have filled the response
         size = 0
         for topic in response.responses:
             name = topic.topic or self._names.get(str(topic.topic_id), "")
@@ -289,8 +290,7 @@ class LongPoll(Generic[C]):
                 each.last_stable_offset, each.answered_at = int(answer.last_stable_offset), time.monotonic()
                 each.as_of_ms = as_of_ms
                 if not answer.records and each is not result.asked[0]:
-                    if each.last_stable_offset > each.position:
-                        no_room.append(each)
+                    no_room.update([each.name] if each.last_stable_offset > each.position else ())
                     continue
                 for part in self._records(each, answer):
                     gathered.append((each, part))
@@ -299,9 +299,9 @@ class LongPoll(Generic[C]):
                         yield from self._chunks(gathered)
                         gathered, size = [], 0
         yield from self._chunks(gathered)
-        # They are first next time, in their order: so each partition has its turn.
-        first = {(each.topic, each.partition): each for each in no_room if self._is_followed(each)}
-        self.followed = {**first, **self.followed}
+        if no_room:  # they are first next time, in the order that they had before: so each one has its turn
+            asked = [each for each in result.asked if each.name in no_room and self._is_followed(each)]
+            self.followed = {**{(each.topic, each.partition): each for each in asked}, **self.followed}
 
     def _records(self, each: Followed, answer: Any) -> Iterator[Any]:
         """What the chunks of one partition are made of, if partitions before it have not filled the response."""
@@ -317,6 +317,7 @@ class LongPoll(Generic[C]):
                 nothing.whole = False
                 yield nothing
             else:
+                each.attempt = _REMOTE_ATTEMPT
                 self._delay([each])
 
     def _chunks(self, gathered: list[tuple[Followed, Any]]) -> Iterator[tuple[TopicPartition, C]]:

@@ -85,8 +85,11 @@ class Backlog:
         if self._rows_max is not None or self._tasks.batches < _TRIED_BATCHES:
             return
         if self._tasks.per_s < _GAIN * self._driver.per_s:
-            self._to_driver(f"tasks read {self._tasks.per_s:,.0f} records/s, the driver {self._driver.per_s:,.0f}")
-            self._paused_until = now + _PAUSE_S
+            self.give_back(
+                f"tasks read {self._tasks.per_s:,.0f} records/s, the driver {self._driver.per_s:,.0f}",
+                now=now,
+                pause_s=_PAUSE_S,
+            )
 
     def looked(self, left: int, *, now: float) -> None:
         """So many offsets are left to read."""
@@ -103,6 +106,11 @@ class Backlog:
             move_s = self._move_s()
             if behind_s > BEHIND_S + 2 * move_s:
                 self._to_tasks(left, behind_s, move_s)
+
+    def give_back(self, why: str, *, now: float, pause_s: float = 30.0) -> None:
+        """Let the driver read. Tasks are not tried again for some seconds, unless it was said when they read."""
+        self._to_driver(why)
+        self._paused_until = now + pause_s
 
     def _to_tasks(self, left: int, behind_s: float, move_s: float) -> None:
         self.by_tasks = True

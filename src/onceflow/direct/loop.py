@@ -160,8 +160,8 @@ class DirectLoop:
             return self._batches.wants_batch(self._reader.arrivals.nothing())
         if self._offsets_since is None:
             self._offsets_since = now
-        at_once = self._until is not None or self._batches.progress.handover is not None
-        return at_once or now - self._offsets_since >= _OFFSETS_WAIT_S
+        ends = self._until is not None or self._batches.progress.handover is not None
+        return ends or self._reader.has_enough or now - self._offsets_since >= _OFFSETS_WAIT_S
 
     def _wait(self, seconds: float) -> None:
         """Wait for the trigger. If more is left to read than a batch takes, fetch it meanwhile."""
@@ -205,7 +205,7 @@ class DirectLoop:
             return
         self._offsets_since = None
         now = time.monotonic()
-        backlog = self._reader.is_behind or self._reader.arrivals.has_records
+        backlog = self._reader.has_more
         if self._reader.is_behind:
             self._reader.fetch_ahead()
         started_ms, before = clock_ms(), self._batches.progress.batch_id
@@ -218,14 +218,16 @@ class DirectLoop:
         if self._reports is not None and self._batches.progress.batch_id > before:
             self._report(self._reports, taken.source, _records_of(taken), started_ms, seconds)
         self._busy_s = 0.0
-        self._ran(now, behind=self._reader.arrivals.has_records or self._reader.is_behind)
+        self._ran(now, behind=self._reader.has_more)
 
     def _run_by_tasks(self) -> bool:
         """Run a batch whose records tasks read by themselves. False: the driver is to read again."""
         ends = self._reader.look_ahead()
-        if ends is None:
-            self._wait(_WAIT_S)
-            return True
+        if ends is None:  # the driver reads what has a leader
+            self._backlog.give_back(
+                "not all partitions of the sources have a leader that answers", now=time.monotonic()
+            )
+            return False
         self.lag = left(self._reader.arrivals.taken, ends)
         wanted = self._wanted()
         self._backlog.looked(_total(wanted), now=time.monotonic())

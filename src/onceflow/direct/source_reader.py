@@ -31,6 +31,7 @@ FETCH_BYTES = 4_000_000
 #: How often the partitions of the sources are looked at, in seconds: some may have been added.
 _LOOK_EVERY_S = 5.0
 _START_S = 60.0
+_KNOWN_S = 5.0  # so long is it known that nothing is left of a partition; its leader answers more often if it is asked
 _OTHERS_S = 0.004  # how long the answers of other brokers are waited for
 
 
@@ -101,18 +102,37 @@ class SourceReader:
     @property
     def is_behind(self) -> bool:
         """Whether there are records that can be fetched now, as far as it is known."""
+        full = self._full()
         return any(
-            min(each.last_stable_offset, self._bound(place)) > self._arrived[place]
+            each.last_stable_offset > self._arrived[place]
+            and self._bound(place) > self._arrived[place]
+            and place[0] not in full
+            and not each.attempt
             for place, each in self._poll.followed.items()
-            if not each.paused and not each.attempt
         )
 
+    @property
+    def has_enough(self) -> bool:
+        """Whether of one of the topics as much waits as a batch may take, so that no more of it is fetched."""
+        return bool(self._full())
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something for the next batch already, as far as it is known."""
+        return self.arrivals.has_records or self.has_enough or self.is_behind
+
+    def _full(self) -> set[str]:
+        waiting = self.arrivals.offsets
+        return {topic for topic, most in self._most.items() if waiting[topic] >= most}
+
     def unread(self) -> list[TopicPartition]:
-        """Partitions with records that no batch has taken. Those that have not been asked yet count, too."""
-        found = []
+        """Partitions with records that no batch has taken. Those of which nothing is known now count, too: they were
+        not asked yet, or not again while much waits here."""
+        found, heard = [], time.monotonic() - _KNOWN_S
         for place, each in self._poll.followed.items():
-            taken, last = self.arrivals.taken[place[0]][place[1]], each.last_stable_offset
-            if last > taken or (last < 0 and taken < self._bound(place)):
+            taken = self.arrivals.taken[place[0]][place[1]]
+            unknown = not each.attempt and (each.answered_at is None or each.answered_at < heard)
+            if each.last_stable_offset > taken or (unknown and taken < self._bound(place)):
                 found.append(place)
         return found
 
@@ -141,8 +161,7 @@ class SourceReader:
 
     def _pause(self) -> None:
         """Leave partitions out of requests that are at their bound, and topics of which a batch has enough."""
-        most, waiting = self._most, self.arrivals.offsets
-        full = {topic for topic, count in waiting.items() if topic in most and count >= most[topic]}
+        full = self._full()
         if not (full or self._pausing or self._bounds is not None):
             return
         self._pausing = False
@@ -227,7 +246,7 @@ class SourceReader:
         deadline = Deadline(_LOOK_EVERY_S, f"looking at the partitions of the sources of flow {self._flow}")
         found: Mapping[str, TopicInfo] = {}
         try:
-            found = self._cluster.topics(self._sources, deadline, once=True, partial=True)
+            found = self._cluster.topics(self._sources, deadline, once=True, leaderless=True)
             self._brokers = len({leader for info in found.values() for leader in info.leaders.values() if leader >= 0})
             for topic, info in found.items():
                 known = self.arrivals.taken[topic]

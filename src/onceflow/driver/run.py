@@ -154,7 +154,9 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
         clock=not write.run.once,
         maps={name: each.apply for name, each in startup.maps.items()},
     )
-    handover.check_sources(progress, startup.sources, flow=flow)
+    direct = query.direct  # it names the topics that the query uses; the flow may have read others
+    used = startup.sources if isinstance(direct, str) else {source.topic for source in direct.sources}
+    handover.check_sources(progress, used, flow=flow)
     choice = engine.choose(
         write.run.engine,
         query.direct,

@@ -86,7 +86,8 @@ class Tail:
     def _add_partitions(self) -> None:
         """Follow partitions that were added, from their first record on."""
         try:
-            info = self._cluster.topic(self._topic, Deadline(_LOOK_S, f"looking up topic {self._topic}"), fresh=True)
+            deadline = Deadline(_LOOK_S, f"looking up topic {self._topic}")
+            info = self._cluster.topic(self._topic, deadline, fresh=True, leaderless=True)
         except (BrokerUnreachableError, DeadlineExceededError):
             return  # the next time
         info.check_same(self._topic_id)

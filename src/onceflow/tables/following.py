@@ -365,7 +365,7 @@ class Follower:
         Raises:
             UnknownTopicError: it was deleted, or created again, or has more partitions than before.
         """
-        now = cluster.topic(self.topic, deadline, fresh=True, patient=True)
+        now = cluster.topic(self.topic, deadline, fresh=True, patient=True, leaderless=True)
         now.check_same(self._info.topic_id)
         self.partitions_now = now.partitions
         if now.partitions != self._info.partitions and self._all_partitions:
