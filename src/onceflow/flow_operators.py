@@ -101,7 +101,7 @@ class FlowOperators(FlowWrites):
             startup.known_progress()
             facts = queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
             check_no_dead_letters(facts, "Flow.map", self.name)
-            rows_map, columns = maps.map_of(df, function, schema, number=len(startup.maps) + 1, flow=self.name)
+            rows_map, columns = maps.map_of(df, function, schema, number=next(self._runs.map_numbers), flow=self.name)
             mapped = df.mapInArrow(rows_map, columns)
             startup.maps[rows_map.__name__] = rows_map
             return mapped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ class FlowRuns:
 
     Attributes:
         lock: to be held while a start is prepared.
+        map_numbers: of the functions of ``Flow.map``. Those of an earlier start are not taken for those of this one.
     """
 
     def __init__(self, names: Names, settings: ClientSettings, refused_s: float, *, read_only: bool = False) -> None:
@@ -36,6 +38,7 @@ class FlowRuns:
         self._refused_s = refused_s
         self._read_only = read_only
         self.lock = threading.RLock()
+        self.map_numbers = itertools.count(1)
         self._startup = self._new_startup()
         self._running: FlowQuery | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from onceflow import serdes
 from onceflow.driver import checkpoint_location
 from onceflow.planning import placement
 from onceflow.testing import independent
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -100,6 +102,46 @@ def test_records_of_partitions_that_wait_for_their_turn_are_not_late(make_pipe: 
     assert len(query.batches) >= 30
     assert sum(batch.late for batch in query.batches) == 0
     assert len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True)) == 320
+
+
+class Alarm(Even):
+    """An alarm at event time 500,000 for each key."""
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[onceflow.Record]:
+        state.timers.register("alarm", 500_000)
+        return iter(())
+
+    def on_timer(self, key: str, timer: Any, state: Any) -> Iterator[onceflow.Record]:
+        yield onceflow.Record(key, b"late enough")
+
+
+@pytest.mark.parametrize("engine", ["direct", "spark"])
+def test_a_silent_partition_holds_event_time_back_only_for_a_while(
+    make_pipe: Any, make_topic: Any, engine: str
+) -> None:
+    """Also if no record comes after that."""
+    pipe, late = make_pipe(partitions=2), make_topic("late", 1)
+    producer = confluent_kafka.Producer({"bootstrap.servers": pipe.bootstrap})
+
+    def send(partition: int, at: int) -> None:
+        producer.produce(pipe.source, json.dumps({"n": 0, "at": at}).encode(), b"k%d" % partition, partition=partition)
+        assert producer.flush(30) == 0
+        query.processAllAvailable()
+
+    with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+        kept = {"table": f"{pipe.source}-table", "state_dir": pipe.tmp_path, "late_topic": late}
+        out = flow.process(flow.read(pipe.source), Alarm(), idle_timeout="4 seconds", **kept)
+        query = flow.write(out, topic=pipe.target, engine=engine).start()
+        try:
+            send(0, 100_000)
+            sent_at = time.monotonic()
+            wait_until(lambda: time.monotonic() - sent_at > 2, 30, "one partition is silent for longer than the other")
+            send(1, 1_000_000)
+            seen = lambda: independent.read_topic(pipe.bootstrap, pipe.target, decided=True)  # noqa: E731
+            wait_until(lambda: len(seen()) == 2, 60, lambda: f"both alarms: {seen()}, {query.batches}")
+        finally:
+            query.stop()
+    assert {each.key for each in seen()} == {b"k0", b"k1"}
 
 
 def test_fields_of_the_state_that_were_changed_without_a_version(make_state_pipe: Any) -> None:

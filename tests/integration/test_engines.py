@@ -238,6 +238,20 @@ def test_two_sources_with_many_partitions(engines: Engines, partitioner: str, gu
         assert keyed[0] == keyed[1]
 
 
+def test_the_sides_of_a_union_are_taken_by_the_places_of_their_columns(engines: Engines) -> None:
+    one, other, third = filled(engines), filled(engines), filled(engines)
+
+    def build(flow: Flow) -> DataFrame:
+        first = flow.read(one.topic).select("key", "value")
+        swapped = flow.read(other.topic).select("value", "key")
+        renamed = flow.read(third.topic).select(F.col("key").alias("k"), F.col("value").alias("Value"))
+        return first.union(swapped).union(renamed)
+
+    direct, spark = engines.both(build)
+    assert len(direct.records) == 3 * 152
+    assert whole(direct, timestamp=False) == whole(spark, timestamp=False)
+
+
 def test_records_stay_in_their_partition(engines: Engines) -> None:
     source = filled(engines, 4)
     direct, spark = engines.both(

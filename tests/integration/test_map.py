@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import confluent_kafka
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -271,6 +272,38 @@ def test_a_time_zone_of_the_session_does_not_move_times(
     (seen,) = independent.read_topic(onceflow_broker, target, decided=True)
     assert seen.value == b"2021-01-01 00:00:01+00:00"
     assert seen.timestamp_ms == 1_609_459_201_000
+
+
+@pytest.mark.parametrize("zone", ["Europe/Berlin", "GMT+02:00"], ids=["an hour that is there twice", "not in Arrow"])
+@pytest.mark.parametrize("process", [False, True], ids=["sink", "process"])
+def test_times_that_arrow_cannot_have_in_the_time_zone_of_the_session(
+    onceflow_broker: str,
+    onceflow_spark: Any,
+    make_topic: Callable[..., str],
+    tmp_path: Path,
+    zone: str,
+    process: bool,
+) -> None:
+    source, target = (make_topic(partitions=1, retention_ms=-1) for _ in range(2))
+    times = [1_761_438_600_123, 1_761_442_200_456]  # 2025-10-26 at 00:30 and 01:30 UTC
+    producer = confluent_kafka.Producer({"bootstrap.servers": onceflow_broker})
+    for number, time_ms in enumerate(times):
+        producer.produce(source, b"%d" % number, b"k%d" % number, timestamp=time_ms)
+    assert producer.flush(30) == 0
+    before = onceflow_spark.conf.get("spark.sql.session.timeZone")
+    onceflow_spark.conf.set("spark.sql.session.timeZone", zone)
+    try:
+        with onceflow.Flow(f"hour-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+            rows = flow.map(flow.read(source), lambda batch: batch)
+            if process:
+                rows = flow.process(rows, Last(), table=f"{source}-last", state_dir=tmp_path)
+            flow.write(rows, topic=target, once=True, engine="direct").start().awaitTermination(60)
+    finally:
+        onceflow_spark.conf.set("spark.sql.session.timeZone", before)
+    seen = independent.read_topic(onceflow_broker, target, decided=True)
+    assert {each.value for each in seen} == {b"0", b"1"}
+    assert process or sorted(each.timestamp_ms for each in seen) == times
+    assert len(seen) == 2
 
 
 def _later(batch: pa.RecordBatch) -> pa.RecordBatch:

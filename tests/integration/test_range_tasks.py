@@ -100,18 +100,21 @@ def test_tasks_keep_to_the_trigger(make_pipe: Any) -> None:
         assert at - began[0] >= n * timedelta(milliseconds=700) - timedelta(milliseconds=10), began
 
 
+@pytest.mark.parametrize("guarantee", ["exactly_once", "at_least_once", "at_most_once"])
 def test_keys_that_are_elsewhere_are_moved(
-    make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str
+    make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str, guarantee: str
 ) -> None:
-    """Another producer has placed the records: once this is seen, the rows go through a shuffle."""
+    """Another producer has placed the records. With a transaction it is tried first; otherwise the attempt would lose
+    records, or double them."""
     source, target = make_topic("in", 4), make_topic("out", 4)
     sent = numbered(4000)
     independent.fill(onceflow_broker, source, sent, options={"partitioner": "consistent"})
     flow = make_flow()
     rows = flow.read(source, max_records_per_batch=1500).select("key", "value")
-    query = finished(flow.write(rows, topic=target, **BY_TASKS).start())
+    query = finished(flow.write(rows, topic=target, guarantee=guarantee, **BY_TASKS).start())
     assert counted(onceflow_broker, target) == Counter(sent)
-    assert [batch.attempts for batch in query.batches] == [2, 1, 1]
+    assert [batch.attempts for batch in query.batches] == [2 if guarantee == "exactly_once" else 1, 1, 1]
+    assert sum(report["numInputRows"] for report in query.recentProgress) == 4000
     assert not any("reading" in batch.path for batch in query.batches)
     seen = independent.read_topic(onceflow_broker, target)
     assert len({each.partition for each in seen}) == 4
@@ -167,6 +170,27 @@ def test_a_partition_column_and_a_partitioner(
     assert counted(onceflow_broker, target) == Counter(sent)
     places = {each.partition for each in independent.read_topic(onceflow_broker, target)}
     assert places == {4} if partitioner == "key" else len(places) >= 2
+
+
+def test_topics_with_and_without_a_function_go_through_one_shuffle(
+    make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str, onceflow_spark: Any
+) -> None:
+    """A task that reads both has times in the time zone of the session, and in UTC: Arrow has two types for that."""
+    names, sent = [make_topic("in", partitions) for partitions in (4, 3)], numbered(200)
+    for name in names:
+        independent.fill(onceflow_broker, name, sent)
+    target = make_topic("out", 2)
+    zone = onceflow_spark.conf.get("spark.sql.session.timeZone")
+    onceflow_spark.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
+    try:
+        flow = make_flow()
+        one, other = (flow.read(name).select("value", "key", "timestamp") for name in names)
+        rows = flow.map(one, lambda batch: batch).union(other)
+        query = finished(flow.write(rows, topic=target, **BY_TASKS).start())
+    finally:
+        onceflow_spark.conf.set("spark.sql.session.timeZone", zone)
+    assert not any("reading" in batch.path for batch in query.batches), "nothing divides both 4 and 3"
+    assert counted(onceflow_broker, target) == Counter(sent * 2)
 
 
 @pytest.mark.parametrize("partitioner", ["key", "source", "round_robin"])

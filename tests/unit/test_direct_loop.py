@@ -312,7 +312,7 @@ class Written:
         self.sizes.append(source.max_rows)
         self.progress = replace(self.progress, batch_id=self.progress.batch_id + 1, offsets=source.end)
 
-    def wants_batch(self, source: SourceRange) -> bool:
+    def wants_batch(self, source: SourceRange, unread: Collection[TopicPartition]) -> bool:
         return source.max_rows > 0
 
     def failed(self, error: BaseException) -> None:

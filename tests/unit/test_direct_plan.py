@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import types as T
 
+from onceflow import BadRecordError, SchemaError
 from onceflow.planning.ownership import check_columns
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.task.direct_plan import (
@@ -124,6 +125,33 @@ def test_a_query_that_needs_no_column_makes_a_row_of_each_record(form: SinkForm 
     )
     (kept,) = joined([rows])
     assert kept.num_rows == 3
+
+
+def test_columns_of_a_function_have_the_types_of_the_others() -> None:
+    """Settings of Spark give them large types, and times the time zone of the session."""
+    times = pa.array([5], pa.timestamp("us", tz="Europe/Berlin"))
+    large = pa.array(["x"], pa.large_string()), pa.array([b"x"], pa.large_binary())
+    made_by = pa.RecordBatch.from_arrays([times, *large], names=["t", "s", "b"])
+    function = MapRows(NAMES[:-1], ("t", "s", "b"), lambda batch: made_by)
+    made = applied(source(function), records(1, only=NAMES[:-1]))
+    assert made.schema.types == [SOURCE_TYPES["timestamp"], pa.string(), pa.binary()]
+    assert made.column("t").cast(pa.int64()).to_pylist() == [5]
+
+
+def test_a_time_that_is_too_large_is_refused() -> None:
+    plan, values = DirectPlan((source(),), NAMES[:-1]), pa.array([b"a", b"c"])
+    stamps = np.array([5, 20_000_000_000_000_000])
+    given = RecordColumns(values, values, np.array([7, 9]), stamps, np.zeros(2, np.int32))
+    with pytest.raises(BadRecordError, match="at offset 9, after the year 292,000") as caught:
+        QueryRows(plan).of(given, ("in", 3))
+    assert caught.value.topic == "in-3"
+    assert QueryRows(plan.only(("value",))).of(given, ("in", 3)).num_rows == 2
+
+
+def test_names_that_differ_in_case_alone_are_refused() -> None:
+    with pytest.raises(SchemaError, match="several columns 'key', in different case"):
+        columns_of(("value", T.BinaryType()), ("Key", T.BinaryType()), ("key", T.BinaryType()))
+    assert columns_of(("value", T.BinaryType()), ("Id", T.BinaryType()), ("id", T.BinaryType())).ignored == ("Id", "id")
 
 
 @pytest.mark.parametrize("start", [0, 1, 2])

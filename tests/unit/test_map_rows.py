@@ -112,6 +112,12 @@ def test_types_that_are_cast(column: pa.Array, kind: pa.DataType) -> None:
         (pa.array([True, False]), pa.int64(), "as bool, which cannot become int64"),
         (pa.array([1, 2], pa.timestamp("us")), pa.timestamp("us", "UTC"), r"as timestamp\[us\], which cannot become"),
         (pa.array([1, 2], pa.timestamp("ns", "UTC")), pa.timestamp("us", "UTC"), ".*would lose data"),
+        (pa.array([[{"key": "k", "val": b"v"}]]), HEADERS, "with the fields key, val"),
+        (
+            pa.array([{"a": {"b": 1, "c": 2}}]),
+            pa.struct([("a", pa.struct([("b", pa.int64())]))]),
+            "with the fields b, c",
+        ),
         (pa.array([["h"], []]), HEADERS, "as list<.*: string>, which cannot become list<.*struct"),
     ],
 )

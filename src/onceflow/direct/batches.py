@@ -24,6 +24,10 @@ log = logging.getLogger("onceflow.sink")
 class DirectCommit(Commit, Protocol):
     """The steps of a batch of the direct engine."""
 
+    def is_idle(self, source: SourceRange, unread: Collection[TopicPartition] | None = None) -> bool:
+        """Whether a batch would change nothing."""
+        ...
+
     def plan_range(self, source: SourceRange, batch: int, unread: Collection[TopicPartition]) -> None:
         """The source range of a batch is this. It must start where progress ends (I2).
 
@@ -63,9 +67,13 @@ class DirectBatches(Batches):
         with log_context.within(flow=self.flow, batch=batch):
             self._in_turn(rows, batch, lambda: self._run(rows, source, unread), paced=not backlog)
 
-    def wants_batch(self, source: SourceRange) -> bool:
-        """Whether a batch with this range would do anything: it has offsets, or timers are due."""
-        return handover.owes_timers(self.progress) or not self._commit.is_idle(source)
+    def wants_batch(self, source: SourceRange, unread: Collection[TopicPartition]) -> bool:
+        """Whether a batch with this range would do anything: it has offsets, or timers are due.
+
+        Args:
+            unread: see `__call__`.
+        """
+        return handover.owes_timers(self.progress) or not self._commit.is_idle(source, unread)
 
     def failed(self, error: BaseException) -> None:
         """The engine has failed between two batches, and the query must end."""
@@ -78,7 +86,7 @@ class DirectBatches(Batches):
     def _run(self, rows: FetchedRows | RangeRows, source: SourceRange, unread: Collection[TopicPartition]) -> None:
         self._commit.settle()
         self._catch_up(rows)
-        if self._commit.is_idle(source):
+        if self._commit.is_idle(source, unread):
             self.idle = True
             return
         batch = self.progress.batch_id + 1

@@ -157,7 +157,7 @@ class DirectLoop:
             return True
         if not self._reader.arrivals.has_offsets:
             self._offsets_since = None
-            return self._batches.wants_batch(self._reader.arrivals.nothing())
+            return self._batches.wants_batch(self._reader.arrivals.nothing(), self._reader.unread())
         if self._offsets_since is None:
             self._offsets_since = now
         ends = self._until is not None or self._batches.progress.handover is not None
@@ -200,7 +200,8 @@ class DirectLoop:
     def _run_batch(self) -> None:
         limits = Limits(self._records_per_batch, self._size.records, BATCH_BYTES)
         taken = self._reader.arrivals.take(limits, self._bounds())
-        if not taken.source.max_rows and not self._batches.wants_batch(taken.source):
+        unread = self._reader.unread()
+        if not taken.source.max_rows and not self._batches.wants_batch(taken.source, unread):
             self._fetch(_WAIT_S)  # what waits may not be taken yet
             return
         self._offsets_since = None
@@ -209,7 +210,7 @@ class DirectLoop:
         if self._reader.is_behind:
             self._reader.fetch_ahead()
         started_ms, before = clock_ms(), self._batches.progress.batch_id
-        rows, unread = FetchedRows(self._spark, taken.parts), self._reader.unread()
+        rows = FetchedRows(self._spark, taken.parts)
         self._batches(rows, taken.source, backlog=backlog, unread=unread)
         seconds = time.monotonic() - now + self._busy_s
         if self._size.ran(taken.source.max_rows, seconds):

@@ -145,9 +145,11 @@ class BatchCommit:
         """Spark's call of the sink ends, with or without an error."""
         self._joins.withdraw(rows)
 
-    def is_idle(self, source: SourceRange) -> bool:
-        """Whether a batch would change nothing: neither outputs nor progress."""
+    def is_idle(self, source: SourceRange, unread: Collection[TopicPartition] | None = None) -> bool:
+        """Whether a batch would change nothing: neither outputs nor progress. ``unread``: see `plan_range`."""
         if self._state is not None:  # woken up by the clock, and nothing is due
+            if unread is not None:  # event time may move, because partitions are silent
+                self._state.planned(source, unread)
             return not source.max_rows and not self._state.due(clock_ms())
         return self._numbering is None and not source.max_rows  # Spark's first batch, with nothing to read
 

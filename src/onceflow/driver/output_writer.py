@@ -30,7 +30,7 @@ from onceflow.messages import (
     WriteOrder,
     from_rows,
 )
-from onceflow.planning.options import BatchSummary, SinkOptions
+from onceflow.planning.options import EXACTLY_ONCE, BatchSummary, SinkOptions
 from onceflow.planning.ownership import Columns, Outgoing, prepare
 from onceflow.planning.range_tasks import task_count
 from onceflow.protocol.names import OwnTopics
@@ -149,15 +149,22 @@ class OutputWriter:
         return [Part(write_rows(order, DRIVER, rows.batches(), self._cluster).written, None, False)]
 
     def _write_ranges(self, rows: RangeRows, attempt: Attempt) -> list[Part]:
-        """Rows that tasks read by themselves. If these tasks cannot also write them, Spark moves the rows to others."""
+        """Rows that tasks read by themselves. If these tasks cannot also write them, Spark moves the rows to others.
+
+        A task fails at a row that belongs to another one. Only a transaction takes back what was written until then. So
+        with a weaker guarantee, rows are moved wherever that could happen.
+        """
         cores, topic = self._cores(), self._options.topic
         targets = self._targets if topic is not None or self._state is not None else self._every_target()
         read = list(self._source_partitions.values())
         written = [] if topic is None else [targets[topic].partitions]
-        if self._state is not None:
-            tasks = self._state.range_tasks(read, cores)
-        elif self._rows_elsewhere:
+        anywhere = self._state is None and (
+            self._options.partitioner == "source" or (self._options.partitioner == "round_robin" and topic is not None)
+        )
+        if self._rows_elsewhere or (self._options.guarantee != EXACTLY_ONCE and not anywhere):
             tasks = None
+        elif self._state is not None:
+            tasks = self._state.range_tasks(read, cores)
         elif self._options.partitioner != "key":  # each task writes any of its partitions, or those it has read
             tasks = min([cores, max(read), *written])
         else:

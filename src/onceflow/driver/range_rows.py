@@ -51,7 +51,7 @@ class RangeRows:
 
     Args:
         range: what they read.
-        read: how many records of each topic they have read, when `run` has ended.
+        read: how many records of each topic they have read, when `run` has ended; after `frame`: how many offsets.
     """
 
     source: RangeSource
@@ -75,6 +75,9 @@ class RangeRows:
 
     def frame(self, tasks: int) -> DataFrame:
         """The rows as a DataFrame of Spark, for what needs a shuffle."""
+        self.read.clear()
+        for topic, _, start, end in self.range.places():
+            self.read[topic] = self.read.get(topic, 0) + end - start
         order = self._order(QueryRows(self.source.query.plan), tasks)
         numbers = self.source.frames.range(0, tasks, 1, tasks)
         return numbers.mapInArrow(ReadTask(order), self.source.schema)

@@ -137,9 +137,10 @@ class Retries:
             except _EXPECTED as problem:
                 last = self._aborted(rows, attempt, problem, cause)
                 cause = cause if attempt.begun_at is None else last
+                again = self._steps.learn(last)
                 if self._steps.is_lost(rows, summary, last):
                     return False
-                if self._steps.learn(last):
+                if again:
                     self._log_restored(batch, last)
                     continue
                 failed += 1

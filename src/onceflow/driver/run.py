@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from pyspark.errors import AnalysisException
@@ -38,6 +38,7 @@ from onceflow.spark.kafka_source import put_first_batch
 from onceflow.spark.master import current_cores, is_local
 from onceflow.spark.queries import PlanFacts
 from onceflow.spark.streaming_query import SparkQuery
+from onceflow.task.direct_plan import DirectPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +155,11 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
         clock=not write.run.once,
         maps={name: each.apply for name, each in startup.maps.items()},
     )
-    direct = query.direct  # it names the topics that the query uses; the flow may have read others
-    used = startup.sources if isinstance(direct, str) else {source.topic for source in direct.sources}
+    direct, used = _sources_used(query.direct, startup)
     handover.check_sources(progress, used, flow=flow)
     choice = engine.choose(
         write.run.engine,
-        query.direct,
+        direct,
         checkpoint=write.run.checkpoint is not None,
         stateful=query.state is not None,
         local=is_local(spark),
@@ -167,6 +167,15 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
         flow=flow,
     )
     return PreparedQuery(spark, startup, write, query, choice, progress, location, written, imports)
+
+
+def _sources_used(direct: DirectPlan | str, startup: Startup) -> tuple[DirectPlan | str, Collection[str]]:
+    """The plan, or why there is none; and the topics that the query uses. The flow may have read others, too."""
+    if isinstance(direct, str):
+        return direct, startup.sources
+    used = {source.topic for source in direct.sources}
+    old = sorted(used - startup.sources.keys())
+    return (f"topic {old[0]} was read for an earlier run of the flow" if old else direct), used
 
 
 def spark_run(prepared: PreparedQuery) -> Run:

@@ -108,8 +108,10 @@ def _rows(node: Any, flow: str, maps: Maps) -> _Rows:
     if kind == "Project":
         return _selected(node, _rows(node.child(), flow, maps))
     if kind == "Union":
+        names = tuple(plan_columns.output_names(node))
         children = [_rows(child, flow, maps) for child in plans.children(node)]
-        return _Rows(tuple(s for child in children for s in child.sources), plan_columns.output_ids(node))
+        sources = tuple(_named(source, names) for child in children for source in child.sources)
+        return _Rows(sources, plan_columns.output_ids(node))
     if kind == "MapInArrow":
         return _mapped(node, flow, maps)
     if kind == "Filter" and plan_columns.is_end_of_read(node):
@@ -136,6 +138,13 @@ def _source(node: Any, flow: str) -> DirectSource:
     if plan_columns.output_names(node) != found.source_columns:
         raise _NotDirectError(f"Spark's source of topic {source.topic} has other columns than this version knows")
     return found
+
+
+def _named(source: DirectSource, names: tuple[str, ...]) -> DirectSource:
+    """A side of a union: its columns are taken by their places, and the first side names them."""
+    if source.columns == names:
+        return source
+    return source.then(Select(tuple(Attribute(name, at) for at, name in enumerate(names))))
 
 
 def _selected(node: Any, below: _Rows) -> _Rows:

@@ -74,6 +74,9 @@ def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Colu
         if column.name in types:
             raise _schema(f"there are two columns {column.name!r}", flow)
         types[column.name] = column.dataType
+    folded = [name.lower() for name in types]
+    for name in sorted(SINK_COLUMNS.intersection(each for each in folded if folded.count(each) > 1)):
+        raise _schema(f"there are several columns {name!r}, in different case", flow)
     if "value" not in types:
         raise _schema(f"column 'value' is missing; its columns: {', '.join(types) or 'none'}", flow)
     if topic is None and "topic" not in types:

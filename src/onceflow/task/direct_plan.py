@@ -110,7 +110,7 @@ class MapRows:
 
     def apply(self, columns: _Arrays, rows: int) -> tuple[_Arrays, int]:
         made = self.function(_batch(columns, self.input, rows))
-        return made.columns, made.num_rows
+        return [_plain(column) for column in made.columns], made.num_rows
 
 
 @dataclass(frozen=True)
@@ -263,6 +263,16 @@ def reinterpreted(column: pa.Array, kind: str) -> pa.Array:
     if column.type not in (pa.string(), pa.binary()):
         raise TypeError(f"a column of type {column.type} cannot be taken as {kind}")
     return pa.Array.from_buffers(wanted, len(column), column.buffers(), offset=column.offset)
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """A column of a function with the type that it has without one: Spark's settings give times the time zone of the
+    session, and large types to texts. Rows of several topics go into one stream, so their types must be the same."""
+    if pa.types.is_timestamp(column.type) and column.type.tz is not None:
+        return column.cast(SOURCE_TYPES["timestamp"])
+    if pa.types.is_large_string(column.type):
+        return column.cast(pa.string())
+    return column.cast(pa.binary()) if pa.types.is_large_binary(column.type) else column
 
 
 def _batch(columns: _Arrays, names: Sequence[str], rows: int) -> pa.RecordBatch:

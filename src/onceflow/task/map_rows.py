@@ -110,6 +110,11 @@ class RowsMap:
             any(is_type(inner) for is_type in types) and any(is_type(field.type) for is_type in types)
             for types in _KINDS
         ):
+            unknown = _other_fields(inner, field.type)
+            if unknown:
+                raise self._wrong(
+                    f"returned the column {field.name!r} with the fields {unknown}", given, self._columns()
+                )
             try:
                 return (column if kind is inner else column.dictionary_decode()).cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
@@ -134,6 +139,23 @@ class RowsMap:
             detail=_read_from(given) or f"it was given {given.num_rows} rows",
             next_step=next_step,
         )
+
+
+def _other_fields(kind: Any, wanted: Any) -> str:
+    """The fields of a struct that has others than it should have, at any depth; empty: there is none. A cast would
+    fill those that are missing with nulls, and drop the others."""
+    if pa.types.is_struct(kind) and pa.types.is_struct(wanted):
+        names = [kind.field(at).name for at in range(kind.num_fields)]
+        if sorted(names) != sorted(wanted.field(at).name for at in range(wanted.num_fields)):
+            return ", ".join(names)
+        inner = [(kind.field(name).type, wanted.field(name).type) for name in names]
+    elif pa.types.is_map(kind) and pa.types.is_map(wanted):
+        inner = [(kind.key_type, wanted.key_type), (kind.item_type, wanted.item_type)]
+    elif hasattr(kind, "value_type") and hasattr(wanted, "value_type"):
+        inner = [(kind.value_type, wanted.value_type)]
+    else:
+        inner = []
+    return next(filter(None, (_other_fields(*pair) for pair in inner)), "")
 
 
 def _in_utc(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
-from onceflow.errors import data_loss, located
+from onceflow.errors import BadRecordError, data_loss, located
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, SinkForm
@@ -17,6 +18,7 @@ log = logging.getLogger("onceflow")
 
 # Larger batches are not joined: the copy would cost more than it saves.
 _JOINED_BYTES = 1_000_000
+_LAST_MS = (2**63 - 1) // 1000
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,23 @@ def source_columns(records: RecordColumns, place: TopicPartition, needed: Sequen
         "topic": lambda: pa.repeat(pa.scalar(place[0], pa.string()), len(records)),
         "partition": lambda: pa.repeat(pa.scalar(place[1], pa.int32()), len(records)),
         "offset": lambda: pa.array(records.offsets),
-        "timestamp": lambda: pa.array(records.timestamps_ms * 1000).view(SOURCE_TYPES["timestamp"]),
+        "timestamp": lambda: pa.array(_microseconds(records, place)).view(SOURCE_TYPES["timestamp"]),
         "timestampType": lambda: pa.array(records.timestamp_types),
         "headers": lambda: records.headers,
     }
     return {name: made[name]() for name in needed}
+
+
+def _microseconds(records: RecordColumns, place: TopicPartition) -> Any:
+    stamps = records.timestamps_ms
+    if len(stamps) and stamps.max() > _LAST_MS:
+        raise BadRecordError(
+            "A source record has a timestamp that no row can have",
+            topic=f"{place[0]}-{place[1]}",
+            detail=f"{stamps.max()} ms since 1970 at offset {records.offsets[stamps.argmax()]}, after the year 292,000",
+            next_step="leave out the column timestamp; or pass this offset with `onceflow reset FLOW --to`",
+        )
+    return stamps * 1000
 
 
 def expired(place: TopicPartition, first: int, end: int, *, may_lose: bool, flow: str) -> None:

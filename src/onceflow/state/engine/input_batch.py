@@ -78,6 +78,8 @@ def binary(column: Any, name: str) -> Any:
 def milliseconds(column: Any) -> Any:
     """A column of times as int64 epoch milliseconds."""
     if pa.types.is_timestamp(column.type):
+        if column.type.tz is not None:  # the moments are the same; Arrow rounds local time, which may be ambiguous
+            column = column.cast(pa.timestamp(column.type.unit, "UTC"))
         # A cast alone rounds towards 1970.
         column = pc.floor_temporal(column, unit="millisecond").cast(pa.timestamp("ms", column.type.tz))
     return column if column.type == pa.int64() else column.cast(pa.int64())
