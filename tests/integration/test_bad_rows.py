@@ -1,0 +1,78 @@
+"""Rows that cannot be written, made by a function of ``Flow.map``: the direct engine stops with an error that names the
+flow and the batch, and writes nothing. `test_bad_input.py` has such rows made by Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import onceflow
+from onceflow.planning.ownership import HEADERS
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+LONG = pytest.mark.long
+#: What the last row of a batch has in place of something that can be written, the error, and its words.
+BAD: dict[str, tuple[str, Any, type[onceflow.OnceflowError], str]] = {
+    "no topic": ("topic", None, onceflow.BadRecordError, "null topic"),
+    "unknown topic": ("topic", "no-such-topic", onceflow.UnknownTopicError, "'no-such-topic' does not exist"),
+    "partition": ("partition", 9, onceflow.BadRecordError, "partition 9"),
+    "size": ("value", b"x" * 2_000_000, onceflow.BadRecordError, "more than the limit of 1048588"),
+    "header": ("headers", [{"key": None, "value": b"v"}], onceflow.BadRecordError, "header"),
+    "time": ("timestamp", -1_000_000, onceflow.BadRecordError, "timestamp"),
+}
+SCHEMA = f"key binary, value binary, topic string, partition int, headers {HEADERS}, timestamp timestamp"
+TYPES = {
+    "key": pa.binary(),
+    "value": pa.binary(),
+    "topic": pa.string(),
+    "partition": pa.int32(),
+    "headers": pa.list_(pa.struct({"key": pa.string(), "value": pa.binary()})),
+    "timestamp": pa.timestamp("us", "UTC"),
+}
+
+
+def spoiled(batch: pa.RecordBatch, *, column: str, last: Any, target: str) -> pa.RecordBatch:
+    count = batch.num_rows
+    columns: dict[str, list[Any]] = {
+        "key": batch.column("key").to_pylist(),
+        "value": batch.column("value").to_pylist(),
+        "topic": [target] * count,
+        "partition": [0] * count,
+        "headers": [None] * count,
+        "timestamp": [1_700_000_000_000_000] * count,
+    }
+    columns[column][-1] = last
+    return pa.RecordBatch.from_arrays([pa.array(columns[n], k) for n, k in TYPES.items()], names=list(TYPES))
+
+
+@pytest.mark.parametrize(
+    "kind, rows_max",
+    [pytest.param(kind, None, id=f"{kind}-driver") for kind in BAD]
+    + [pytest.param(kind, 0, id=f"{kind}-tasks", marks=LONG if kind == "unknown topic" else ()) for kind in BAD],
+)
+def test_a_row_that_cannot_be_written(
+    make_pipe: Callable[..., Any], kind: str, rows_max: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A broker may not know a topic yet that was just made, so it is asked again for some seconds; by tasks for ten.
+    monkeypatch.setattr("onceflow.client.cluster.UNKNOWN_TOPIC_S", 1.0)
+    column, last, error, words = BAD[kind]
+    pipe = make_pipe()
+    pipe.fill(60)
+    target = pipe.target
+
+    def spoil(batch: pa.RecordBatch) -> pa.RecordBatch:
+        return spoiled(batch, column=column, last=last, target=target)
+
+    flow = pipe.open()
+    rows = flow.map(flow.read(pipe.source), spoil, schema=SCHEMA)
+    query = flow.write(rows, engine="direct", small_batch_rows=rows_max).start()
+    with pytest.raises(error, match=words) as caught:
+        query.awaitTermination(90)
+    assert (caught.value.flow, caught.value.batch) == (flow.name, 1)
+    assert caught.value.next_step
+    assert independent.read_topic(pipe.bootstrap, pipe.target, decided=True) == []
