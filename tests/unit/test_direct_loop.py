@@ -5,10 +5,11 @@ The connections are replaced, the rest is as it is in production: the reader, wh
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ from onceflow.driver.range_rows import RangeRows
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import HandOver, Progress
 from onceflow.protocol.record_columns import RecordColumns
+from onceflow.state.watermark import Watermark
 from onceflow.task.direct_plan import DirectPlan, DirectSource
 from onceflow.task.source_rows import QueryRows
 
@@ -71,6 +73,7 @@ class Logs:
     on_poll: Callable[[], None] = lambda: None
     topic_id: str = "id"
     unreachable: bool = False
+    leaderless: set[int] = field(default_factory=set)
 
     def records(self, partition: int, start: int, end: int) -> list[int]:
         return [offset for offset in range(start, end) if (partition, offset) not in self.aborted]
@@ -104,7 +107,8 @@ class Poll:
     def poll(self, timeout_s: float) -> Iterator[tuple[TopicPartition, ColumnChunk]]:
         self._logs.on_poll()
         for (topic, partition), each in list(self.followed.items()):
-            if each.paused:
+            each.attempt = int(partition in self._logs.leaderless)
+            if each.paused or each.attempt:
                 continue
             start, begin, end = each.position, self._logs.begins.get(partition, 0), self._logs.ends[partition]
             each.last_stable_offset, each.answered_at = end, time.monotonic()
@@ -139,6 +143,9 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SourceReader]:
         class Cluster:
             def __init__(self, *_: Any, **__: Any) -> None: ...
             def connect(self, deadline: Any) -> None: ...
+            def known_topic(self, name: str) -> TopicInfo:
+                return TopicInfo(name, "id", {n: -1 if n in logs.leaderless else 1 for n in logs.ends})
+
             def close(self) -> None: ...
             def topics(self, names: Any, deadline: Any, **_: Any) -> dict[str, TopicInfo]:
                 return {TOPIC: TopicInfo(TOPIC, logs.topic_id, dict.fromkeys(logs.ends, 1))}
@@ -220,7 +227,7 @@ def test_what_is_behind_a_bound_does_not_wait_in_memory(reader_of: Callable[...,
     """A run that ends reads one partition to its end while others still write to another one."""
     logs = Logs({0: 50, 1: 50})
     reader = reader_of(logs, {0: 0, 1: 0})
-    assert reader.unread() == [(TOPIC, 0), (TOPIC, 1)], "nothing is known of them"
+    assert more(reader) == {0, 1}
     reader.end_at({TOPIC: {0: 20, 1: 50}})
     for _ in range(3):
         reader.fetch(0)
@@ -230,11 +237,11 @@ def test_what_is_behind_a_bound_does_not_wait_in_memory(reader_of: Callable[...,
     assert not reader.fetch(0)
     taken = reader.arrivals.take(EVERYTHING)
     assert taken.source.end == {TOPIC: {0: 20, 1: 50}}
-    assert reader.unread() == [(TOPIC, 0)]
+    assert more(reader) == {0}
     reader.end_at(None)
     assert reader.fetch(0)
     assert offsets_of(reader.arrivals.take(EVERYTHING).parts) == {0: list(range(20, 1000))}
-    assert reader.unread() == []
+    assert more(reader) == set()
 
 
 def test_records_that_expire_behind_a_bound_are_not_missed(reader_of: Callable[..., SourceReader]) -> None:
@@ -275,13 +282,18 @@ def test_a_topic_that_was_created_again_is_refused(
     assert reader.arrivals.taken == {TOPIC: {0: 5}}, "partitions of the new one are not read"
 
 
+def more(reader: SourceReader) -> set[int]:
+    """Partitions that have records which no batch has taken."""
+    return {partition for (_, partition), known in reader.quiet().items() if known == -math.inf}
+
+
 # ---- the loop --------------------------------------------------------------------------------------------
 
 
 class Written:
     """In the place of `DirectBatches`: what batches have taken, and who has read it."""
 
-    flow, stopping, idle = "copy", False, False
+    flow, stopping, idle, guarantee = "copy", False, False, "at_most_once"
 
     def __init__(self, logs: Logs, starts: dict[int, int]) -> None:
         self._logs = logs
@@ -292,13 +304,11 @@ class Written:
         self.failure: BaseException | None = None
         self.turn = threading.Lock()
         self.before: Callable[[SourceRange], None] = lambda source: None
-        self.unread: list[list[int]] = []
+        self.more: list[set[int]] = []
 
-    def __call__(
-        self, rows: Any, source: SourceRange, *, backlog: bool, unread: Collection[TopicPartition] = ()
-    ) -> None:
+    def __call__(self, rows: Any, source: SourceRange, *, backlog: bool, quiet: Mapping[TopicPartition, float]) -> None:
         self.before(source)
-        self.unread.append([partition for _, partition in unread])
+        self.more.append({partition for (_, partition), known in quiet.items() if known == -math.inf})
         assert source.start[TOPIC].items() >= self.progress.offsets[TOPIC].items(), "I2"
         if isinstance(rows, RangeRows):
             assert rows.range == source
@@ -312,7 +322,7 @@ class Written:
         self.sizes.append(source.max_rows)
         self.progress = replace(self.progress, batch_id=self.progress.batch_id + 1, offsets=source.end)
 
-    def wants_batch(self, source: SourceRange, unread: Collection[TopicPartition]) -> bool:
+    def wants_batch(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
         return source.max_rows > 0
 
     def failed(self, error: BaseException) -> None:
@@ -497,7 +507,7 @@ def test_a_batch_knows_which_partitions_have_more(reader_of: Callable[..., Sourc
     reader = reader_of(logs, {0: 0, 1: 0, 2: 0})
     loop_of(written, reader, rows_max, most=25, until={0: 50, 1: 10, 2: 0})._run()
     assert written.records == {0: list(range(50)), 1: list(range(10)), 2: []}
-    assert written.unread == [[0, 1], [0] if rows_max == 0 else [1], []]
+    assert written.more == [{0, 1}, {0} if rows_max == 0 else {1}, set()]
 
 
 @pytest.mark.parametrize("most", [15, 10**6], ids=["small batches", "large batches"])
@@ -587,14 +597,91 @@ def test_with_a_backlog_nothing_waits_for_the_trigger(
     assert max(written.sizes) == 10
 
 
-def test_a_partition_that_was_not_asked_again_is_not_known_to_be_empty(
-    reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader = reader_of(Logs({0: 50, 1: 0}), {0: 0, 1: 0}, most=10)
+def test_how_long_it_is_known_that_partitions_are_silent(reader_of: Callable[..., SourceReader]) -> None:
+    logs = Logs({0: 50, 1: 0, 2: 0, 3: 9})
+    reader = reader_of(logs, {0: 0, 1: 0, 2: 0, 3: 9}, most=10)
     reader.fetch(0)
-    assert reader.unread() == [(TOPIC, 0)]
-    now = time.monotonic()
-    monkeypatch.setattr(source_reader.time, "monotonic", lambda: now + 60)
-    assert reader.unread() == [(TOPIC, 0), (TOPIC, 1)]
-    reader._poll.followed[TOPIC, 1].attempt = 1
-    assert reader.unread() == [(TOPIC, 0)], "its leader cannot be asked"
+    heard = {place: each.answered_at for place, each in reader._poll.followed.items()}
+    assert reader.quiet() == {**heard, (TOPIC, 0): -math.inf}
+    logs.leaderless = {2}
+    reader.end_at({TOPIC: {0: 50, 1: 5, 2: 5, 3: 9}})
+    reader.fetch(0)
+    quiet = reader.quiet()
+    assert [quiet[TOPIC, n] for n in (0, 2, 3)] == [-math.inf, math.inf, math.inf]
+    assert quiet[TOPIC, 1] == heard[TOPIC, 1], "it is not asked while enough waits of its topic"
+    logs.leaderless = {0}
+    reader.look_ahead()
+    reader.go_on()
+    reader.fetch(0)
+    assert reader.quiet()[TOPIC, 0] == -math.inf, "records are left in it, although nobody can read them now"
+
+
+@pytest.mark.parametrize("rows_max", [0, 20, 10**9], ids=["tasks", "both", "driver"])
+def test_partitions_are_read_while_others_have_no_leader(reader_of: Callable[..., SourceReader], rows_max: int) -> None:
+    logs = Logs({0: 50, 1: 50})
+    reader = reader_of(logs, {0: 0, 1: 0})
+    logs.leaderless = {1}
+    written = Written(logs, {0: 0, 1: 0})
+    loop = loop_of(written, reader, rows_max, most=25, until={0: 50, 1: 50})
+
+    def back(source: SourceRange) -> None:
+        if source.end[TOPIC] == {0: 50, 1: 0}:
+            logs.leaderless = set()
+
+    written.before = back
+    loop._run()
+    assert loop.error is None
+    assert written.records == {0: list(range(50)), 1: list(range(50))}
+    assert written.sizes[:2] == [25, 25]
+
+
+class WithEventTime(Written):
+    """The event time of a record is when it is read."""
+
+    def __init__(self, logs: Logs, starts: dict[int, int], clock: Callable[[], float]) -> None:
+        super().__init__(logs, starts)
+        places = [(TOPIC, partition) for partition in starts]
+        self._clock = clock
+        self.watermark = Watermark(places, lateness_ms=0, idle_s=30, value_ms=None, clock=clock)
+        self.seen: list[int | None] = []
+
+    def wants_batch(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
+        self.watermark.planned(source.news(), quiet)
+        self.watermark.advance()
+        return source.max_rows > 0
+
+    def __call__(self, rows: Any, source: SourceRange, *, backlog: bool, quiet: Mapping[TopicPartition, float]) -> None:
+        self.watermark.planned(source.news(), quiet)
+        latest = dict.fromkeys(source.news(), int(self._clock() * 1000))
+        self.seen.append(self.watermark.after(latest))
+        self.watermark.on_commit(latest, self.seen[-1])
+        super().__call__(rows, source, backlog=backlog, quiet=quiet)
+
+
+@pytest.mark.parametrize("rows_max", [0, 10**9], ids=["tasks", "driver"])
+def test_a_partition_that_is_silent_does_not_hold_event_time_back_whatever_the_trigger(
+    reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch, rows_max: int
+) -> None:
+    """Between batches, nobody is asked for records."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    logs = Logs({0: 1, 1: 1, 2: 0})
+    written = WithEventTime(logs, {0: 0, 1: 0, 2: 0}, lambda: now[0])
+    loop = loop_of(
+        written, reader_of(logs, {0: 0, 1: 0, 2: 0}), rows_max, most=25, until={}, trigger_s=10.0, ends=False
+    )
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    def one_more(source: SourceRange) -> None:
+        logs.ends[0] += 1
+        if now[0] > 100:
+            loop.stop()
+
+    loop._wait, written.before = wait, one_more  # type: ignore[method-assign]
+    loop._run()
+    assert loop.error is None
+    assert len(written.seen) >= 9
+    assert written.seen[:3] == [None] * 3, "the others are waited for"
+    assert written.seen[-1] == int(now[0] * 1000), "and then no more"

@@ -149,9 +149,13 @@ def test_a_time_that_is_too_large_is_refused() -> None:
 
 
 def test_names_that_differ_in_case_alone_are_refused() -> None:
-    with pytest.raises(SchemaError, match="several columns 'key', in different case"):
-        columns_of(("value", T.BinaryType()), ("Key", T.BinaryType()), ("key", T.BinaryType()))
-    assert columns_of(("value", T.BinaryType()), ("Id", T.BinaryType()), ("id", T.BinaryType())).ignored == ("Id", "id")
+    both = ("value", T.BinaryType()), ("Key", T.BinaryType()), ("key", T.BinaryType())
+    with pytest.raises(SchemaError, match="column 'Key' and column 'key' are the same for Spark"):
+        columns_of(*both)
+    schema = T.StructType([T.StructField(*field) for field in both])
+    assert check_columns(schema, topic="out", flow="f", case_sensitive=True).ignored == ("Key",)
+    ignored = ("Topic", T.StringType()), ("topic", T.StringType()), ("KEY", T.BinaryType()), ("Key", T.BinaryType())
+    assert columns_of(("value", T.BinaryType()), *ignored).ignored == ("Topic", "KEY", "Key"), "the sink takes none"
 
 
 @pytest.mark.parametrize("start", [0, 1, 2])

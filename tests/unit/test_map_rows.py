@@ -11,7 +11,7 @@ import pytest
 
 from onceflow.driver.batch_errors import of_task
 from onceflow.errors import (
-    DataLossError,
+    BadRecordError,
     OnceflowError,
     ProcessorError,
     SchemaError,
@@ -211,13 +211,20 @@ def test_it_is_sent_to_tasks() -> None:
     assert (copy.name, copy.schema, copy.flow, copy.__name__) == ("clean", SCHEMA, "flow", "onceflow_map_1_clean")
 
 
-def test_the_driver_gets_the_loss_of_records_that_a_task_has_found() -> None:
-    """No attempt helps: the records have expired."""
-    error = data_loss("in-0", "offsets 3 to 5 have expired before they were read", "flow")
+@pytest.mark.parametrize(
+    "error",
+    [
+        data_loss("in-0", "offsets 3 to 5 have expired before they were read", "flow"),
+        BadRecordError("It is too old", flow="flow", topic="in-0", detail="offset 5", next_step="leave it out"),
+    ],
+)
+def test_the_driver_gets_what_a_task_has_found_when_it_read(error: OnceflowError) -> None:
+    """No attempt helps."""
+    kind = type(error).__name__
     found = of_task(
-        RuntimeError(f"Traceback (most recent call last):\n  File\nonceflow.errors.DataLossError: {error}\n\n\tat")
+        RuntimeError(f"Traceback (most recent call last):\n  File\nonceflow.errors.{kind}: {error}\n\n\tat")
     )
-    assert isinstance(found, DataLossError)
+    assert isinstance(found, type(error))
     assert (found.what, found.topic, found.detail, found.next_step) == (
         error.what, error.topic, error.detail, error.next_step,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from onceflow.state.watermark import Origin, Watermark
 
 A: Origin = ("in", 0)
@@ -79,20 +81,34 @@ def test_a_long_batch_makes_no_partition_silent() -> None:
 
 
 def test_a_partition_with_records_that_wait_is_not_silent() -> None:
-    """The engine reads others first. Its idle time begins when all of it is read."""
+    """The engine reads others first."""
     clock = Clock()
     watermark = made(clock)
     assert batch(watermark, p0=1000, p1=1000) == 900
     for now in (40, 80):
         clock.now = now
-        watermark.planned([A], unread=[B])
+        watermark.planned([A], {B: -math.inf})
         assert watermark.after({A: 5000 + now}) == 900
         watermark.on_commit({A: 5000 + now}, 900)
         assert watermark.advance() == 900
-    clock.now = 109
-    assert batch(watermark, p0=6000) == 900
-    clock.now = 111
-    assert batch(watermark, p0=7000) == 6900
+    watermark.planned([B])
+    assert watermark.after({B: 2000}) == 1900
+
+
+def test_silence_is_as_long_as_it_is_known() -> None:
+    """A leader has answered last some time ago: records may have come since."""
+    clock = Clock()
+    watermark = made(clock)
+    assert batch(watermark, p0=1000, p1=1000) == 900
+    clock.now = 32
+    for known, expected in ((29, 900), (math.inf, 4900), (31, 4900)):
+        watermark.planned([A], {B: known})
+        assert watermark.after({A: 5000}) == expected
+    clock.now = 1000
+    watermark.planned([], {A: 999.0, B: 20.0})
+    assert watermark.advance() == 900, "not known to be silent for so long, however late it is"
+    watermark.planned([A], {A: 999.0, B: 990.0})
+    assert watermark.after({A: 5000}) == 4900
 
 
 def test_a_partition_whose_records_are_all_filtered_out_is_silent() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from onceflow import log_context
@@ -24,15 +25,15 @@ log = logging.getLogger("onceflow.sink")
 class DirectCommit(Commit, Protocol):
     """The steps of a batch of the direct engine."""
 
-    def is_idle(self, source: SourceRange, unread: Collection[TopicPartition] | None = None) -> bool:
+    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float] | None = None) -> bool:
         """Whether a batch would change nothing."""
         ...
 
-    def plan_range(self, source: SourceRange, batch: int, unread: Collection[TopicPartition]) -> None:
+    def plan_range(self, source: SourceRange, batch: int, quiet: Mapping[TopicPartition, float]) -> None:
         """The source range of a batch is this. It must start where progress ends (I2).
 
         Args:
-            unread: partitions that have records behind it.
+            quiet: until when it is known that partitions have nothing behind it, see `Watermark.planned`.
         """
         ...
 
@@ -52,28 +53,28 @@ class DirectBatches(Batches):
         source: SourceRange,
         *,
         backlog: bool,
-        unread: Collection[TopicPartition] = (),
+        quiet: Mapping[TopicPartition, float] = MappingProxyType({}),
     ) -> None:
         """Run one batch, unless it would change nothing.
 
         Args:
             backlog: whether there was more to read than the batch takes. Then it is as large as fits the interval.
-            unread: partitions that have records behind its range, as far as it is known.
+            quiet: until when it is known that partitions have nothing behind its range, see `Watermark.planned`.
 
         Raises:
             OnceflowError: it has failed, and no attempt may follow. The query must end.
         """
         batch = self.progress.batch_id + 1
         with log_context.within(flow=self.flow, batch=batch):
-            self._in_turn(rows, batch, lambda: self._run(rows, source, unread), paced=not backlog)
+            self._in_turn(rows, batch, lambda: self._run(rows, source, quiet), paced=not backlog)
 
-    def wants_batch(self, source: SourceRange, unread: Collection[TopicPartition]) -> bool:
+    def wants_batch(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
         """Whether a batch with this range would do anything: it has offsets, or timers are due.
 
         Args:
-            unread: see `__call__`.
+            quiet: see `__call__`.
         """
-        return handover.owes_timers(self.progress) or not self._commit.is_idle(source, unread)
+        return handover.owes_timers(self.progress) or not self._commit.is_idle(source, quiet)
 
     def failed(self, error: BaseException) -> None:
         """The engine has failed between two batches, and the query must end."""
@@ -83,15 +84,15 @@ class DirectBatches(Batches):
         if not self.awaited and not self.stopping:
             log.error("%s", error)
 
-    def _run(self, rows: FetchedRows | RangeRows, source: SourceRange, unread: Collection[TopicPartition]) -> None:
+    def _run(self, rows: FetchedRows | RangeRows, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> None:
         self._commit.settle()
         self._catch_up(rows)
-        if self._commit.is_idle(source, unread):
+        if self._commit.is_idle(source, quiet):
             self.idle = True
             return
         batch = self.progress.batch_id + 1
         summary = BatchSummary(batch, 0)
         with timed(summary, "plan"):
-            self._commit.plan_range(source, batch, unread)
+            self._commit.plan_range(source, batch, quiet)
         self._run_planned(rows, batch, source, summary)
         self._fire_left(rows, source)

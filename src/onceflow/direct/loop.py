@@ -157,7 +157,7 @@ class DirectLoop:
             return True
         if not self._reader.arrivals.has_offsets:
             self._offsets_since = None
-            return self._batches.wants_batch(self._reader.arrivals.nothing(), self._reader.unread())
+            return self._batches.wants_batch(self._reader.arrivals.nothing(), self._reader.quiet())
         if self._offsets_since is None:
             self._offsets_since = now
         ends = self._until is not None or self._batches.progress.handover is not None
@@ -200,8 +200,8 @@ class DirectLoop:
     def _run_batch(self) -> None:
         limits = Limits(self._records_per_batch, self._size.records, BATCH_BYTES)
         taken = self._reader.arrivals.take(limits, self._bounds())
-        unread = self._reader.unread()
-        if not taken.source.max_rows and not self._batches.wants_batch(taken.source, unread):
+        quiet = self._reader.quiet()
+        if not taken.source.max_rows and not self._batches.wants_batch(taken.source, quiet):
             self._fetch(_WAIT_S)  # what waits may not be taken yet
             return
         self._offsets_since = None
@@ -211,7 +211,7 @@ class DirectLoop:
             self._reader.fetch_ahead()
         started_ms, before = clock_ms(), self._batches.progress.batch_id
         rows = FetchedRows(self._spark, taken.parts)
-        self._batches(rows, taken.source, backlog=backlog, unread=unread)
+        self._batches(rows, taken.source, backlog=backlog, quiet=quiet)
         seconds = time.monotonic() - now + self._busy_s
         if self._size.ran(taken.source.max_rows, seconds):
             self._backlog.ran(taken.source.max_rows, seconds, now=time.monotonic())
@@ -224,10 +224,8 @@ class DirectLoop:
     def _run_by_tasks(self) -> bool:
         """Run a batch whose records tasks read by themselves. False: the driver is to read again."""
         ends = self._reader.look_ahead()
-        if ends is None:  # the driver reads what has a leader
-            self._backlog.give_back(
-                "not all partitions of the sources have a leader that answers", now=time.monotonic()
-            )
+        if ends is None:
+            self._backlog.give_back("a leader of the sources does not answer", now=time.monotonic())
             return False
         self.lag = left(self._reader.arrivals.taken, ends)
         wanted = self._wanted()
@@ -240,8 +238,7 @@ class DirectLoop:
         self._spark.sparkContext.setJobGroup(self._job_group, f"flow {self._batches.flow}", interruptOnCancel=True)
         self._tasks_run = True
         try:
-            unread = [(t, n) for t, offsets in left(source.end, ends).items() for n, more in offsets.items() if more]
-            self._batches(rows, source, backlog=True, unread=unread)
+            self._batches(rows, source, backlog=True, quiet=self._reader.quiet())
         finally:
             self._tasks_run = False
         seconds = time.monotonic() - started

@@ -19,6 +19,7 @@ from onceflow.driver.batches import Batches
 from onceflow.driver.offset_log import has_reached
 from onceflow.engine_query import DIRECT, as_spark
 from onceflow.errors import OnceflowError
+from onceflow.planning.options import AT_MOST_ONCE
 from onceflow.spark.query_progress import ProgressReports
 from onceflow.task.direct_plan import DirectPlan, described
 
@@ -106,9 +107,17 @@ class DirectQuery:
         ends = self._source_ends()
         while not self._ended.is_set() and not has_reached(self._batches.progress.offsets, ends):
             time.sleep(_WAIT_S)
-        with self._batches.turn:  # at-most-once moves progress before it writes the batch
-            pass
+        if self._batches.guarantee == AT_MOST_ONCE:  # it moves progress before it writes the batch
+            self._wait_for_batch()
         self._raise()
+
+    def _wait_for_batch(self) -> None:
+        while not self._ended.is_set():
+            if self._batches.turn.acquire(timeout=_WAIT_S):
+                self._batches.turn.release()
+                break
+        if self._batches.failure is not None:
+            self._ended.wait(_LOOK_S)
 
     def stop(self) -> None:
         self._loop.stop()

@@ -19,7 +19,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.direct.arrivals import Arrivals
 from onceflow.direct.fetched import FetchedPart
 from onceflow.driver.offset_log import TopicOffsets, has_reached
-from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, OnceflowError
+from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, OnceflowError, UnknownTopicError
 from onceflow.protocol.names import TopicPartition
 from onceflow.task.source_rows import QueryRows, expired
 
@@ -31,7 +31,6 @@ FETCH_BYTES = 4_000_000
 #: How often the partitions of the sources are looked at, in seconds: some may have been added.
 _LOOK_EVERY_S = 5.0
 _START_S = 60.0
-_KNOWN_S = 5.0  # so long is it known that nothing is left of a partition; its leader answers more often if it is asked
 _OTHERS_S = 0.004  # how long the answers of other brokers are waited for
 
 
@@ -83,6 +82,11 @@ class SourceReader:
         self._poll: LongPoll[ColumnChunk] = LongPoll(
             self._cluster, topics.values(), positions, fetch_bytes=FETCH_BYTES, form=form
         )
+        try:
+            self._ends(deadline)
+        except BaseException:
+            self._cluster.close()
+            raise
 
     def close(self) -> None:
         """Close the connections."""
@@ -125,15 +129,19 @@ class SourceReader:
         waiting = self.arrivals.offsets
         return {topic for topic, most in self._most.items() if waiting[topic] >= most}
 
-    def unread(self) -> list[TopicPartition]:
-        """Partitions with records that no batch has taken. Those of which nothing is known now count, too: they were
-        not asked yet, or not again while much waits here."""
-        found, heard = [], time.monotonic() - _KNOWN_S
+    def quiet(self) -> dict[TopicPartition, float]:
+        """Until when it is known of each partition that there is nothing that no batch has taken, in monotonic seconds.
+
+        ``-math.inf``: there is something. Otherwise that is when its leader has answered last; a partition whose leader
+        is away, or that is at its bound, is taken for silent.
+        """
+        found = {}
         for place, each in self._poll.followed.items():
             taken = self.arrivals.taken[place[0]][place[1]]
-            unknown = not each.attempt and (each.answered_at is None or each.answered_at < heard)
-            if each.last_stable_offset > taken or (unknown and taken < self._bound(place)):
-                found.append(place)
+            if each.last_stable_offset > taken or each.answered_at is None:
+                found[place] = -math.inf
+            else:
+                found[place] = math.inf if each.attempt or taken >= self._bound(place) else each.answered_at
         return found
 
     def reached(self, ends: Mapping[str, Mapping[int, int]]) -> bool:
@@ -154,7 +162,7 @@ class SourceReader:
         self._bounds = bounds
         for place, each in list(self._poll.followed.items()):
             if each.position > self._arrived[place]:  # what was behind the old bound was not kept
-                self._poll.seek(*place, self._arrived[place])
+                self._seek(place, self._arrived[place])
 
     def _bound(self, place: TopicPartition) -> float:
         return math.inf if self._bounds is None else self._bounds.get(place[0], {}).get(place[1], 0)
@@ -209,24 +217,50 @@ class SourceReader:
         """What is left to read: ask for the last stable offsets. What has arrived is given up: tasks read it.
 
         Returns:
-            The last stable offset of each partition; None: no broker has answered for all of them.
+            The last stable offset of each partition; of one without a leader, where batches are. None: a leader has not
+            answered.
         """
         self._look()
         self.arrivals.drop()
-        deadline = Deadline(_LOOK_EVERY_S, f"looking for the ends of the sources of flow {self._flow}")
-        wanted = {topic: sorted(offsets) for topic, offsets in self.arrivals.taken.items()}
         try:
-            return list_offsets(self._cluster, wanted, LATEST, deadline)
-        except (DeadlineExceededError, BrokerUnreachableError) as error:
+            ends = self._ends(Deadline(_LOOK_EVERY_S, f"looking for the ends of the sources of flow {self._flow}"))
+        except (DeadlineExceededError, BrokerUnreachableError, UnknownTopicError) as error:
             log.debug("flow %s: %s", self._flow, error)
             return None
+        return {topic: {**offsets, **ends[topic]} for topic, offsets in self.arrivals.taken.items()}
+
+    def _ends(self, deadline: Deadline) -> TopicOffsets:
+        """The last stable offset of each partition that has a leader."""
+        wanted = {
+            topic: [n for n in sorted(offsets) if self._has_leader(topic, n)]
+            for topic, offsets in self.arrivals.taken.items()
+        }
+        ends = list_offsets(self._cluster, wanted, LATEST, deadline)
+        for topic, offsets in ends.items():
+            for partition, end in offsets.items():
+                self._heard((topic, partition), end, time.monotonic())
+        return ends
+
+    def _has_leader(self, topic: str, partition: int) -> bool:
+        info = self._cluster.known_topic(topic)
+        return info is None or info.leaders.get(partition, -1) >= 0
 
     def go_on(self) -> None:
         """Read here again, from where batches are now."""
         for topic, offsets in self.arrivals.taken.items():
             for partition, offset in offsets.items():
                 self._arrived[topic, partition] = offset
-                self._poll.seek(topic, partition, offset)
+                self._seek((topic, partition), offset)
+
+    def _seek(self, place: TopicPartition, offset: int) -> None:
+        """Go on from there. What is known of the end of the partition stays true."""
+        known = self._poll.followed[place]
+        self._poll.seek(*place, offset)
+        self._heard(place, known.last_stable_offset, known.answered_at)
+
+    def _heard(self, place: TopicPartition, end: int, at: float | None) -> None:
+        each = self._poll.followed[place]
+        each.last_stable_offset, each.answered_at = max(end, each.last_stable_offset), at
 
     def _add(self, place: TopicPartition, chunk: ColumnChunk) -> None:
         start, bound = self._arrived[place], self._bound(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from onceflow.errors import (
+    BadRecordError,
     BatchAbortedError,
     ClaimCheckError,
     DataLossError,
@@ -29,6 +30,7 @@ _RAISED_THERE: tuple[type[OnceflowError], ...] = (
     StorageUnavailableError,
     SchemaError,
     DataLossError,
+    BadRecordError,
 )
 _CLASSES = {each.__name__: each for each in _RAISED_THERE}
 # An error as the worker of a task has written it, see `OnceflowError`.
@@ -51,8 +53,8 @@ _MAP = "Flow.map: "
 def of_task(problem: BaseException) -> OnceflowError | None:
     """The error in a task, if Spark's job has failed by it and no attempt helps.
 
-    It is one of ``ClaimCheck.load`` or of ``Flow.map``, or records have expired before the task, or Spark's Kafka
-    source in it, has read them.
+    It is one of ``ClaimCheck.load`` or of ``Flow.map``, or a source record cannot be a row, or records have expired
+    before the task, or Spark's Kafka source in it, has read them.
     """
     if isinstance(problem, OnceflowError):
         return None
@@ -63,7 +65,7 @@ def of_task(problem: BaseException) -> OnceflowError | None:
     raised = raised_error(text)
     if raised is None:
         return _expired(text)
-    return raised if raised.what.startswith(_MAP) or isinstance(raised, DataLossError) else None
+    return raised if raised.what.startswith(_MAP) or isinstance(raised, DataLossError | BadRecordError) else None
 
 
 def raised_error(text: str) -> OnceflowError | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from pyspark.sql import DataFrame
@@ -145,11 +145,11 @@ class BatchCommit:
         """Spark's call of the sink ends, with or without an error."""
         self._joins.withdraw(rows)
 
-    def is_idle(self, source: SourceRange, unread: Collection[TopicPartition] | None = None) -> bool:
-        """Whether a batch would change nothing: neither outputs nor progress. ``unread``: see `plan_range`."""
+    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float] | None = None) -> bool:
+        """Whether a batch would change nothing: neither outputs nor progress. ``quiet``: see `plan_range`."""
         if self._state is not None:  # woken up by the clock, and nothing is due
-            if unread is not None:  # event time may move, because partitions are silent
-                self._state.planned(source, unread)
+            if quiet is not None:  # event time may move, because partitions are silent
+                self._state.planned(source, quiet)
             return not source.max_rows and not self._state.due(clock_ms())
         return self._numbering is None and not source.max_rows  # Spark's first batch, with nothing to read
 
@@ -209,13 +209,13 @@ class BatchCommit:
         self._check_range(source, batch)
         if self._numbering is not None:
             self._numbering.planned(spark_batch_id, source)
-        self._planned(source, batch)
+        self._planned(source, batch, {})
         return source, False
 
-    def plan_range(self, source: SourceRange, batch: int, unread: Collection[TopicPartition]) -> None:
-        """As `plan`, for a range that the direct engine has chosen. ``unread``: partitions with records behind it."""
+    def plan_range(self, source: SourceRange, batch: int, quiet: Mapping[TopicPartition, float]) -> None:
+        """As `plan`, for a range that the direct engine has chosen. ``quiet``: see `Watermark.planned`."""
         self._check_range(source, batch)
-        self._planned(source, batch, unread)
+        self._planned(source, batch, quiet)
 
     def _check_range(self, source: SourceRange, batch: int) -> None:
         check_contiguous(
@@ -223,12 +223,12 @@ class BatchCommit:
         )
         handover.check_range(self.progress, source, flow=self._names.flow, batch=batch)
 
-    def _planned(self, source: SourceRange, batch: int, unread: Collection[TopicPartition] = ()) -> None:
+    def _planned(self, source: SourceRange, batch: int, quiet: Mapping[TopicPartition, float]) -> None:
         self._writer.refresh_targets()
         self._joins.pin(self._writer.deadline)
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         if self._state is not None:
-            self._state.planned(source, unread)
+            self._state.planned(source, quiet)
 
     def plan_without_records(self, batch: int) -> None:
         """As `plan`, for a batch that only fires timers: its range is empty."""

@@ -137,9 +137,11 @@ class Retries:
             except _EXPECTED as problem:
                 last = self._aborted(rows, attempt, problem, cause)
                 cause = cause if attempt.begun_at is None else last
-                again = self._steps.learn(last)
+                again, refused = self._learn(last)
                 if self._steps.is_lost(rows, summary, last):
                     return False
+                if refused is not None:
+                    raise refused from None
                 if again:
                     self._log_restored(batch, last)
                     continue
@@ -151,6 +153,13 @@ class Retries:
                     self._steps.abort(problem, batch)
                 raise
         raise batch_errors.given_up(self._flow, batch, self._options.max_attempts, last)
+
+    def _learn(self, last: BaseException) -> tuple[bool, OnceflowError | None]:
+        """What `Steps.learn` returns, and what it raises."""
+        try:
+            return self._steps.learn(last), None
+        except OnceflowError as error:
+            return False, error
 
     def _forget(self, rows: Rows, last: BaseException) -> None:
         try:

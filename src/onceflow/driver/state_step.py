@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pyspark.sql import DataFrame
@@ -117,11 +117,11 @@ class StateStep:
 
     # ---- steps of a batch ----------------------------------------------------------------------------
 
-    def planned(self, source: SourceRange, unread: Collection[TopicPartition]) -> None:
-        """The source range of the next batch is known, and which partitions have more, as far as that is known."""
+    def planned(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> None:
+        """The source range of the next batch is known. ``quiet``: see `Watermark.planned`."""
         news = source.news()
         for table in self.tables:
-            table.planned(news, unread)
+            table.planned(news, quiet)
 
     def prepare(
         self, rows: Rows, settings: ClientSettings, owner: tuple[str, ProducerIdAndEpoch], *, again: bool

@@ -63,8 +63,11 @@ class Outgoing:
     in_front: str = ""
 
 
-def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Columns:
+def check_columns(schema: T.StructType, *, topic: str | None, flow: str, case_sensitive: bool = False) -> Columns:
     """Column names and types, as Spark's own Kafka sink takes them, plus ``timestamp``.
+
+    Args:
+        case_sensitive: whether names that differ in case alone are different ones (``spark.sql.caseSensitive``).
 
     Raises:
         SchemaError: a column is missing, has a wrong type, or there are two of the same name.
@@ -74,9 +77,6 @@ def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Colu
         if column.name in types:
             raise _schema(f"there are two columns {column.name!r}", flow)
         types[column.name] = column.dataType
-    folded = [name.lower() for name in types]
-    for name in sorted(SINK_COLUMNS.intersection(each for each in folded if folded.count(each) > 1)):
-        raise _schema(f"there are several columns {name!r}, in different case", flow)
     if "value" not in types:
         raise _schema(f"column 'value' is missing; its columns: {', '.join(types) or 'none'}", flow)
     if topic is None and "topic" not in types:
@@ -90,6 +90,9 @@ def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Colu
     used = set(SINK_COLUMNS)
     if topic is not None:
         used.discard("topic")
+    twins = [name for name in types if name.lower() in used & types.keys() and name not in used]
+    if twins and not case_sensitive:
+        raise _schema(f"column {twins[0]!r} and column {twins[0].lower()!r} are the same for Spark", flow)
     return Columns(
         key="key" in types,
         topic=topic is None,

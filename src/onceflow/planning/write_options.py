@@ -81,7 +81,8 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
         check_order(f'partitioner="{given.partitioner}"', facts, flow)
     check_dead_letters(facts, given.topic, flow)
     check_output(given.topic, own, flow)
-    columns = check_columns(df.schema, topic=given.topic, flow=flow)
+    case_sensitive = df.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
+    columns = check_columns(df.schema, topic=given.topic, flow=flow, case_sensitive=case_sensitive)
     if columns.partition and given.partitioner == "round_robin":
         raise OptionError(
             'partitioner="round_robin" and a partition column contradict each other',

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from onceflow import hooks
 from onceflow.errors import BatchAbortedError, ProgressConflictError
@@ -95,9 +95,9 @@ class TableState:
         """Whether timers that are due are left over, because the last batch has reached its limit of timers."""
         return bool(self._left)
 
-    def planned(self, arriving: Iterable[Origin], unread: Iterable[Origin]) -> None:
-        """A batch was planned: these source partitions have new records, for it and for later ones."""
-        self.watermark.planned(arriving, unread)
+    def planned(self, arriving: Iterable[Origin], quiet: Mapping[Any, float]) -> None:
+        """A batch was planned: these source partitions have new records. ``quiet``: see `Watermark.planned`."""
+        self.watermark.planned(arriving, quiet)
 
     def moment(self, batch: int, commit: Commit, now_ms: int) -> Moment:
         """The `Moment` of a batch. Processing time never goes back, even if the clock does."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 Origin: TypeAlias = tuple[str | None, int]
 """Where rows come from: a `TopicPartition` of a source. If the topic is None, they come from another step, and the
@@ -46,18 +47,19 @@ class Watermark:
         self._seen: dict[Origin, float] = dict.fromkeys(self._latest, started)
         self._looked = started
         self._arriving: frozenset[Origin] = frozenset()
+        self._quiet: Mapping[Any, float] = {}
 
-    def planned(self, arriving: Iterable[Origin], unread: Iterable[Origin] = ()) -> None:
+    def planned(self, arriving: Iterable[Origin], quiet: Mapping[Any, float] = MappingProxyType({})) -> None:
         """Note which partitions have new records for the next batch, as Kafka said when the batch was planned.
 
         Records that arrive while a batch runs, however long that takes, are seen when the next one is planned. So the
         idle time of a partition is measured from plan to plan.
 
         Args:
-            unread: partitions with records that a later batch takes. They are not idle.
+            quiet: until when it is known of a partition that there is nothing behind the batch, on the clock;
+                ``-math.inf``: there is more, so it is not idle. What is not in it is known now.
         """
-        self._looked, self._arriving = self._clock(), frozenset(arriving)
-        self._seen.update(dict.fromkeys(unread, self._looked))
+        self._looked, self._arriving, self._quiet = self._clock(), frozenset(arriving), quiet
 
     def after(self, latest_ms: Mapping[Origin, int]) -> int | None:
         """The watermark after a batch with these latest event times. This call changes nothing."""
@@ -66,14 +68,16 @@ class Watermark:
     def _earliest(self, latest_ms: Mapping[Origin, int], active: Collection[Origin]) -> int | None:
         merged = {origin: self._merged(origin, latest_ms) for origin in {**self._latest, **latest_ms}}
         waiting = [
-            latest
-            for origin, latest in merged.items()
-            if origin in active or self._looked - self._seen.get(origin, self._looked) < self._idle_s
+            latest for origin, latest in merged.items() if origin in active or self._silence_s(origin) < self._idle_s
         ]
         if not waiting or any(latest is None for latest in waiting):
             return self.value_ms
         slowest = min(latest for latest in waiting if latest is not None) - self._lateness_ms
         return slowest if self.value_ms is None else max(self.value_ms, slowest)
+
+    def _silence_s(self, origin: Origin) -> float:
+        known = min(self._looked, self._quiet.get(origin, self._looked))
+        return known - self._seen.get(origin, self._looked)
 
     def advance(self) -> int | None:
         """The watermark of the next batch. It may move, because partitions may have become idle. It never goes back."""

@@ -268,11 +268,25 @@ def reinterpreted(column: pa.Array, kind: str) -> pa.Array:
 def _plain(column: pa.Array) -> pa.Array:
     """A column of a function with the type that it has without one: Spark's settings give times the time zone of the
     session, and large types to texts. Rows of several topics go into one stream, so their types must be the same."""
-    if pa.types.is_timestamp(column.type) and column.type.tz is not None:
-        return column.cast(SOURCE_TYPES["timestamp"])
-    if pa.types.is_large_string(column.type):
-        return column.cast(pa.string())
-    return column.cast(pa.binary()) if pa.types.is_large_binary(column.type) else column
+    kind = _plain_type(column.type)
+    return column if kind == column.type else column.cast(kind)
+
+
+def _plain_type(kind: Any) -> Any:
+    if pa.types.is_timestamp(kind):
+        return kind if kind.tz is None else SOURCE_TYPES["timestamp"]
+    if pa.types.is_large_string(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind):
+        return pa.binary()
+    if pa.types.is_list(kind):
+        return pa.list_(_plain_type(kind.value_type))
+    if pa.types.is_map(kind):
+        return pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+    if pa.types.is_struct(kind):
+        fields = [kind.field(at) for at in range(kind.num_fields)]
+        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in fields])
+    return kind
 
 
 def _batch(columns: _Arrays, names: Sequence[str], rows: int) -> pa.RecordBatch:

@@ -115,10 +115,10 @@ class RangeReader:
     def _poll(self, deadline: Deadline) -> LongPoll[ColumnChunk]:
         infos = []
         for name in sorted({topic for topic, _ in self._starts}):
-            info = self._cluster.topic(name, deadline, patient=True)
+            info = self._cluster.topic(name, deadline, patient=True, leaderless=True)
             wanted = {partition for topic, partition in self._starts if topic == name}
             if info.topic_id != self._order.topic_ids[name] or not wanted <= set(info.leaders):
-                info = self._cluster.topic(name, deadline, fresh=True, patient=True)
+                info = self._cluster.topic(name, deadline, fresh=True, patient=True, leaderless=True)
             info.check_same(self._order.topic_ids[name])
             infos.append(info)
         headers = any(source.include_headers for source in self._order.query.plan.sources)
