@@ -15,7 +15,7 @@ SPARK, DIRECT = "spark", "direct"
 
 
 class EngineQuery(Protocol):
-    """A query that an engine runs. It has started. All members may be used in any thread, also when it has ended.
+    """A query that an engine runs. All members may be used in any thread, also when it has ended.
 
     Names in Spark's style mean what they mean in PySpark's ``StreamingQuery``.
     """
@@ -114,6 +114,10 @@ class EngineQuery(Protocol):
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Call this function, in any thread, when it has ended for any reason."""
+        ...
+
+    def begin(self) -> None:
+        """Begin with the batches, if it has not begun: whoever watches it knows of it now."""
         ...
 
 

@@ -115,6 +115,7 @@ class FlowRuns:
                     end_when_complete(query)
                 interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, query)
                 hooks.at(hooks.STARTED, where="driver", flow=self._names.flow, query=query)
+                engine.begin()
             except BaseException:
                 ended()
                 raise

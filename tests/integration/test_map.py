@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 import onceflow
+from onceflow.driver import preparing
 from onceflow.errors import (
     EnvironmentUnusableError,
     OptionError,
@@ -251,6 +253,28 @@ def test_a_module_that_only_the_driver_has_is_told_at_the_start(
             flow.write(rows, topic=target, engine="spark").start()
         # No task imports it for a direct query.
         flow.write(rows, topic=target, once=True, engine="direct").start().awaitTermination(60)
+
+
+def test_tasks_prepare_copies_of_a_processor_that_they_cannot_import(
+    make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver runs it: tasks only read the table."""
+    caplog.set_level(logging.INFO, "onceflow.state")
+    monkeypatch.setattr(preparing, "_MIN_BYTES", 1)
+    module = ModuleType("onceflow_test_processors_here")
+    code = "import onceflow\nclass Keep(onceflow.Processor):\n    def process(self, key, records, state):\n"
+    exec(f"{code}        state.put(records[-1].value)\n        return iter(())", module.__dict__)  # noqa: S102
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    pipe = make_state_pipe()
+    for _ in range(2):
+        pipe.fill(100)
+        with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+            kept = {"table": pipe.table, "state_dir": pipe.state_dir}
+            query = flow.write(
+                flow.process(flow.read(pipe.source), module.Keep(), **kept), topic=pipe.target, once=True
+            )
+            assert query.start().awaitTermination(60)
+    assert "local copies are prepared" in caplog.text
 
 
 @pytest.mark.parametrize("engine", ["spark", "direct"])

@@ -16,6 +16,7 @@ import pytest
 from pyspark.sql import functions as F
 
 from onceflow import Flow, Processor, ProcessorError, Record, Table, serdes
+from onceflow.direct import backlog, by_tasks
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
 
@@ -76,6 +77,50 @@ def test_tasks_take_over_and_give_back(make_pipe: Any) -> None:
     for batch, report in zip(query.batches, query.recentProgress, strict=True):
         assert report["numInputRows"] == batch.records, "records that tasks have read are counted, too"
         assert max(batch.read.values()) <= 2000
+
+
+def test_tasks_take_over_by_what_batches_cost(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has said when. (The bounds are smaller than they are in production.)"""
+    monkeypatch.setattr(by_tasks, "_LOCAL_CORES_MIN", 1)
+    monkeypatch.setattr(backlog, "BEHIND_S", 0.02)
+    monkeypatch.setattr(backlog, "CAUGHT_UP_S", 0.001)
+    pipe = make_pipe(partitions=4, target_partitions=4)
+    pipe.fill(6000)
+    flow = pipe.open()
+    source = flow.read(pipe.source, max_records_per_batch=150).select("key", "value")
+    query = flow.write(source, topic=pipe.target).start()
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    pipe.check()
+    ways = [way for way, _ in itertools.groupby(batch.path for batch in query.batches)]
+    assert ways[:2] == ["driver", "2 reading tasks"], ways
+
+
+def test_a_function_of_a_script_is_sent_as_it_was(
+    make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str
+) -> None:
+    """The driver calls it first. Then it has a connection in a variable, which cannot be sent."""
+    script: dict[str, Any] = {"__name__": "__main__"}
+    exec(  # noqa: S102
+        "import threading\nopened = None\n"
+        "def keep(batch):\n    global opened\n    opened = opened or threading.Lock()\n    return batch",
+        script,
+    )
+    source, target = make_topic("in", 2), make_topic("out", 2)
+    flow, sent = make_flow(), numbered(2100)
+    rows = flow.map(flow.read(source, max_records_per_batch=1000).select("key", "value"), script["keep"])
+    query = flow.write(rows, topic=target, engine="direct", small_batch_rows=500).start()
+    try:
+        for part in (sent[:100], sent[100:]):
+            independent.fill(onceflow_broker, source, part)
+            query.processAllAvailable()
+    finally:
+        query.stop()
+    assert script["opened"] is not None
+    assert {batch.path for batch in query.batches} >= {"driver", "2 reading tasks"}
+    assert counted(onceflow_broker, target) == Counter(sent)
 
 
 def test_tasks_keep_to_the_trigger(make_pipe: Any) -> None:

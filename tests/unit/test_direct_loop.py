@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +33,7 @@ from onceflow.client.column_chunks import ColumnChunk
 from onceflow.client.followed import Followed
 from onceflow.client.offsets import EARLIEST
 from onceflow.client.settings import ClientSettings
+from onceflow.direct import loop as loop_module
 from onceflow.direct import source_reader
 from onceflow.direct.arrivals import Limits
 from onceflow.direct.backlog import Backlog
@@ -43,6 +45,7 @@ from onceflow.direct.source_reader import SourceReader
 from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.range_rows import RangeRows
+from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import HandOver, Progress
 from onceflow.protocol.record_columns import RecordColumns
@@ -305,6 +308,7 @@ class Written:
         self.turn = threading.Lock()
         self.before: Callable[[SourceRange], None] = lambda source: None
         self.more: list[set[int]] = []
+        self.history: list[BatchSummary] = []
 
     def __call__(self, rows: Any, source: SourceRange, *, backlog: bool, quiet: Mapping[TopicPartition, float]) -> None:
         self.before(source)
@@ -318,6 +322,8 @@ class Written:
             taken = offsets_of(rows.parts)
         for partition, offsets in taken.items():
             self.records[partition] += offsets
+        self.history.append(BatchSummary(self.progress.batch_id + 1, 0, read=source.by_topic()))
+        self.history.append(BatchSummary(self.progress.batch_id + 2, 0, read={TOPIC: 0}))  # timers that were left
         self.ways.append(type(rows).__name__)
         self.sizes.append(source.max_rows)
         self.progress = replace(self.progress, batch_id=self.progress.batch_id + 1, offsets=source.end)
@@ -561,6 +567,7 @@ def test_all_that_is_available_is_written_not_only_taken(
     loop = loop_of(written, reader_of(logs, {0: 50}), 0, most=50, until={0: 50})
     loop._is_complete = threading.Event().wait  # type: ignore[method-assign]  # it does nothing
     query = DirectQuery(loop, batches, DirectPlan((), ()), ClientSettings("nowhere:1"))
+    query.begin()
     waiting = threading.Thread(target=query.processAllAvailable, daemon=True)
     with written.turn:
         waiting.start()
@@ -685,3 +692,53 @@ def test_a_partition_that_is_silent_does_not_hold_event_time_back_whatever_the_t
     assert len(written.seen) >= 9
     assert written.seen[:3] == [None] * 3, "the others are waited for"
     assert written.seen[-1] == int(now[0] * 1000), "and then no more"
+
+
+class Counting:
+    """In the place of `Backlog`: notes which batches tell how fast the reader is."""
+
+    def __init__(self, by_tasks: bool) -> None:
+        self.by_tasks = by_tasks
+        self.sizes: list[int] = []
+
+    def looked(self, left: int, *, now: float) -> None: ...
+
+    def ran(self, records: int, seconds: float, *, now: float) -> None:
+        self.sizes.append(records)
+
+
+@pytest.mark.parametrize("by_tasks, limit", [(False, "count"), (False, "bytes"), (True, "count")])
+def test_a_batch_that_is_as_large_as_it_may_tells_how_fast_its_reader_is(
+    reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch, by_tasks: bool, limit: str
+) -> None:
+    """Whatever limits it. A record has 10 bytes here."""
+    monkeypatch.setattr(loop_module, "BATCH_BYTES", 200 if limit == "bytes" else 10**9)
+    logs, most = Logs({0: 105}, most=lambda: 20), 20 if limit == "count" else 10**6
+    written = Written(logs, {0: 0})
+    loop = loop_of(written, reader_of(logs, {0: 0}, most=most), 10**9, most=most, until={0: 105})
+    counting: Any = Counting(by_tasks)
+    loop._backlog = counting
+    loop._run()
+    assert written.sizes == [20] * 5 + [5]
+    assert counting.sizes == [20] * 5
+
+
+def test_the_report_of_a_batch_is_not_that_of_the_timers_behind_it(reader_of: Callable[..., SourceReader]) -> None:
+    logs, reports = Logs({0: 30}), Mock()
+    written = Written(logs, {0: 0})
+    loop = loop_of(written, reader_of(logs, {0: 0}), 10**9, most=20, until={0: 30})
+    loop._reports = reports
+    loop._run()
+    assert [call.args[0].read for call in reports.committed.call_args_list] == [{TOPIC: 20}, {TOPIC: 10}]
+
+
+def test_a_query_that_reads_a_backlog_does_not_wait(reader_of: Callable[..., SourceReader]) -> None:
+    logs = Logs({0: 30})
+    batches: Any = Written(logs, {0: 0})
+    loop = loop_of(batches, reader_of(logs, {0: 0}), 10**9, most=20, until={0: 30})
+    query = DirectQuery(loop, batches, DirectPlan((), ()), ClientSettings("nowhere:1"))
+    loop.waiting = True
+    assert query.lag == {TOPIC: {0: 30}}, "known before anything is fetched"
+    assert not query.waits
+    loop.lag = {TOPIC: {0: 0}}
+    assert query.waits

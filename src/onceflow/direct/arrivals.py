@@ -28,10 +28,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a batch has taken: its range, and the records in it."""
+    """What a batch has taken: its range, and the records in it.
+
+    Args:
+        limited: whether it has as much as a limit allows.
+    """
 
     source: SourceRange
     parts: tuple[FetchedPart, ...]
+    limited: bool = False
 
 
 class Arrivals:
@@ -132,7 +137,8 @@ class Arrivals:
         self._waiting.extend(kept)
         if not kept:
             self.nbytes = 0  # sizes of divided parts are rounded
-        return Taken(SourceRange(before, self._snapshot()), tuple(parts))
+        limited = left <= 0 or size <= 0 or any(most <= 0 for most in by_topic.values())
+        return Taken(SourceRange(before, self._snapshot()), tuple(parts), limited)
 
     def _snapshot(self) -> TopicOffsets:
         return {topic: dict(offsets) for topic, offsets in self.taken.items()}

@@ -81,12 +81,13 @@ class DirectBatches(Batches):
         if isinstance(error, OnceflowError):
             error.locate(flow=self.flow)
         self._failed(error, self.progress.batch_id + 1)
-        if not self.awaited and not self.stopping:
-            log.error("%s", error)
+        self._tell(error)
 
     def _run(self, rows: FetchedRows | RangeRows, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> None:
         self._commit.settle()
         self._catch_up(rows)
+        if self.stopping and handover.owes_timers(self.progress):
+            return  # they come before the records
         if self._commit.is_idle(source, quiet):
             self.idle = True
             return

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from pyspark.sql import types as T
 
 from onceflow.direct.backlog import Backlog
 from onceflow.driver.range_rows import RangeSource
 from onceflow.driver.run import PreparedQuery
-from onceflow.errors import EnvironmentUnusableError
+from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.spark.imports import ImportCheck
 from onceflow.spark.master import current_cores, is_local
+from onceflow.spark.pickling import pickled
 from onceflow.state.table_facts import TableFacts
 from onceflow.task.source_rows import QueryRows
 
@@ -53,7 +54,8 @@ def backlog_of(prepared: PreparedQuery) -> Backlog:
     local, cores = is_local(spark), current_cores(spark)
     if rows_max is not None:
         prepared.imports.at_start()
-    ready = _Ready(prepared.imports, prepared.startup.flow)
+    processors = [step.spec.processor for step in prepared.startup.steps.values()]
+    ready = _Ready(prepared.imports, processors, prepared.startup.flow)
     return Backlog(
         prepared.startup.flow,
         rows_max,
@@ -63,19 +65,24 @@ def backlog_of(prepared: PreparedQuery) -> Backlog:
 
 
 class _Ready:
-    """Whether tasks can import what the query needs. Found out once, when there is a backlog for the first time."""
+    """Whether tasks can get what the query needs, and import it. Whether they can import it is found out once, when
+    there is a backlog for the first time."""
 
-    def __init__(self, imports: ImportCheck, flow: str) -> None:
+    def __init__(self, imports: ImportCheck, processors: Sequence[object], flow: str) -> None:
         self._imports = imports
+        self._processors = processors
         self._flow = flow
         self._known: bool | None = None
 
     def __call__(self) -> bool:
-        if self._known is None:
+        if self._known is not False:
             try:
-                self._imports.finish()
+                if self._known is None:
+                    self._imports.finish()
+                for processor in self._processors:  # the driver has called them, which may have changed their variables
+                    pickled(processor, flow=self._flow)
                 self._known = True
-            except EnvironmentUnusableError as error:
+            except (EnvironmentUnusableError, OptionError) as error:
                 log.warning("flow %s: the driver reads its backlog alone, because tasks cannot: %s", self._flow, error)
                 self._known = False
         return self._known

@@ -87,9 +87,8 @@ class DirectLoop:
         self._offsets_since: float | None = None  # since when there are offsets without records
         self._busy_s = 0.0  # for fetching, since the last batch
         self._job_group = f"onceflow-direct-{uuid4()}"
-        self._tasks_run = False
         self._shares = Shares(records_per_batch, _TASKS_RANGE_MIN)
-        self.lag: TopicOffsets = {}
+        self.lag: TopicOffsets = reader.lag()
         self.error: BaseException | None = None
         self.waiting = False
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"onceflow-direct-{batches.flow}")
@@ -111,20 +110,21 @@ class DirectLoop:
             self._reader.close()
 
     def cancel_tasks(self) -> None:
-        """End the tasks that read a batch. It is aborted, and the next start runs it again."""
-        if self._tasks_run:
+        """End the tasks that read a batch, or prepare for one. It is aborted, and the next start runs it again."""
+        if self._thread.ident is not None:
             with contextlib.suppress(*SPARK_ERRORS, OSError):  # Spark may be gone
                 self._spark.sparkContext.cancelJobGroup(self._job_group)
 
     def _run(self) -> None:
         log_context.add(flow=self._batches.flow)
         try:
+            self._spark.sparkContext.setJobGroup(self._job_group, f"flow {self._batches.flow}", interruptOnCancel=True)
             if self._is_complete() and self._is_due(time.monotonic()):
                 self._run_batch()  # there is nothing to read, but timers are due
             while not self._stop.is_set() and not self._is_complete():
                 self._step()
         except BaseException as error:
-            if not (self._batches.stopping and isinstance(error, BatchAbortedError)):
+            if not (self._batches.stopping and isinstance(error, (BatchAbortedError, *SPARK_ERRORS, OSError))):
                 if self._batches.failure is None:
                     self._batches.failed(error)
                 self.error = error
@@ -148,7 +148,7 @@ class DirectLoop:
             if not self._backlog.by_tasks:
                 self._fill()
                 self._run_batch()
-        elif not self._fetch(_WAIT_S):
+        elif not self._fetch(_WAIT_S) and not self._reader.is_behind:
             self._batches.idle = True
 
     def _is_due(self, now: float) -> bool:
@@ -213,7 +213,7 @@ class DirectLoop:
         rows = FetchedRows(self._spark, taken.parts)
         self._batches(rows, taken.source, backlog=backlog, quiet=quiet)
         seconds = time.monotonic() - now + self._busy_s
-        if self._size.ran(taken.source.max_rows, seconds):
+        if self._size.ran(taken.source.max_rows, seconds) or taken.limited:
             self._backlog.ran(taken.source.max_rows, seconds, now=time.monotonic())
         self.lag = self._reader.lag()
         if self._reports is not None and self._batches.progress.batch_id > before:
@@ -227,27 +227,23 @@ class DirectLoop:
         if ends is None:
             self._backlog.give_back("a leader of the sources does not answer", now=time.monotonic())
             return False
-        self.lag = left(self._reader.arrivals.taken, ends)
-        wanted = self._wanted()
+        self.lag = self._reader.lag()
+        wanted = self._within_bounds(left(self._reader.arrivals.taken, ends))
         self._backlog.looked(_total(wanted), now=time.monotonic())
         if not self._backlog.by_tasks:
             return False
         source = self._reader.arrivals.take_unread(self._spread(wanted))
         rows = RangeRows(self._tasks, source)
         started_ms, before, started = clock_ms(), self._batches.progress.batch_id, time.monotonic()
-        self._spark.sparkContext.setJobGroup(self._job_group, f"flow {self._batches.flow}", interruptOnCancel=True)
-        self._tasks_run = True
-        try:
-            self._batches(rows, source, backlog=True, quiet=self._reader.quiet())
-        finally:
-            self._tasks_run = False
+        self._batches(rows, source, backlog=True, quiet=self._reader.quiet())
         seconds = time.monotonic() - started
-        if self._tasks_size.ran(source.max_rows, seconds):
+        read, limits = source.by_topic(), self._records_per_batch
+        if self._tasks_size.ran(source.max_rows, seconds) or any(read[topic] >= limits[topic] for topic in limits):
             self._backlog.ran(source.max_rows, seconds, now=time.monotonic())
-        self.lag = left(source.end, ends)
+        self.lag = self._reader.lag()
         if self._reports is not None and self._batches.progress.batch_id > before:
             self._report(self._reports, source, {**dict.fromkeys(source.end, 0), **rows.read}, started_ms, seconds)
-        self._ran(started, behind=_total(self.lag) > 0)
+        self._ran(started, behind=_total(left(source.end, ends)) > 0)
         return self._backlog.by_tasks
 
     def _ran(self, started: float, *, behind: bool) -> None:
@@ -271,8 +267,9 @@ class DirectLoop:
             topic: {n: end + self.lag.get(topic, {}).get(n, 0) for n, end in ends.items()}
             for topic, ends in source.end.items()
         }
+        batch = next(each for each in reversed(self._batches.history) if each.read == source.by_topic())
         reports.committed(
-            self._batches.history[-1],
+            batch,
             source,
             latest,
             rows,
@@ -284,13 +281,16 @@ class DirectLoop:
     def _wanted(self) -> TopicOffsets:
         """Of the offsets that are left to read, those that the next batch may take. Driver and tasks are chosen by
         these alone: what is behind the bounds would be handed over again and again, and nobody may read it."""
+        return self._within_bounds(self.lag)
+
+    def _within_bounds(self, lag: TopicOffsets) -> TopicOffsets:
         bounds = self._bounds()
         if bounds is None:
-            return self.lag
+            return lag
         most = left(self._reader.arrivals.taken, bounds)
         return {
             topic: {n: min(count, most.get(topic, {}).get(n, 0)) for n, count in offsets.items()}
-            for topic, offsets in self.lag.items()
+            for topic, offsets in lag.items()
         }
 
     def _bounds(self) -> TopicOffsets | None:

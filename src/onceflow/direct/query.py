@@ -49,7 +49,6 @@ class DirectQuery:
         self._lock = threading.Lock()
         self._calls: list[Callable[[], None]] = []
         self._reports = ProgressReports(self._id, self._run_id, batches.flow)
-        loop.start(self._reports, self._end)
 
     @property
     def id(self) -> str:
@@ -91,7 +90,7 @@ class DirectQuery:
 
     @property
     def waits(self) -> bool:
-        return self._loop.waiting
+        return self._loop.waiting and not any(any(offsets.values()) for offsets in self.lag.values())
 
     @property
     def lag(self) -> Mapping[str, Mapping[int, int]]:
@@ -142,6 +141,9 @@ class DirectQuery:
                 self._calls.append(call)
                 return
         call()
+
+    def begin(self) -> None:
+        self._loop.start(self._reports, self._end)
 
     def _end(self) -> None:
         """In the thread of the loop, when it ends."""

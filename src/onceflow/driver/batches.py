@@ -140,21 +140,27 @@ class Batches:
             problem = error.locate(flow=self.flow, batch=batch).with_traceback(None)
             if not (self.stopping and isinstance(error, BatchAbortedError)):  # else the query has not failed
                 self._failed(problem, batch)
-            if not self.awaited and not self.stopping:
-                log.error("%s", problem)
+            self._tell(problem)
             raise problem from None
         except SPARK_ERRORS as error:
             stopped = batch_errors.stopped(self.flow, batch, error, on_purpose=self._is_stopped(rows, error))
             log.debug("the batch failed here", exc_info=error)
             if not self.stopping:  # else the query has not failed
                 self._failed(stopped, batch)
+                self._tell(stopped)
             raise stopped from None
         except BaseException as error:
             self._failed(error, batch)
+            self._tell(f"batch {batch} of flow {self.flow} has failed: {type(error).__name__}: {error}")
             raise
         finally:
             self._steps.ended_batch(rows)
             self.turn.release()
+
+    def _tell(self, problem: object) -> None:
+        """Log why the query ends, unless somebody waits for it, who gets the error."""
+        if not self.awaited and not self.stopping:
+            log.error("%s", problem)
 
     def _failed(self, error: BaseException, batch: int) -> None:
         self.failure = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ from pyspark.sql import types as T
 
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.offset_log import SourceRange
+from onceflow.errors import OptionError
 from onceflow.messages import StateOrder, TaskReport, WriteOrder, decoded
 from onceflow.planning.range_tasks import dealt
 from onceflow.spark.query_session import clone_of
@@ -68,7 +70,17 @@ class RangeRows:
         ``planning/range_tasks.py``."""
         context = self.sparkSession.sparkContext
         task = RangeTask(self._order(self.source.query, tasks), order)
-        report = decoded(context.parallelize(range(tasks), tasks).mapPartitions(task).collect())
+        try:
+            report = decoded(context.parallelize(range(tasks), tasks).mapPartitions(task).collect())
+        except pickle.PicklingError as error:
+            raise OptionError(
+                "User code cannot be sent to tasks",
+                flow=self.source.flow,
+                detail=str(error).splitlines()[0][:300],
+                next_step="the driver has called it, and its variables have other values since then: keep connections "
+                "and the like in self, set in open(), or in a module that tasks can import; or let the driver read all "
+                "batches, with a very large small_batch_rows",
+            ) from error
         self.read.clear()
         self.read.update(report.read)
         return report

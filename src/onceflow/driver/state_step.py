@@ -137,7 +137,10 @@ class StateStep:
         for table in self.tables:
             moment = table.moment(-1, Commit(-1, -1, -1), 0)
             prepare(
-                table, PrepareOrder(table.spec, moment, settings, *owner), rows.sparkSession.sparkContext, again=again
+                table,
+                PrepareOrder(table.spec.without_code(), moment, settings, *owner),
+                rows.sparkSession.sparkContext,
+                again=again,
             )
 
     def begin(self, batch: int, producer: ProducerIdAndEpoch, now_ms: int, joined: Ends, progress: Progress) -> None:

@@ -14,7 +14,7 @@ from pyspark.sql import types as T
 from onceflow.errors import OptionError, SchemaError
 from onceflow.spark.collect import arrow_schema_of
 from onceflow.spark.pickling import pickled
-from onceflow.task.map_rows import RowsMap
+from onceflow.task.map_rows import RowsMap, Sent
 
 
 def map_of(
@@ -44,10 +44,10 @@ def map_of(
                 flow=flow,
                 next_step="return one pyarrow.RecordBatch for each one that the function gets",
             )
-    pickled(function, flow=flow)  # so that an error is raised at this line of user code
+    sent = Sent(function, pickled(function, flow=flow))  # an error is raised at this line of user code
     columns = _struct(df.sparkSession, df.schema if schema is None else schema, flow)
     types = arrow_schema_of(df.sparkSession, columns, "which Python code in tasks cannot have")
-    return RowsMap(function, name, number, types, flow), columns
+    return RowsMap(sent, name, number, types, flow), columns
 
 
 def _struct(spark: SparkSession, schema: str | T.StructType, flow: str) -> T.StructType:

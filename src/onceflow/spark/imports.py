@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from py4j.protocol import Py4JError
@@ -101,10 +101,16 @@ class ImportCheck:
         self._passed.update(map(_digest, waiting))
 
 
+class Sent(Protocol):
+    """A function that tasks get."""
+
+    pickled: Pickled
+
+
 class Mapped(Protocol):
     """A function of ``Flow.map``."""
 
-    function: Callable[..., Any]
+    function: Any  # a `Sent`
 
 
 def sent_to_tasks(df: DataFrame, specs: Sequence[ProcessSpec], flow: str, maps: Mapping[str, Mapped]) -> list[Pickled]:
@@ -119,7 +125,7 @@ def sent_to_tasks(df: DataFrame, specs: Sequence[ProcessSpec], flow: str, maps: 
     for function in functions_of(df):
         # Which modules a function needs is only known where it is pickled here.
         mapped = maps.get(function.function)
-        own.append(function if mapped is None else pickled(mapped.function, flow=flow))
+        own.append(function if mapped is None else mapped.function.pickled)
     return own
 
 

@@ -24,8 +24,8 @@ _OF_PROCESSORS = (
     "on self there"
 )
 _OF_FUNCTIONS = (
-    "a function is pickled with the variables that it uses: create connections, locks and the like inside of it, "
-    "for example in another function with functools.cache"
+    "a function is pickled with the variables that it uses: create connections, locks and the like inside of it. To "
+    "keep one, put a function with functools.cache into a module that tasks can import, and call it there"
 )
 
 

@@ -127,6 +127,9 @@ class SparkQuery(StreamingQuery):
         self._call_at_end = call
         query_listener.started(self)
 
+    def begin(self) -> None:
+        """Spark has begun already."""
+
     def terminated(self) -> None:
         """Called by the listener when Spark has ended the query."""
         self._call_at_end()

@@ -57,6 +57,10 @@ class ProcessSpec:
     def table(self) -> str:
         return self.topics.table
 
+    def without_code(self) -> ProcessSpec:
+        """The same for tasks that do not process records. They may lack a module that the user's code needs."""
+        return self if isinstance(self.processor, Deduplication) else replace(self, processor=Processor())
+
     @property
     def side_topics(self) -> dict[str, str]:
         """The topics of dead letters, late records and duplicates, each with the kind of its records."""

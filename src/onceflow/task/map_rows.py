@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow.compute as pc
 
 from onceflow.errors import OnceflowError, ProcessorError, SchemaError
 from onceflow.spark import queries
+from onceflow.spark.pickling import Pickled
 from onceflow.state.api import user_errors
 
 _UTC_TIMES = pa.timestamp("us", tz="UTC")
@@ -33,6 +35,25 @@ _KINDS: tuple[tuple[Callable[[Any], bool], ...], ...] = (
     (pa.types.is_struct,),
     (pa.types.is_map,),
 )
+
+
+class Sent:
+    """A function, and its pickle as it was when it was given to ``Flow.map``. Tasks get that one: when the driver has
+    called the function, its variables may have values that cannot be pickled, or that are large.
+
+    Args:
+        pickled: see ``spark/pickling.py``.
+    """
+
+    def __init__(self, function: Callable[[pa.RecordBatch], Any], pickled: Pickled) -> None:
+        self.function = function
+        self.pickled = pickled
+
+    def __call__(self, batch: pa.RecordBatch) -> Any:
+        return self.function(batch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self.pickled.data,)
 
 
 class RowsMap:

@@ -56,4 +56,5 @@ class ReadTask:
         cluster = reader_cluster(self.read.settings)
         for batch in batches:
             for part in batch.column("id").to_pylist():
-                yield from RangeReader(self.read, part, cluster).rows()
+                with task_logs.of_reading(self.read.flow, part):
+                    yield from RangeReader(self.read, part, cluster).rows()

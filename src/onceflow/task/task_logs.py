@@ -24,6 +24,12 @@ def of_batch(order: WriteOrder, place: TaskPlace) -> log_context.within:
     )
 
 
+def of_reading(flow: str, task: int) -> log_context.within:
+    """The same for a task that only reads."""
+    use_format()
+    return log_context.within(flow=flow, task=task)
+
+
 def use_format() -> None:
     """Write lines as JSON from now on, if the environment says so. Neither a wrong value nor a missing package fails a
     task."""
