@@ -198,7 +198,7 @@ class EngineHandle(StreamingQuery):
         """How many offsets of each source partition were left to read at the last batch, by topic.
 
         Brokers are not asked. Spark's engine returns what it knew when it planned the batch, the direct engine what
-        brokers said with their last answer. Empty before the first batch, and when Spark's JVM has ended.
+        brokers said with their last answer. Spark's is empty before the first batch, and when its JVM has ended.
         """
         return self._engine.lag
 

@@ -114,7 +114,7 @@ class Poll:
             if each.paused or each.attempt:
                 continue
             start, begin, end = each.position, self._logs.begins.get(partition, 0), self._logs.ends[partition]
-            each.last_stable_offset, each.answered_at = end, time.monotonic()
+            each.last_stable_offset, each.known_at = end, time.monotonic()
             if start < begin:
                 each.position = begin
                 yield (topic, partition), chunk([], begin, expired_from=start)
@@ -305,10 +305,10 @@ class Written:
         self.ways: list[str] = []
         self.sizes: list[int] = []
         self.failure: BaseException | None = None
-        self.turn = threading.Lock()
         self.before: Callable[[SourceRange], None] = lambda source: None
         self.more: list[set[int]] = []
         self.history: list[BatchSummary] = []
+        self.summary: BatchSummary | None = None
 
     def __call__(self, rows: Any, source: SourceRange, *, backlog: bool, quiet: Mapping[TopicPartition, float]) -> None:
         self.before(source)
@@ -322,8 +322,8 @@ class Written:
             taken = offsets_of(rows.parts)
         for partition, offsets in taken.items():
             self.records[partition] += offsets
-        self.history.append(BatchSummary(self.progress.batch_id + 1, 0, read=source.by_topic()))
-        self.history.append(BatchSummary(self.progress.batch_id + 2, 0, read={TOPIC: 0}))  # timers that were left
+        self.summary = BatchSummary(self.progress.batch_id + 1, 0, read=source.by_topic())
+        self.history += [self.summary, BatchSummary(self.progress.batch_id + 1, 0)]  # timers that were left
         self.ways.append(type(rows).__name__)
         self.sizes.append(source.max_rows)
         self.progress = replace(self.progress, batch_id=self.progress.batch_id + 1, offsets=source.end)
@@ -560,19 +560,17 @@ def test_all_that_is_available_is_written_not_only_taken(
     reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With at-most-once, progress moves before the batch is written."""
-    logs = Logs({0: 50})
-    written = Written(logs, {0: 50})
+    written = Written(logs := Logs({0: 50}), {0: 0})
     monkeypatch.setattr(DirectQuery, "_source_ends", lambda _: {TOPIC: {0: 50}})
     batches: Any = written
-    loop = loop_of(written, reader_of(logs, {0: 50}), 0, most=50, until={0: 50})
-    loop._is_complete = threading.Event().wait  # type: ignore[method-assign]  # it does nothing
+    loop = loop_of(written, reader_of(logs, {0: 0}), 0, most=50, until={0: 50})
     query = DirectQuery(loop, batches, DirectPlan((), ()), ClientSettings("nowhere:1"))
-    query.begin()
+    written.progress = replace(written.progress, batch_id=0, offsets={TOPIC: {0: 50}})
     waiting = threading.Thread(target=query.processAllAvailable, daemon=True)
-    with written.turn:
-        waiting.start()
-        waiting.join(0.3)
-        assert waiting.is_alive(), "a batch is still being written"
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "the batch is still being written"
+    written.history.append(BatchSummary(0, 0))
     waiting.join(30)
     assert not waiting.is_alive()
 
@@ -608,14 +606,14 @@ def test_how_long_it_is_known_that_partitions_are_silent(reader_of: Callable[...
     logs = Logs({0: 50, 1: 0, 2: 0, 3: 9})
     reader = reader_of(logs, {0: 0, 1: 0, 2: 0, 3: 9}, most=10)
     reader.fetch(0)
-    heard = {place: each.answered_at for place, each in reader._poll.followed.items()}
+    heard = {place: each.known_at for place, each in reader._poll.followed.items()}
     assert reader.quiet() == {**heard, (TOPIC, 0): -math.inf}
     logs.leaderless = {2}
     reader.end_at({TOPIC: {0: 50, 1: 5, 2: 5, 3: 9}})
     reader.fetch(0)
     quiet = reader.quiet()
-    assert [quiet[TOPIC, n] for n in (0, 2, 3)] == [-math.inf, math.inf, math.inf]
-    assert quiet[TOPIC, 1] == heard[TOPIC, 1], "it is not asked while enough waits of its topic"
+    assert [quiet[TOPIC, n] for n in (0, 3)] == [-math.inf, math.inf]
+    assert [quiet[TOPIC, n] for n in (1, 2)] == [heard[TOPIC, n] for n in (1, 2)], "nobody has answered since"
     logs.leaderless = {0}
     reader.look_ahead()
     reader.go_on()
@@ -742,3 +740,47 @@ def test_a_query_that_reads_a_backlog_does_not_wait(reader_of: Callable[..., Sou
     assert not query.waits
     loop.lag = {TOPIC: {0: 0}}
     assert query.waits
+
+
+@pytest.mark.parametrize("rows_max", [100, None], ids=["by a bound", "by what batches cost"])
+def test_a_backlog_of_which_nothing_can_be_read_does_not_stop_the_others(
+    reader_of: Callable[..., SourceReader], rows_max: int | None
+) -> None:
+    """A leader is away. Its partition has more than the driver reads by itself."""
+    logs = Logs({0: 5, 1: 5_000})
+    written, reader = Written(logs, {0: 0, 1: 0}), reader_of(logs, {0: 0, 1: 0})
+    logs.leaderless = {1}
+    loop = loop_of(written, reader, 10**9, most=1_000, until={}, ends=False)
+    loop._backlog = Backlog("copy", rows_max)
+    if rows_max is None:
+        for _ in range(5):
+            loop._backlog.ran(10, 1.0, now=0.0)
+    polls = iter(range(200))
+
+    def poll() -> None:
+        if next(polls, None) is None:
+            loop.stop()
+
+    def some_more(source: SourceRange) -> None:
+        logs.ends[0] += 5
+
+    logs.on_poll, written.before = poll, some_more
+    loop._run()
+    assert loop.error is None
+    assert len(written.records[0]) >= 100
+    assert written.records[1] == []
+    assert set(written.ways) == {"FetchedRows"}
+
+
+def test_a_query_that_never_begins_ends(reader_of: Callable[..., SourceReader]) -> None:
+    batches: Any = Written(logs := Logs({0: 50}), {0: 0})
+    loop = loop_of(batches, reader_of(logs, {0: 0}), 0, most=50, until={0: 50})
+    query, ended = DirectQuery(loop, batches, DirectPlan((), ()), ClientSettings("nowhere:1")), []
+    query.when_ended(lambda: ended.append(True))
+    assert query.isActive
+    query.stop()
+    assert not query.isActive
+    assert query.awaitTermination(None)
+    query.begin()
+    assert ended == [True]
+    assert batches.ways == []

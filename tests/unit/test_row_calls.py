@@ -48,7 +48,7 @@ def test_errors_of_tasks_keep_their_class(error: OnceflowError) -> None:
     assert found.next_step == error.next_step
 
 
-@pytest.mark.parametrize("error", ["BadRecordError: x\n  detail: d\n  next step: n", "OnceflowError: x"])
+@pytest.mark.parametrize("error", ["FencedError: x\n  detail: d\n  next step: n", "OnceflowError: x"])
 def test_other_errors_are_left_as_they_are(error: str) -> None:
     assert raised_error(SPARK.format(error=error)) is None
     assert raised_error("Job aborted due to stage failure") is None

@@ -216,7 +216,7 @@ class LongPoll(Generic[C]):
 
     def _ask(self, node: int, wanted: list[Followed]) -> None:
         manager = self._cluster.manager
-        asked_ms = clock_ms()
+        asked_ms, asked_at = clock_ms(), time.monotonic()
         wait_ms = _PAUSED_WAIT_MS if any(each.paused for each in self.followed.values()) else MAX_WAIT_MS
 
         async def ask() -> Any:
@@ -233,7 +233,7 @@ class LongPoll(Generic[C]):
 
         def done(response: Any, error: BaseException | None) -> None:
             del self._asked[node]
-            self._results.append(PollResult(wanted, asked_ms, wait_ms, response, error))
+            self._results.append(PollResult(wanted, asked_ms, asked_at, wait_ms, response, error))
             self._arrived.is_done = True
 
         self._asked[node] = wanted
@@ -268,7 +268,7 @@ class LongPoll(Generic[C]):
         if response.error_code:
             self._refused(result.asked, int(response.error_code), whole=True)
             return
-        as_of_ms = result.as_of_ms()
+        as_of = result.as_of()
         waiting = {(each.topic, each.partition): each for each in result.asked}
         gathered: list[tuple[Followed, Any]] = []
         no_room: set[str] = set()  # the records of partitions before them have filled the response
@@ -288,7 +288,7 @@ class LongPoll(Generic[C]):
                     continue
                 each.attempt, each.not_before, each.unknown_since = 0, 0.0, None
                 each.last_stable_offset, each.answered_at = int(answer.last_stable_offset), time.monotonic()
-                each.as_of_ms = as_of_ms
+                each.as_of_ms, each.known_at = as_of
                 if not answer.records and each is not result.asked[0]:
                     no_room.update([each.name] if each.last_stable_offset > each.position else ())
                     continue

@@ -94,6 +94,8 @@ class Backlog:
     def looked(self, left: int, *, now: float) -> None:
         """So many offsets are left to read."""
         if self._rows_max is not None:
+            if self._rows_max and now < self._paused_until:
+                return
             self.by_tasks = left > self._rows_max or (self.by_tasks and left > self._rows_max // 2)
             return
         if self._driver.batches < _KNOWN_BATCHES:
@@ -102,9 +104,9 @@ class Backlog:
         if self.by_tasks:
             if behind_s < CAUGHT_UP_S:
                 self._to_driver(f"{left:,} records are left")
-        elif behind_s > BEHIND_S and now >= self._paused_until and self._may_help():
+        elif behind_s > BEHIND_S and now >= self._paused_until:
             move_s = self._move_s()
-            if behind_s > BEHIND_S + 2 * move_s:
+            if behind_s > BEHIND_S + 2 * move_s and self._may_help():  # the last question costs most
                 self._to_tasks(left, behind_s, move_s)
 
     def give_back(self, why: str, *, now: float, pause_s: float = 30.0) -> None:

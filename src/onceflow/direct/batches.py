@@ -39,13 +39,18 @@ class DirectCommit(Commit, Protocol):
 
 
 class DirectBatches(Batches):
-    """Writes batches of the direct engine: the driver has fetched their rows, or tasks are going to read them."""
+    """Writes batches of the direct engine: the driver has fetched their rows, or tasks are going to read them.
+
+    Attributes:
+        summary: of the last batch with records; None: the last call has changed nothing, or has fired timers only.
+    """
 
     def __init__(
         self, commit: DirectCommit, options: SinkOptions, *, tables: Callable[[], list[TableFacts]] = list
     ) -> None:
         super().__init__(commit, options, tables=tables)
         self._commit = commit
+        self.summary: BatchSummary | None = None
 
     def __call__(
         self,
@@ -81,9 +86,11 @@ class DirectBatches(Batches):
         if isinstance(error, OnceflowError):
             error.locate(flow=self.flow)
         self._failed(error, self.progress.batch_id + 1)
-        self._tell(error)
+        known = isinstance(error, OnceflowError)
+        self._tell(error if known else f"flow {self.flow} has failed: {type(error).__name__}: {error}")
 
     def _run(self, rows: FetchedRows | RangeRows, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> None:
+        self.summary = None
         self._commit.settle()
         self._catch_up(rows)
         if self.stopping and handover.owes_timers(self.progress):
@@ -96,4 +103,5 @@ class DirectBatches(Batches):
         with timed(summary, "plan"):
             self._commit.plan_range(source, batch, quiet)
         self._run_planned(rows, batch, source, summary)
+        self.summary = summary if self.progress.batch_id >= batch else None
         self._fire_left(rows, source)

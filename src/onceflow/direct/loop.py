@@ -82,7 +82,7 @@ class DirectLoop:
         self._tasks_size = BatchSize(
             _TASKS_S, first=_TASKS_RECORDS_FIRST, least=_TASKS_RECORDS_MIN, most=_TASKS_RECORDS_MAX
         )
-        self._stop = threading.Event()
+        self._stop, self._start_lock = threading.Event(), threading.Lock()
         self._next_at = 0.0  # when the next batch may begin; 0: none has run yet
         self._offsets_since: float | None = None  # since when there are offsets without records
         self._busy_s = 0.0  # for fetching, since the last batch
@@ -93,10 +93,15 @@ class DirectLoop:
         self.waiting = False
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"onceflow-direct-{batches.flow}")
 
-    def start(self, reports: ProgressReports, ended: Callable[[], None]) -> None:
-        """Start the thread. It reports every batch, and calls ``ended`` at its end."""
+    def prepare(self, reports: ProgressReports, ended: Callable[[], None]) -> None:
+        """It is going to report every batch, and to call ``ended`` at its end, also if it is never started."""
         self._reports, self._ended = reports, ended
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread, unless it was stopped before."""
+        with self._start_lock:
+            if not self._stop.is_set():
+                self._thread.start()
 
     @property
     def read(self) -> dict[str, list[int]]:
@@ -105,14 +110,17 @@ class DirectLoop:
 
     def stop(self) -> None:
         """Let the loop end after the batch that runs. A loop that was not started releases what it holds."""
-        self._stop.set()
-        if self._thread.ident is None:
+        with self._start_lock:
+            self._stop.set()
+            is_started = self._thread.ident is not None
+        if not is_started:
             self._reader.close()
+            self._ended()
 
     def cancel_tasks(self) -> None:
         """End the tasks that read a batch, or prepare for one. It is aborted, and the next start runs it again."""
         if self._thread.ident is not None:
-            with contextlib.suppress(*SPARK_ERRORS, OSError):  # Spark may be gone
+            with contextlib.suppress(Exception):  # Spark may be gone; SparkContext.stop leaves no JVM to ask
                 self._spark.sparkContext.cancelJobGroup(self._job_group)
 
     def _run(self) -> None:
@@ -209,15 +217,14 @@ class DirectLoop:
         backlog = self._reader.has_more
         if self._reader.is_behind:
             self._reader.fetch_ahead()
-        started_ms, before = clock_ms(), self._batches.progress.batch_id
+        started_ms = clock_ms()
         rows = FetchedRows(self._spark, taken.parts)
         self._batches(rows, taken.source, backlog=backlog, quiet=quiet)
         seconds = time.monotonic() - now + self._busy_s
         if self._size.ran(taken.source.max_rows, seconds) or taken.limited:
             self._backlog.ran(taken.source.max_rows, seconds, now=time.monotonic())
         self.lag = self._reader.lag()
-        if self._reports is not None and self._batches.progress.batch_id > before:
-            self._report(self._reports, taken.source, _records_of(taken), started_ms, seconds)
+        self._report(taken.source, _records_of(taken), started_ms, seconds)
         self._busy_s = 0.0
         self._ran(now, behind=self._reader.has_more)
 
@@ -234,15 +241,14 @@ class DirectLoop:
             return False
         source = self._reader.arrivals.take_unread(self._spread(wanted))
         rows = RangeRows(self._tasks, source)
-        started_ms, before, started = clock_ms(), self._batches.progress.batch_id, time.monotonic()
+        started_ms, started = clock_ms(), time.monotonic()
         self._batches(rows, source, backlog=True, quiet=self._reader.quiet())
         seconds = time.monotonic() - started
         read, limits = source.by_topic(), self._records_per_batch
         if self._tasks_size.ran(source.max_rows, seconds) or any(read[topic] >= limits[topic] for topic in limits):
             self._backlog.ran(source.max_rows, seconds, now=time.monotonic())
         self.lag = self._reader.lag()
-        if self._reports is not None and self._batches.progress.batch_id > before:
-            self._report(self._reports, source, {**dict.fromkeys(source.end, 0), **rows.read}, started_ms, seconds)
+        self._report(source, {**dict.fromkeys(source.end, 0), **rows.read}, started_ms, seconds)
         self._ran(started, behind=_total(left(source.end, ends)) > 0)
         return self._backlog.by_tasks
 
@@ -260,16 +266,15 @@ class DirectLoop:
             topic: {n: taken[topic][n] + count for n, count in offsets.items()} for topic, offsets in shares.items()
         }
 
-    def _report(
-        self, reports: ProgressReports, source: SourceRange, rows: Mapping[str, int], started_ms: int, seconds: float
-    ) -> None:
+    def _report(self, source: SourceRange, rows: Mapping[str, int], started_ms: int, seconds: float) -> None:
         latest = {
             topic: {n: end + self.lag.get(topic, {}).get(n, 0) for n, end in ends.items()}
             for topic, ends in source.end.items()
         }
-        batch = next(each for each in reversed(self._batches.history) if each.read == source.by_topic())
-        reports.committed(
-            batch,
+        if self._reports is None or self._batches.summary is None:
+            return
+        self._reports.committed(
+            self._batches.summary,
             source,
             latest,
             rows,
@@ -281,7 +286,7 @@ class DirectLoop:
     def _wanted(self) -> TopicOffsets:
         """Of the offsets that are left to read, those that the next batch may take. Driver and tasks are chosen by
         these alone: what is behind the bounds would be handed over again and again, and nobody may read it."""
-        return self._within_bounds(self.lag)
+        return self._within_bounds(self._reader.lag(readable=True))
 
     def _within_bounds(self, lag: TopicOffsets) -> TopicOffsets:
         bounds = self._bounds()

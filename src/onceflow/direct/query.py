@@ -19,7 +19,6 @@ from onceflow.driver.batches import Batches
 from onceflow.driver.offset_log import has_reached
 from onceflow.engine_query import DIRECT, as_spark
 from onceflow.errors import OnceflowError
-from onceflow.planning.options import AT_MOST_ONCE
 from onceflow.spark.query_progress import ProgressReports
 from onceflow.task.direct_plan import DirectPlan, described
 
@@ -48,7 +47,9 @@ class DirectQuery:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._calls: list[Callable[[], None]] = []
+        self._begins_after = batches.progress.batch_id
         self._reports = ProgressReports(self._id, self._run_id, batches.flow)
+        loop.prepare(self._reports, self._end)
 
     @property
     def id(self) -> str:
@@ -106,15 +107,14 @@ class DirectQuery:
         ends = self._source_ends()
         while not self._ended.is_set() and not has_reached(self._batches.progress.offsets, ends):
             time.sleep(_WAIT_S)
-        if self._batches.guarantee == AT_MOST_ONCE:  # it moves progress before it writes the batch
-            self._wait_for_batch()
+        self._wait_for_batch()
         self._raise()
 
     def _wait_for_batch(self) -> None:
-        while not self._ended.is_set():
-            if self._batches.turn.acquire(timeout=_WAIT_S):
-                self._batches.turn.release()
-                break
+        """Until the batch that progress shows is over: with at-most-once, progress moves before anything is written."""
+        batch, history = self._batches.progress.batch_id, self._batches.history
+        while batch > max(self._begins_after, history[-1].batch if history else -1) and not self._ended.wait(_WAIT_S):
+            pass
         if self._batches.failure is not None:
             self._ended.wait(_LOOK_S)
 
@@ -143,7 +143,7 @@ class DirectQuery:
         call()
 
     def begin(self) -> None:
-        self._loop.start(self._reports, self._end)
+        self._loop.start()
 
     def _end(self) -> None:
         """In the thread of the loop, when it ends."""

@@ -94,10 +94,16 @@ class SourceReader:
 
     # ---- what is known -------------------------------------------------------------------------------
 
-    def lag(self) -> TopicOffsets:
-        """Offsets between what batches have taken and the last stable offset, as far as it is known."""
+    def lag(self, *, readable: bool = False) -> TopicOffsets:
+        """Offsets between what batches have taken and the last stable offset, as far as it is known.
+
+        Args:
+            readable: only of partitions whose leader answers.
+        """
         found: TopicOffsets = {}
         for (topic, partition), each in self._poll.followed.items():
+            if readable and (each.attempt or not self._has_leader(topic, partition)):
+                continue
             if each.last_stable_offset >= 0:
                 taken = self.arrivals.taken[topic][partition]
                 found.setdefault(topic, {})[partition] = max(0, each.last_stable_offset - taken)
@@ -132,16 +138,15 @@ class SourceReader:
     def quiet(self) -> dict[TopicPartition, float]:
         """Until when it is known of each partition that there is nothing that no batch has taken, in monotonic seconds.
 
-        ``-math.inf``: there is something. Otherwise that is when its leader has answered last; a partition whose leader
-        is away, or that is at its bound, is taken for silent.
+        ``-math.inf``: there is something. Otherwise its leader has known so then. A partition at its bound is silent.
         """
         found = {}
         for place, each in self._poll.followed.items():
             taken = self.arrivals.taken[place[0]][place[1]]
-            if each.last_stable_offset > taken or each.answered_at is None:
+            if each.last_stable_offset > taken or each.known_at is None:
                 found[place] = -math.inf
             else:
-                found[place] = math.inf if each.attempt or taken >= self._bound(place) else each.answered_at
+                found[place] = math.inf if taken >= self._bound(place) else each.known_at
         return found
 
     def reached(self, ends: Mapping[str, Mapping[int, int]]) -> bool:
@@ -235,10 +240,11 @@ class SourceReader:
             topic: [n for n in sorted(offsets) if self._has_leader(topic, n)]
             for topic, offsets in self.arrivals.taken.items()
         }
+        asked_at = time.monotonic()
         ends = list_offsets(self._cluster, wanted, LATEST, deadline)
         for topic, offsets in ends.items():
             for partition, end in offsets.items():
-                self._heard((topic, partition), end, time.monotonic())
+                self._heard((topic, partition), end, asked_at)
         return ends
 
     def _has_leader(self, topic: str, partition: int) -> bool:
@@ -256,11 +262,11 @@ class SourceReader:
         """Go on from there. What is known of the end of the partition stays true."""
         known = self._poll.followed[place]
         self._poll.seek(*place, offset)
-        self._heard(place, known.last_stable_offset, known.answered_at)
+        self._heard(place, known.last_stable_offset, known.known_at)
 
     def _heard(self, place: TopicPartition, end: int, at: float | None) -> None:
         each = self._poll.followed[place]
-        each.last_stable_offset, each.answered_at = max(end, each.last_stable_offset), at
+        each.last_stable_offset, each.known_at = max(end, each.last_stable_offset), at
 
     def _add(self, place: TopicPartition, chunk: ColumnChunk) -> None:
         start, bound = self._arrived[place], self._bound(place)

@@ -341,8 +341,6 @@ class BatchCommit:
             self._late_rows.on_commit(summary.batch, summary.dropped)
         self._writer.on_commit(checked, summary)
 
-    # ---- when it goes wrong --------------------------------------------------------------------------
-
     def abort(self, problem: BaseException, batch: int) -> None:
         """Nothing of the attempt becomes visible. Late writes of it are rejected, because there is a newer epoch.
 

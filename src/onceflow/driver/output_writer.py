@@ -17,7 +17,7 @@ from onceflow.driver.delivery import Delivery
 from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.numbering import Numbering
 from onceflow.driver.offset_log import SourceRange
-from onceflow.driver.range_rows import RangeRows
+from onceflow.driver.range_rows import RangeRows, sent
 from onceflow.driver.retries import Attempt
 from onceflow.driver.state_step import StateStep
 from onceflow.driver.targets import load_targets
@@ -114,7 +114,8 @@ class OutputWriter:
         if isinstance(rows, FetchedRows):
             return self._write_fetched(rows, attempt)
         if isinstance(rows, RangeRows):
-            return self._write_ranges(rows, attempt)
+            with sent(self._flow):
+                return self._write_ranges(rows, attempt)
         return self._write_frame(rows, attempt)
 
     def _write_frame(self, df: DataFrame, attempt: Attempt) -> list[Part]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -70,17 +71,7 @@ class RangeRows:
         ``planning/range_tasks.py``."""
         context = self.sparkSession.sparkContext
         task = RangeTask(self._order(self.source.query, tasks), order)
-        try:
-            report = decoded(context.parallelize(range(tasks), tasks).mapPartitions(task).collect())
-        except pickle.PicklingError as error:
-            raise OptionError(
-                "User code cannot be sent to tasks",
-                flow=self.source.flow,
-                detail=str(error).splitlines()[0][:300],
-                next_step="the driver has called it, and its variables have other values since then: keep connections "
-                "and the like in self, set in open(), or in a module that tasks can import; or let the driver read all "
-                "batches, with a very large small_batch_rows",
-            ) from error
+        report = decoded(context.parallelize(range(tasks), tasks).mapPartitions(task).collect())
         self.read.clear()
         self.read.update(report.read)
         return report
@@ -98,3 +89,19 @@ class RangeRows:
         source = self.source
         shares = dealt(self.range.places(), tasks)
         return ReadOrder(source.flow, source.settings, shares, source.topic_ids, query, source.deadline_s)
+
+
+@contextmanager
+def sent(flow: str) -> Iterator[None]:
+    """Explain why user code cannot be sent to tasks that could be sent when the flow was started."""
+    try:
+        yield
+    except pickle.PicklingError as error:
+        raise OptionError(
+            "User code cannot be sent to tasks",
+            flow=flow,
+            detail=str(error).splitlines()[0][:300],
+            next_step="the driver has called it, and its variables have other values since then: keep connections and "
+            "the like in self, set in open(), or in a module that tasks can import; or let the driver read all "
+            "batches, with a very large small_batch_rows",
+        ) from error
