@@ -784,3 +784,22 @@ def test_a_query_that_never_begins_ends(reader_of: Callable[..., SourceReader]) 
     query.begin()
     assert ended == [True]
     assert batches.ways == []
+
+
+def test_brokers_are_heard_also_while_enough_waits_for_batches(
+    reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other topics and partitions may have records, new ones may have been added, and others are known to be silent."""
+    now, polls = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    logs = Logs({0: 100})
+    written = Written(logs, {0: 0})
+    loop = loop_of(written, reader_of(logs, {0: 0}, most=10), 10**9, most=10, until={0: 100})
+
+    def a_second(source: SourceRange) -> None:
+        now[0] += 1
+
+    logs.on_poll, written.before = lambda: polls.append(now[0]), a_second
+    loop._run()
+    assert written.sizes == [10] * 10
+    assert len(set(polls)) >= 9

@@ -42,7 +42,7 @@ class DirectBatches(Batches):
     """Writes batches of the direct engine: the driver has fetched their rows, or tasks are going to read them.
 
     Attributes:
-        summary: of the last batch with records; None: the last call has changed nothing, or has fired timers only.
+        summary: of the batch with the range of the last call, if it was committed, or lost (at-most-once).
     """
 
     def __init__(

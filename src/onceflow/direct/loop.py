@@ -21,7 +21,7 @@ from onceflow.direct.backlog import Backlog
 from onceflow.direct.batches import DirectBatches
 from onceflow.direct.pacing import BATCH_BYTES, BatchSize
 from onceflow.direct.shares import Shares
-from onceflow.direct.source_reader import SourceReader
+from onceflow.direct.source_reader import BUFFER_BYTES, SourceReader
 from onceflow.driver import handover
 from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.driver.offset_log import SourceRange, TopicOffsets
@@ -33,6 +33,7 @@ from onceflow.spark.query_progress import ProgressReports, left
 _WAIT_S = 0.1  # how long a Fetch is waited for, before stops and timers are looked at again
 # Offsets without records (transaction markers, aborted records) need no batch of their own at once.
 _OFFSETS_WAIT_S = 1.0
+_LOOK_EVERY_S = 0.5  # answers of brokers are taken so often, also while enough waits for batches
 # A batch that tasks read takes about so long: it starts a Spark job.
 _TASKS_S = 1.0
 _TASKS_RECORDS_FIRST, _TASKS_RECORDS_MIN, _TASKS_RECORDS_MAX = 100_000, 20_000, 5_000_000
@@ -86,6 +87,7 @@ class DirectLoop:
         self._next_at = 0.0  # when the next batch may begin; 0: none has run yet
         self._offsets_since: float | None = None  # since when there are offsets without records
         self._busy_s = 0.0  # for fetching, since the last batch
+        self._fetched_at = float("-inf")
         self._job_group = f"onceflow-direct-{uuid4()}"
         self._shares = Shares(records_per_batch, _TASKS_RANGE_MIN)
         self.lag: TopicOffsets = reader.lag()
@@ -114,8 +116,7 @@ class DirectLoop:
             self._stop.set()
             is_started = self._thread.ident is not None
         if not is_started:
-            self._reader.close()
-            self._ended()
+            self._close()
 
     def cancel_tasks(self) -> None:
         """End the tasks that read a batch, or prepare for one. It is aborted, and the next start runs it again."""
@@ -137,7 +138,12 @@ class DirectLoop:
                     self._batches.failed(error)
                 self.error = error
         finally:
+            self._close()
+
+    def _close(self) -> None:
+        try:
             self._reader.close()
+        finally:
             self._ended()
 
     def _is_complete(self) -> bool:
@@ -185,6 +191,7 @@ class DirectLoop:
         started = time.monotonic()
         self.waiting = True
         self._reader.end_at(self._bounds())
+        self._fetched_at = started
         try:
             arrived = self._reader.fetch(seconds)
         finally:
@@ -195,8 +202,11 @@ class DirectLoop:
         return arrived
 
     def _fill(self) -> None:
-        """With a backlog, fetch until there is enough for a batch."""
+        """With a backlog, fetch until there is enough for a batch. Look from time to time also if there is enough, at
+        topics and partitions of which nothing waits."""
         reader, arrivals = self._reader, self._reader.arrivals
+        if time.monotonic() - self._fetched_at > _LOOK_EVERY_S and arrivals.nbytes < BUFFER_BYTES:
+            self._fetch(0)
         while (
             reader.is_behind
             and arrivals.takeable(self._records_per_batch) < self._size.records
@@ -215,7 +225,7 @@ class DirectLoop:
         self._offsets_since = None
         now = time.monotonic()
         backlog = self._reader.has_more
-        if self._reader.is_behind:
+        if backlog:
             self._reader.fetch_ahead()
         started_ms = clock_ms()
         rows = FetchedRows(self._spark, taken.parts)

@@ -263,6 +263,8 @@ class SourceReader:
         known = self._poll.followed[place]
         self._poll.seek(*place, offset)
         self._heard(place, known.last_stable_offset, known.known_at)
+        each = self._poll.followed[place]
+        each.attempt, each.not_before, each.unknown_since = known.attempt, known.not_before, known.unknown_since
 
     def _heard(self, place: TopicPartition, end: int, at: float | None) -> None:
         each = self._poll.followed[place]
