@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from kafka.errors import KafkaConnectionError
 
+from onceflow.client import watched_sockets
 from onceflow.client.background import Background
 from onceflow.client.event_loop import EventLoop
 from onceflow.client.transport import _TcpTransport
@@ -182,3 +183,23 @@ def test_work_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
             wait_until(lambda: not background._runs, 10, "the thread ends")
     wait_until(lambda: len(done) == 50, 10, "all work is done")
     assert done == [(turn, "test-background") for turn in range(50)]
+
+
+def test_a_long_wait_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that comes just before a call of the system is only seen when the call returns."""
+    now, waits = [0.0], []
+    monkeypatch.setattr(watched_sockets.time, "monotonic", lambda: now[0])
+    sockets = watched_sockets.WatchedSockets()
+
+    def select(timeout: float) -> list[Any]:
+        waits.append(timeout)
+        now[0] += timeout
+        return [] if len(waits) < 5 else [(selectors.SelectorKey("gone", 1, 1, None), 1)]
+
+    monkeypatch.setattr(sockets._system, "select", select)
+    assert sockets.select(2.5) == []
+    assert sockets.select(0) == []
+    assert waits == [1.0, 1.0, 0.5, 0.0]
+    assert sockets.select(None) == [], "somebody who is not waited for any more"
+    assert waits[4:] == [1.0]
+    sockets.close()

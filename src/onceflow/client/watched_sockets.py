@@ -7,10 +7,14 @@ the socket for an error that nobody reads. Here only what has changed when the l
 
 from __future__ import annotations
 
+import math
 import selectors
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
+
+_WAIT_S = 1.0
 
 
 class WatchedSockets(selectors.BaseSelector):
@@ -40,9 +44,19 @@ class WatchedSockets(selectors.BaseSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if self._changed:
             self._tell()
-        found = self._system.select(timeout)
+        found = self._waited(timeout)
         wanted = ((self._wanted.get(told.fileobj), events) for told, events in found)
         return [(key, events & key.events) for key, events in wanted if key is not None]
+
+    def _waited(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """A signal that comes just before the call of the system does not end it: Python sees it when the call returns.
+        So Ctrl-C would be seen only at the end of a long wait. It is divided into short ones."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left_s = end - time.monotonic()
+            found = self._system.select(max(0.0, min(left_s, _WAIT_S)))
+            if found or left_s <= _WAIT_S:
+                return found
 
     def get_key(self, fileobj: Any) -> selectors.SelectorKey:
         return self._wanted[fileobj]
