@@ -147,6 +147,7 @@ class CallRunner:
             "transaction_timeout of Flow.write",
         )
 
+    # ---- the loop ------------------------------------------------------------------------------------
     def _open(self) -> asyncio.AbstractEventLoop:
         loop = self._loop = asyncio.new_event_loop()
         with _lock:

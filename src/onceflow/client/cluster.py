@@ -104,8 +104,9 @@ class Cluster(Connections):
                         raise unknown_topic(topic.name)
                 unsettled = _read_topic(topic, found) or unsettled
             self._topics.update(found)
-            if not leaderless and any(leader < 0 for info in found.values() for leader in info.leaders.values()):
-                unsettled = unsettled or "there are partitions without a leader"
+            without = [name for name, info in found.items() if any(leader < 0 for leader in info.leaders.values())]
+            if without and not leaderless and not unsettled:
+                unsettled = f"{without[0]} has partitions without a leader"
             if wanted is not None and not unsettled and len(found) < len(wanted):
                 unsettled = "the response does not mention every topic asked for"
             if wanted is None or not unsettled:

@@ -85,9 +85,11 @@ class DirectBatches(Batches):
         """The engine has failed between two batches, and the query must end."""
         if isinstance(error, OnceflowError):
             error.locate(flow=self.flow)
+            told = str(error)
+        else:
+            told = f"flow {self.flow} has failed: {type(error).__name__}: {error}"
         self._failed(error, self.progress.batch_id + 1)
-        known = isinstance(error, OnceflowError)
-        self._tell(error if known else f"flow {self.flow} has failed: {type(error).__name__}: {error}")
+        self._tell(told)
 
     def _run(self, rows: FetchedRows | RangeRows, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> None:
         self.summary = None

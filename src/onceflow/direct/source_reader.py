@@ -67,22 +67,18 @@ class SourceReader:
         self._looked_at = float("-inf")
         self._brokers = 1
         deadline = Deadline(_START_S, f"connecting to the sources of flow {flow}")
-        try:
-            self._cluster.connect(deadline)
-            topics = self._cluster.topics(self._sources, deadline)
-            self._check_same(topics)
-        except BaseException:
-            self._cluster.close()
-            raise
         positions = {
             (topic, n): offset for topic, offsets in self.arrivals.taken.items() for n, offset in offsets.items()
         }
         self._arrived = dict(positions)  # everything below has arrived
         form = ColumnForm(headers=any(source.include_headers for source in query.plan.sources))
-        self._poll: LongPoll[ColumnChunk] = LongPoll(
-            self._cluster, topics.values(), positions, fetch_bytes=FETCH_BYTES, form=form
-        )
         try:
+            self._cluster.connect(deadline)
+            topics = self._cluster.topics(self._sources, deadline)
+            self._check_same(topics)
+            self._poll: LongPoll[ColumnChunk] = LongPoll(
+                self._cluster, topics.values(), positions, fetch_bytes=FETCH_BYTES, form=form
+            )
             self._ends(deadline)
         except BaseException:
             self._cluster.close()

@@ -159,9 +159,9 @@ class OutputWriter:
         targets = self._targets if topic is not None or self._state is not None else self._every_target()
         read = list(self._source_partitions.values())
         written = [] if topic is None else [targets[topic].partitions]
-        anywhere = self._state is None and (
-            self._options.partitioner == "source" or (self._options.partitioner == "round_robin" and topic is not None)
-        )
+        partitioner = None if self._state is not None else self._options.partitioner
+        stay = partitioner == "source"  # rows stay where they were read: no shuffle
+        anywhere = stay or (partitioner == "round_robin" and topic is not None)
         if self._rows_elsewhere or (self._options.guarantee != EXACTLY_ONCE and not anywhere):
             tasks = None
         elif self._state is not None:
@@ -170,9 +170,6 @@ class OutputWriter:
             tasks = min([cores, max(read), *written])
         else:
             tasks = task_count([*read, *written], cores)
-        stay = (
-            self._state is None and self._options.partitioner == "source"
-        )  # rows stay where they were read: no shuffle
         if tasks is None or (tasks == 1 and cores > 1 and not stay):
             return self._write_frame(rows.frame(min(cores, max(read))), attempt)
         attempt.summary.path = f"{tasks} reading tasks" if tasks > 1 else "1 reading task"
