@@ -159,11 +159,15 @@ class FlowQuery(EngineHandle):
 
         Raises:
             OnceflowError, StreamingQueryException: as ``awaitTermination`` does.
+            BrokerUnreachableError, DeadlineExceededError: also if brokers do not say what is in the sources now. Then
+                the query goes on.
         """
         try:
             with self.awaited():
                 self._engine.processAllAvailable()
         except (OnceflowError, StreamingQueryException) as error:
+            if isinstance(error, OnceflowError) and self.isActive:
+                raise  # brokers did not say where the sources end; the query waits for them
             self.release()
             with fenced_ends_program():
                 raise self._reason(error) from _shown(error)

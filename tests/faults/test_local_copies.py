@@ -217,6 +217,32 @@ def test_executors_go_by_their_own_environment(make_state_pipe: Any, monkeypatch
 
 
 @pytest.mark.long
+def test_state_moves_between_the_driver_and_executors(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The direct engine on a cluster: the driver processes what is little, tasks a backlog. Each host restores what the
+    other one has changed."""
+    pipe = make_state_pipe()
+    of_driver, of_executors = pipe.tmp_path / "of-driver", pipe.tmp_path / "of-executors"
+    monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(of_driver))
+    for count, reader in ((300, "driver"), (4000, "reading task"), (300, "driver")):
+        pipe.fill(count)
+        process = pipe.driver(
+            master="local-cluster[2,1,600]",
+            spark={"spark.executor.memory": "600m", "spark.executorEnv.ONCEFLOW_STATE_DIR": str(of_executors)},
+            process={"state_dir": None},
+            write={"engine": "direct", "small_batch_rows": 500},
+        )
+        try:
+            output = process.communicate(timeout=150)[0]
+            assert process.returncode == 0, output
+        finally:
+            pipe.end_driver(process)
+        assert reader in output, output
+    pipe.check(local=False)
+    for folder in (of_driver, of_executors):
+        assert len([*folder.rglob("data.mdb")]) == 4
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("prepared", [True, False], ids=["before a transaction is open", "in a batch"])
 def test_five_million_rows_are_restored(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch, prepared: bool) -> None:

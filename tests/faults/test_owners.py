@@ -132,8 +132,9 @@ def test_extra_attempts(make_pipe: Any) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("engine", ["spark", "direct"])
 @pytest.mark.parametrize("step, action", [("write", "raise"), ("begin", "orphan")])
-def test_extra_attempts_on_executors(make_pipe: Any, step: str, action: str) -> None:
+def test_extra_attempts_on_executors(make_pipe: Any, step: str, action: str, engine: str) -> None:
     """I3. Spark retries a task that failed after producing; or one whose executor is gone while the task
     itself is only slow: it wakes up and writes while the second attempt runs, and after.
 
@@ -148,7 +149,7 @@ def test_extra_attempts_on_executors(make_pipe: Any, step: str, action: str) -> 
         rule,
         master="local-cluster[2,1,600]",
         spark={"spark.executor.memory": "600m"},
-        write={"small_batch_rows": 0, "partitioner": "source"},
+        write={"small_batch_rows": 0, "partitioner": "source", "engine": engine},
     )
     output = finish(pipe, process, 150)
     assert process.returncode == 0, output

@@ -128,8 +128,9 @@ def test_driver_killed_among_timers(make_state_pipe: Any, late_topic: str, step:
     check(pipe, late_topic, expected)
 
 
+@pytest.mark.parametrize("engine", ["spark", "direct"])
 def test_task_dies_among_timers(
-    make_state_pipe: Any, late_topic: str, inject: Any, monkeypatch: pytest.MonkeyPatch
+    make_state_pipe: Any, late_topic: str, inject: Any, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     from onceflow.planning import placement
 
@@ -138,7 +139,7 @@ def test_task_dies_among_timers(
     expected = fill(pipe)
     once = pipe.tmp_path / "fired"
     inject("write", "kill", where="task", batch_from=5, task=0, once_file=str(once))
-    query = start(pipe, late_topic, small_batch_rows=0)
+    query = start(pipe, late_topic, small_batch_rows=0, engine=engine)
     try:
         wait_for_all(pipe, query, expected)
     finally:

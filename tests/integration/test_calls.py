@@ -47,7 +47,7 @@ def values(bootstrap: str, topic: str) -> Counter[str]:
     return Counter((record.value or b"").decode() for record in independent.read_topic(bootstrap, topic))
 
 
-@pytest.mark.parametrize("where", ["driver", "tasks", "two stages"])
+@pytest.mark.parametrize("where", ["driver", "tasks", "reading tasks", "two stages"])
 def test_a_process_step(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, where: str
 ) -> None:
@@ -60,7 +60,8 @@ def test_a_process_step(
         )  # fmt: skip
         if where == "two stages":
             rows = rows.where(F.length("value") > 0)
-        query = flow.write(rows, topic=target, once=True, small_batch_rows=None if where == "driver" else 0).start()
+        engine, most = "direct" if where == "reading tasks" else "auto", None if where == "driver" else 0
+        query = flow.write(rows, topic=target, once=True, small_batch_rows=most, engine=engine).start()
         query.awaitTermination(60)
         summary = query.batches[-1]
     good = [n for n in range(60) if n % 10 != 7]

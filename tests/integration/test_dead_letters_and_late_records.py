@@ -38,9 +38,17 @@ class Even(onceflow.Processor):
             yield onceflow.Record(key, b"x")
 
 
-@pytest.mark.parametrize("tasks", [False, True], ids=["driver", "tasks"])
+@pytest.mark.parametrize(
+    "write",
+    [{}, {"small_batch_rows": 0}, {"engine": "direct", "small_batch_rows": 0}],
+    ids=["driver", "tasks", "reading tasks"],
+)
 def test_dead_letters_are_not_counted_as_outputs(
-    make_pipe: Any, make_topic: Any, tasks: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_pipe: Any,
+    make_topic: Any,
+    write: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(placement, "TASK_ROWS", 4)
     pipe = make_pipe(partitions=2)
@@ -64,7 +72,7 @@ def test_dead_letters_are_not_counted_as_outputs(
                 idle_timeout="1 ms",
                 **options,
             )
-            query = flow.write(out, topic=pipe.target, once=True, small_batch_rows=0 if tasks else None).start()
+            query = flow.write(out, topic=pipe.target, once=True, **write).start()
             query.awaitTermination()
         return query
 

@@ -24,6 +24,11 @@ from onceflow.testing.waiting import wait_until
 pytestmark = pytest.mark.integration
 
 Run = Callable[..., Any]
+WAYS = pytest.mark.parametrize(
+    "write",
+    [{}, {"small_batch_rows": 0}, {"engine": "direct", "small_batch_rows": 0}],
+    ids=["driver", "tasks", "reading tasks"],
+)
 
 
 class Priced(Processor):
@@ -122,16 +127,16 @@ def joined(onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., 
     return Joined(onceflow_broker, onceflow_spark, make_topic, tmp_path)
 
 
-@pytest.mark.parametrize("small_batch_rows", [None, 0], ids=["driver", "tasks"])
-def test_each_batch_sees_the_table_at_one_offset(joined: Joined, small_batch_rows: int | None) -> None:
+@WAYS
+def test_each_batch_sees_the_table_at_one_offset(joined: Joined, write: dict[str, Any]) -> None:
     joined.put(EUR=1.0, USD=1.1, GBP=0.8)
     first = joined.order("EUR", "USD", "XXX", "GBP", "EUR")
-    joined.run(small_batch_rows=small_batch_rows)
+    joined.run(**write)
     ends = joined.pinned()
     assert ends == joined.ends()
     joined.put(EUR=2.0, GBP=None, XXX=9)
     second = joined.order("EUR", "USD", "XXX", "GBP")
-    joined.run(small_batch_rows=small_batch_rows)
+    joined.run(**write)
     written = joined.written()
     assert [written[n]["rate"] for n in first] == [1.0, 1.1, None, 0.8, 1.0]
     assert [written[n]["rate"] for n in second] == [2.0, 1.1, 9, None]

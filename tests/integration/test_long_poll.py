@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import select
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from onceflow import BrokerUnsupportedError, DeadlineExceededError, ProtocolError
-from onceflow.client import holes, long_poll
+from onceflow.client import holes, long_poll, poll_result
 from onceflow.client.cluster import Cluster
 from onceflow.client.column_chunks import ColumnChunk, ColumnForm
 from onceflow.client.committed import LISTS, CommittedReader
@@ -403,3 +404,22 @@ def test_damage_names_the_partition_and_can_be_passed(
     damaged = False
     taken.until(ends)
     assert taken.rows() == expected
+
+
+def test_a_response_that_nobody_reads_in_time_is_no_fault_of_the_broker(
+    cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch takes longer than a request may. Then kafka-python reads a part of the response, and gives it up."""
+    monkeypatch.setattr(long_poll, "REQUEST_TIMEOUT_MS", 400)
+    monkeypatch.setattr(poll_result, "REQUEST_TIMEOUT_MS", 400)
+    topic = make_topic(partitions=1)
+    independent.fill(onceflow_broker, topic, [(b"%d" % n, b"x" * 900_000) for n in range(8)])
+    poll = following(cluster, topic, {0: 0}, fetch_bytes=8_000_000)
+    taken = Taken(poll)
+    for _ in range(3):
+        poll.send()
+        time.sleep(0.6)  # the batch
+        taken.once(0.0)
+        assert poll.followed[topic, 0].attempt == 0
+    taken.until({0: 8})
+    assert len(taken.rows()[0]) == 8

@@ -136,6 +136,31 @@ def test_maps_around_a_union_and_around_a_process_step(
     assert seen == {(b"k%d" % n, (b"ONE" if n < 5 else b"TWO") + end) for n in range(9)}
 
 
+@pytest.mark.parametrize("engine", ["direct", "spark"])
+def test_a_function_keeps_the_variables_that_it_had(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], engine: str
+) -> None:
+    """A loop makes a function for each topic. It uses a variable of the loop, which then has its last value."""
+    source, flows, queries = make_topic(partitions=1), [], []
+    targets = {word: make_topic(partitions=1) for word in ("even", "odd")}
+    independent.fill(onceflow_broker, source, [(b"k", b"%d" % n) for n in range(20)])
+    for rest, target in enumerate(targets.values()):
+
+        def wanted(batch: pa.RecordBatch) -> pa.RecordBatch:
+            numbers = [int(value) % 2 == rest for value in batch.column("value").to_pylist()]  # noqa: B023
+            return batch.filter(pa.array(numbers))
+
+        flows.append(onceflow.Flow(f"kept-{target}", onceflow_spark, bootstrap_servers=onceflow_broker))
+        rows = flows[-1].map(flows[-1].read(source).select("key", "value"), wanted)
+        queries.append(flows[-1].write(rows, topic=target, once=True, engine=engine))
+    for flow, query in zip(flows, queries, strict=True):
+        query.start().awaitTermination(60)
+        flow.close()
+    for rest, target in enumerate(targets.values()):
+        seen = independent.read_topic(onceflow_broker, target, decided=True)
+        assert [int(record.value or b"") for record in seen] == list(range(rest, 20, 2))
+
+
 def refuse(batch: pa.RecordBatch) -> pa.RecordBatch:
     raise ValueError("I do not like it")
 

@@ -563,8 +563,12 @@ def test_outputs_are_placed_by_key(make_state_pipe: Any) -> None:
         pipe.run(partitioner="round_robin")
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, None])
-def test_column_processor(make_state_pipe: Any, by_tasks: Any, small_batch_rows: int | None) -> None:
+@pytest.mark.parametrize(
+    "write",
+    [{"small_batch_rows": 0}, {}, {"engine": "direct", "small_batch_rows": 0}],
+    ids=["tasks", "driver", "reading tasks"],
+)
+def test_column_processor(make_state_pipe: Any, by_tasks: Any, write: dict[str, Any]) -> None:
     """Sums a column at a time; every tenth record is late and goes to its topic in the same transaction."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -589,7 +593,7 @@ def test_column_processor(make_state_pipe: Any, by_tasks: Any, small_batch_rows:
     late_topic = pipe.source.replace("in-", "late-", 1)
     create_topic(pipe.bootstrap, late_topic, 1)
     sent = [(f"key-{n % 40}".encode(), str(1000 + n).encode()) for n in range(1600)]
-    options = {"process": {"processor": Sums(), "late_topic": late_topic}, "small_batch_rows": small_batch_rows}
+    options = {"process": {"processor": Sums(), "late_topic": late_topic}, **write}
     independent.fill(pipe.bootstrap, pipe.source, sent)
     pipe.run(**options)
     late = [(key, b"7") for key, _ in sent[:40]]

@@ -123,7 +123,15 @@ def check_promotion(pipe: Any, copy: Any, call: Call, **options: Any) -> None:
     after.check()
 
 
-@pytest.mark.parametrize("options", [{}, {"inside": True, "small_batch_rows": 0}], ids=["by the driver", "two stages"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"inside": True, "small_batch_rows": 0},
+        pytest.param({"engine": "direct", "small_batch_rows": 0}, marks=pytest.mark.long),
+    ],
+    ids=["by the driver", "two stages", "by reading tasks"],
+)
 def test_a_gap(make_state_pipe: Any, make_topic: Any, call: Call, options: dict[str, Any]) -> None:
     pipe, copy = behind(make_state_pipe, make_topic, call)
     shown = call(*promotion(pipe, copy)[:4], "--dry-run").stdout

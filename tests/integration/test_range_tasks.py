@@ -101,7 +101,7 @@ def test_tasks_take_over_by_what_batches_cost(make_pipe: Any, monkeypatch: pytes
 def test_a_function_of_a_script_is_sent_as_it_was(
     make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str
 ) -> None:
-    """The driver calls it first. Then it has a connection in a variable, which cannot be sent."""
+    """The driver calls it first. Then it has a connection in a variable, which could not be sent."""
     script: dict[str, Any] = {"__name__": "__main__"}
     exec(  # noqa: S102
         "import threading\nopened = None\n"
@@ -118,9 +118,42 @@ def test_a_function_of_a_script_is_sent_as_it_was(
             query.processAllAvailable()
     finally:
         query.stop()
-    assert script["opened"] is not None
+    assert script["opened"] is None, "the function that runs is the one that was given"
     assert {batch.path for batch in query.batches} >= {"driver", "2 reading tasks"}
     assert counted(onceflow_broker, target) == Counter(sent)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [BY_TASKS, {"engine": "spark", "small_batch_rows": 0}, {"engine": "direct"}],
+    ids=["reading tasks", "tasks", "driver"],
+)
+def test_a_function_with_a_broadcast_variable(
+    make_flow: Callable[..., Flow],
+    make_topic: MakeTopic,
+    onceflow_broker: str,
+    onceflow_spark: Any,
+    write: dict[str, Any],
+) -> None:
+    """Spark sends those that are pickled by the thread that starts a job."""
+    source, target = make_topic("in", 2), make_topic("out", 2)
+    flow, sent = make_flow(), numbered(200)
+    names = onceflow_spark.sparkContext.broadcast({b"%d" % n: b"number %d" % n for n in range(400)})
+
+    def named(batch: pa.RecordBatch) -> pa.RecordBatch:
+        found = [names.value[value] for value in batch.column("value").to_pylist()]
+        return pa.RecordBatch.from_pydict({"key": batch.column("key"), "value": pa.array(found, pa.binary())})
+
+    rows = flow.map(flow.read(source).select("key", "value"), named, schema="key binary, value binary")
+    query = flow.write(rows, topic=target, **write).start()
+    try:
+        for part in (sent[:100], sent[100:]):
+            independent.fill(onceflow_broker, source, part)
+            query.processAllAvailable()
+    finally:
+        query.stop()
+    assert {"task" in batch.path for batch in query.batches} == {"small_batch_rows" in write}
+    assert counted(onceflow_broker, target) == Counter((key, b"number " + (value or b"")) for key, value in sent)
 
 
 def test_tasks_keep_to_the_trigger(make_pipe: Any) -> None:

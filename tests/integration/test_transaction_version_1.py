@@ -92,16 +92,22 @@ def test_a_new_version_takes_over(version_1: str, make_state_pipe: Callable[...,
     after.check()
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
-def test_copies_exactly_once(pipe: Any, small_batch_rows: int) -> None:
-    query = pipe.run(small_batch_rows=small_batch_rows)
+READING_TASKS = {"engine": "direct", "small_batch_rows": 0}
+
+
+@pytest.mark.parametrize(
+    "write", [{"small_batch_rows": 0}, {}, READING_TASKS], ids=["tasks", "driver", "reading tasks"]
+)
+def test_copies_exactly_once(pipe: Any, write: dict[str, Any]) -> None:
+    query = pipe.run(**write)
     assert [b.attempts for b in query.batches] == [1] * len(query.batches)
     pipe.check()
 
 
-def test_an_aborted_attempt_is_run_again_under_a_new_epoch(pipe: Any, inject: Any) -> None:
+@pytest.mark.parametrize("write", [{"small_batch_rows": 0}, READING_TASKS], ids=["tasks", "reading tasks"])
+def test_an_aborted_attempt_is_run_again_under_a_new_epoch(pipe: Any, inject: Any, write: dict[str, Any]) -> None:
     inject("write", "raise", where="task", batch=2, task=0, once_file=str(pipe.tmp_path / "fired"))
-    query = pipe.run(small_batch_rows=0, partitioner="source")
+    query = pipe.run(**write, partitioner="source")
     assert {b.batch: b.attempts for b in query.batches}[2] == 2
     pipe.check()
 

@@ -44,6 +44,27 @@ def start(pipe: Any, until: Any, **write: Any) -> Any:
     return flow.write(source.select("key", "value"), topic=pipe.target, trigger="100 milliseconds", **write).start()
 
 
+@pytest.mark.parametrize("later", [None, {0: 3}], ids=["an end that was dropped", "an end that came later"])
+def test_a_dataframe_that_is_read_up_to_another_end_is_refused(pipe_of_one: Any, later: Any) -> None:
+    """The one of an earlier cell of a notebook: its rows and the progress of the flow would not fit each other."""
+    pipe = pipe_of_one
+    with pipe.open() as flow:
+        old = flow.read(pipe.source, until=None if later else "latest").where("value is not null")
+        new = flow.read(pipe.source, until=later).where("value is not null")
+        with pytest.raises(onceflow.UnsupportedQueryError, match="another until= than that of the last"):
+            flow.write(old.select("key", "value"), topic=pipe.target).start()
+        query = flow.write(new.select("key", "value"), topic=pipe.target, once=later is None).start()
+        query.awaitTermination(60)
+    assert values(pipe) == expected([3 if later else 5])
+
+
+@pytest.fixture
+def pipe_of_one(make_pipe: Any) -> Any:
+    pipe = make_pipe(partitions=1)
+    fill(pipe.bootstrap, pipe.source, [5])
+    return pipe
+
+
 def test_it_ends_and_goes_on(make_pipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """By time, then by offsets, then by `latest`, then without an end: each record once, nothing behind a bound."""
     pipe = make_pipe(partitions=3)

@@ -40,7 +40,8 @@ def topics(pipe: Any) -> set[str]:
 def test_state_without_a_changelog(
     make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the driver, by tasks, with operators behind the step; then a copy is lost, and a switch is refused."""
+    """By the driver, by tasks, with operators behind the step, by tasks that read; then a copy is lost, and a switch
+    is refused."""
     monkeypatch.setattr(placement, "TASK_ROWS", 400)
     pipe = make_state_pipe(partitions=3)
     pipe.fill(1200)
@@ -48,7 +49,10 @@ def test_state_without_a_changelog(
     pipe.fill(1200)
     pipe.run(process=LOCAL, small_batch_rows=0)
     pipe.fill(700)
-    query = pipe.run(process=LOCAL, inside=True, small_batch_rows=0)
+    pipe.run(process=LOCAL, inside=True, small_batch_rows=0)
+    pipe.fill(400)
+    query = pipe.run(process=LOCAL, engine="direct", small_batch_rows=0)
+    assert {batch.path for batch in query.batches} == {"2 reading tasks"}
     assert sum(batch.state_lost for batch in query.batches) == 0
     pipe.check(topic=False)
     assert not {pipe.table, f"{pipe.table}-internal"} & topics(pipe)

@@ -85,7 +85,7 @@ def computed(spark: Any, bootstrap: str, topic: str, kind: str, late: set[int]) 
     return Counter((row[0], row["start"], row["end"], *row[1:7]) for row in found)
 
 
-def start(pipe: Any, window: Any, late: str) -> Any:
+def start(pipe: Any, window: Any, late: str, **write: Any) -> Any:
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap)
     try:
         rows = flow.process(
@@ -95,14 +95,23 @@ def start(pipe: Any, window: Any, late: str) -> Any:
             late_topic=late,
             state_dir=pipe.tmp_path,
         )
-        return flow.write(rows, topic=pipe.target).start()
+        return flow.write(rows, topic=pipe.target, **write).start()
     except BaseException:
         flow.close()
         raise
 
 
-@pytest.mark.parametrize("kind", [pytest.param("tumbling", marks=pytest.mark.long), "hopping", "session"])
-def test_results_are_those_of_sparks_batch(make_pipe: Any, make_topic: Any, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind, write",
+    [
+        pytest.param("tumbling", {}, marks=pytest.mark.long),
+        ("hopping", {}),
+        ("session", {}),
+        ("session", {"engine": "direct", "small_batch_rows": 0}),
+    ],
+    ids=["tumbling", "hopping", "session", "session by reading tasks"],
+)
+def test_results_are_those_of_sparks_batch(make_pipe: Any, make_topic: Any, kind: str, write: dict[str, Any]) -> None:
     """In many batches; then come records of which some are too late."""
     pipe, late_topic, window = make_pipe(partitions=3), make_topic("late", 1), KINDS[kind][0]
     times = {10_000 + n: LAST_MS - 90_000 + n * 1_700 for n in range(60)}
@@ -119,7 +128,7 @@ def test_results_are_those_of_sparks_batch(make_pipe: Any, make_topic: Any, kind
         )
 
     independent.fill(pipe.bootstrap, pipe.source, [*inputs(7), *fillers(LAST_MS, 20_000)])
-    query = start(pipe, window, late_topic)
+    query = start(pipe, window, late_topic, **write)
     try:
         query.processAllAvailable()
         # They meet the watermark that the records before have left.

@@ -44,6 +44,20 @@ def test_nothing_is_handed_over_before_the_driver_is_known() -> None:
     assert not backlog.by_tasks
 
 
+def test_a_batch_of_tasks_fits_into_its_transaction() -> None:
+    """However much a record costs: tasks were given 100,000 of them at once, and more than a minute of work."""
+    assert Backlog("deposits", 0, batch_s=15.0).records_max() == 4_000, "nobody knows yet"
+    backlog = known(batch_s=15.0)
+    assert backlog.records_max() == 15 * DRIVER_PER_S
+    backlog.looked(10**6, now=0.0)
+    for _ in range(2):  # the first one starts processes
+        backlog.ran(20_000, 4.0, now=0.0)
+    assert backlog.records_max() == 15 * 5_000
+    slow = Backlog("deposits", 0, batch_s=15.0)
+    slow.ran(4_000, 400.0, now=0.0)
+    assert slow.records_max() == 500
+
+
 def test_tasks_that_are_not_faster_are_given_up_for_a_while() -> None:
     backlog = known()
     backlog.looked(10**6, now=0.0)
@@ -143,10 +157,10 @@ def test_a_batch_takes_long_ranges_of_the_partitions_that_are_behind() -> None:
 @pytest.mark.parametrize("most", [{}, {"a": 15_000}], ids=["any number", "few of one topic"])
 def test_no_partition_is_passed_over_for_ever(most: dict[str, int]) -> None:
     """Five partitions get as many new records as batches take; others have little, and nothing new."""
-    shares = Shares(most, 4_000)
+    shares = Shares(most)
     left = {"a": dict.fromkeys(range(5), 10**6) | dict.fromkeys(range(5, 12), 100), "b": {0: 5}}
     for _ in range(12):
-        taken = shares.next(left, 20_000)
+        taken = shares.next(left, 20_000, 4_000)
         assert sum(taken["a"].values()) <= most.get("a", 20_000)
         assert sum(count for offsets in taken.values() for count in offsets.values()) <= 20_000
         for topic, offsets in taken.items():
@@ -157,9 +171,9 @@ def test_no_partition_is_passed_over_for_ever(most: dict[str, int]) -> None:
 
 
 def test_partitions_that_have_the_same_left_take_turns() -> None:
-    shares = Shares({}, 4_000)
+    shares = Shares({})
     left = {"a": dict.fromkeys(range(20), 10**6)}
-    turns = [[n for n, count in shares.next(left, 20_000)["a"].items() if count] for _ in range(8)]
+    turns = [[n for n, count in shares.next(left, 20_000, 4_000)["a"].items() if count] for _ in range(8)]
     assert all(len(turn) == 5 for turn in turns)
     for round_ in (turns[:4], turns[4:]):
         assert sorted(n for turn in round_ for n in turn) == list(range(20))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from onceflow import DataLossError
+from onceflow import BatchAbortedError, DataLossError, ProcessorError
 from onceflow.driver.batch_errors import of_task
+from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.retries import Retries
+from onceflow.planning.options import BatchSummary
 
 LOST = "Some data may have been lost because they are not available in Kafka any more"
 PLACE = "in.put-x-0"
@@ -48,3 +54,47 @@ def test_sparks_source_has_lost_records(text: str, lost: str) -> None:
 )
 def test_other_texts_are_worth_another_attempt(text: str) -> None:
     assert of_task(RuntimeError(text)) is None
+
+
+class Lossy:
+    """In the place of `Commit`, with at_most_once: progress has moved before the attempt fails."""
+
+    machine = SimpleNamespace(may_abort=True, is_fenced=False)
+
+    def __init__(self, problem: Exception) -> None:
+        self._problem = problem
+        self.told: list[tuple[object, BaseException]] = []
+
+    def attempt(self, rows: Any, attempt: Any) -> bool:
+        raise self._problem
+
+    def abort(self, problem: BaseException, batch: int) -> None: ...
+
+    def learn(self, problem: BaseException) -> bool:
+        return False
+
+    def is_lost(self, rows: Any, summary: BatchSummary, problem: BaseException) -> bool:
+        self.told.append((rows, problem))
+        return True
+
+
+@pytest.mark.parametrize(
+    "problem, ends",
+    [
+        (DataLossError("expired", next_step="none"), True),
+        (ProcessorError("failed", next_step="none"), True),
+        (ValueError("neither Spark's nor onceflow's"), True),
+        (BatchAbortedError("tried again", next_step="none"), False),
+    ],
+    ids=["expired records", "user code", "another error", "a retry"],
+)
+def test_records_that_are_lost_are_told_also_if_the_query_ends(problem: Exception, ends: bool) -> None:
+    steps, rows, summary = Lossy(problem), object(), BatchSummary(1, 0)
+    options = SimpleNamespace(max_attempts=4, transaction_timeout_s=60.0)
+    retries = Retries(steps, options, "flow", is_stopped=lambda *_: False)  # type: ignore[arg-type]
+    if ends:
+        with pytest.raises(type(problem)):
+            retries.run(rows, 1, SourceRange({}, {}), summary)  # type: ignore[arg-type]
+    else:
+        assert not retries.run(rows, 1, SourceRange({}, {}), summary)  # type: ignore[arg-type]
+    assert steps.told == [(None if ends else rows, problem)]

@@ -23,6 +23,7 @@ from onceflow import (
     BatchAbortedError,
     DataLossError,
     DeadlineExceededError,
+    EnvironmentUnusableError,
     FencedError,
     OnceflowError,
     UnknownTopicError,
@@ -76,6 +77,7 @@ class Logs:
     on_poll: Callable[[], None] = lambda: None
     topic_id: str = "id"
     unreachable: bool = False
+    silent: set[int] = field(default_factory=set)  # the leaders of these do not answer
     leaderless: set[int] = field(default_factory=set)
 
     def records(self, partition: int, start: int, end: int) -> list[int]:
@@ -138,7 +140,7 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SourceReader]:
         logs: Logs, starts: dict[int, int], *, fail_on_data_loss: bool = True, most: int | None = None, was: str = "id"
     ) -> SourceReader:
         def ends(_: Any, wanted: Mapping[str, list[int]], at: int, *rest: Any) -> dict[str, dict[int, int]]:
-            if logs.unreachable:
+            if logs.unreachable or logs.silent & {*wanted[TOPIC]}:
                 raise DeadlineExceededError("nobody answers", next_step="wait")
             found = logs.begins if at == EARLIEST else logs.ends
             return {TOPIC: {partition: found.get(partition, 0) for partition in wanted[TOPIC]}}
@@ -147,7 +149,8 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SourceReader]:
             def __init__(self, *_: Any, **__: Any) -> None: ...
             def connect(self, deadline: Any) -> None: ...
             def known_topic(self, name: str) -> TopicInfo:
-                return TopicInfo(name, "id", {n: -1 if n in logs.leaderless else 1 for n in logs.ends})
+                leaders = {n: 2 if n in logs.silent else 1 for n in logs.ends}
+                return TopicInfo(name, "id", {**leaders, **dict.fromkeys(logs.leaderless, -1)})
 
             def close(self) -> None: ...
             def topics(self, names: Any, deadline: Any, **_: Any) -> dict[str, TopicInfo]:
@@ -191,6 +194,17 @@ def test_after_tasks_the_driver_reads_on_from_where_they_have_ended(
     found = reader.arrivals.take(EVERYTHING)
     assert found.source == SourceRange({TOPIC: {0: taken, 1: 5}}, {TOPIC: {0: 60, 1: 5}})
     assert offsets_of(found.parts) == {0: list(range(taken, 60))}
+
+
+def test_what_a_broker_has_said_before_tasks_took_over_counts_no_more(reader_of: Callable[..., SourceReader]) -> None:
+    """One more such answer would otherwise mean that the topic has not existed for as long as tasks have read."""
+    reader = reader_of(Logs({0: 50}), {0: 0})
+    assert reader.fetch(0)
+    each = reader._poll.followed[TOPIC, 0]
+    each.attempt, each.unknown_since = 7, time.monotonic() - 60
+    reader.go_on()
+    each = reader._poll.followed[TOPIC, 0]
+    assert (each.attempt, each.unknown_since) == (1, None)
 
 
 def test_partitions_that_were_added_are_read_from_their_beginning(
@@ -345,7 +359,7 @@ def loop_of(
     trigger_s: float = 0.0,
     ends: bool = True,
 ) -> DirectLoop:
-    context = SimpleNamespace(setJobGroup=lambda *_, **__: None)
+    context = SimpleNamespace(setJobGroup=lambda *_, **__: None, _jsc=object())
     backlog = Backlog("copy", rows_max)
     batches: Any = written
     spark: Any = SimpleNamespace(sparkContext=context)
@@ -374,6 +388,9 @@ class Fickle:
 
     def ran(self, records: int, seconds: float, *, now: float) -> None:
         self.by_tasks = self.by_tasks and self._rng.random() < 0.5
+
+    def records_max(self) -> int:
+        return self._rng.choice((20, 10**6))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -462,6 +479,40 @@ def test_only_an_abort_is_no_error_of_a_query_that_is_stopped(
     loop._run()
     assert loop.error is (None if isinstance(error, BatchAbortedError) else error)
     assert not written.sizes
+
+
+def test_a_query_ends_when_spark_is_stopped(reader_of: Callable[..., SourceReader]) -> None:
+    """As every other query of the session."""
+    logs = Logs({0: 50})
+    written = Written(logs, {0: 0})
+    loop = loop_of(written, reader_of(logs, {0: 0}), 0, most=20, until={0: 50})
+
+    def stop(source: SourceRange) -> None:
+        loop._spark.sparkContext._jsc = None
+
+    written.before = stop
+    loop._run()
+    assert isinstance(loop.error, EnvironmentUnusableError)
+    assert written.sizes == [20], "the batch that runs is finished"
+
+
+@pytest.mark.parametrize("of_batch", [False, True])
+def test_an_error_of_the_system_while_a_query_is_stopped(
+    reader_of: Callable[..., SourceReader], of_batch: bool
+) -> None:
+    """It is an error if the batch has failed by it, and not if the stop has broken a connection."""
+    logs, error = Logs({0: 50}), OSError("no space left on device")
+    written = Written(logs, {0: 0})
+
+    def fail(source: SourceRange) -> None:
+        written.stopping = True
+        written.failure = error if of_batch else None
+        raise error
+
+    written.before = fail
+    loop = loop_of(written, reader_of(logs, {0: 0}), 0, most=20, until={0: 50})
+    loop._run()
+    assert loop.error is written.failure
 
 
 def test_what_is_behind_the_end_of_a_run_does_not_count_for_who_reads(reader_of: Callable[..., SourceReader]) -> None:
@@ -554,6 +605,39 @@ def test_tasks_wait_for_brokers_that_are_away(reader_of: Callable[..., SourceRea
     assert written.records == {0: list(range(50))}
     assert written.ways == ["RangeRows", "RangeRows"]
     assert polls.count(True) >= 2, "the driver tries to read meanwhile"
+
+
+def test_tasks_read_on_while_one_leader_does_not_answer(
+    reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The metadata may still name it, because it hangs. It is asked again after a while."""
+    monkeypatch.setattr(source_reader, "_AWAY_S", 0.2)
+    logs = Logs({0: 50, 1: 50})
+    written = Written(logs, {0: 0, 1: 0})
+    loop = loop_of(written, reader_of(logs, {0: 0, 1: 0}), 0, most=25, until={0: 50, 1: 50})
+    logs.silent, read = {1}, []
+
+    def batch(source: SourceRange) -> None:
+        read.append({partition for _, partition, start, end in source.places() if end > start})
+        if source.end[TOPIC][0] == 50:
+            logs.silent = set()
+
+    written.before = batch
+    loop._run()
+    assert loop.error is None
+    assert written.records == {0: list(range(50)), 1: list(range(50))}
+    assert read == [{0}, {0}, {1}, {1}]
+
+
+def test_the_first_batches_of_tasks_are_small(reader_of: Callable[..., SourceReader]) -> None:
+    """Nobody knows yet what a record costs. If they took longer than a transaction may, no attempt would succeed."""
+    logs = Logs({0: 60_000, 1: 60_000})
+    written = Written(logs, {0: 0, 1: 0})
+    loop = loop_of(written, reader_of(logs, {0: 0, 1: 0}), 0, most=10**6, until=logs.ends)
+    loop._run()
+    assert loop.error is None
+    assert written.sizes[0] == 4_000
+    assert len(written.sizes) <= 4
 
 
 def test_all_that_is_available_is_written_not_only_taken(
@@ -695,17 +779,21 @@ def test_a_partition_that_is_silent_does_not_hold_event_time_back_whatever_the_t
 class Counting:
     """In the place of `Backlog`: notes which batches tell how fast the reader is."""
 
-    def __init__(self, by_tasks: bool) -> None:
+    def __init__(self, by_tasks: bool, most: int) -> None:
         self.by_tasks = by_tasks
+        self._most = most
         self.sizes: list[int] = []
 
     def looked(self, left: int, *, now: float) -> None: ...
+
+    def records_max(self) -> int:
+        return self._most
 
     def ran(self, records: int, seconds: float, *, now: float) -> None:
         self.sizes.append(records)
 
 
-@pytest.mark.parametrize("by_tasks, limit", [(False, "count"), (False, "bytes"), (True, "count")])
+@pytest.mark.parametrize("by_tasks, limit", [(False, "count"), (False, "bytes"), (True, "count"), (True, "time")])
 def test_a_batch_that_is_as_large_as_it_may_tells_how_fast_its_reader_is(
     reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch, by_tasks: bool, limit: str
 ) -> None:
@@ -714,7 +802,7 @@ def test_a_batch_that_is_as_large_as_it_may_tells_how_fast_its_reader_is(
     logs, most = Logs({0: 105}, most=lambda: 20), 20 if limit == "count" else 10**6
     written = Written(logs, {0: 0})
     loop = loop_of(written, reader_of(logs, {0: 0}, most=most), 10**9, most=most, until={0: 105})
-    counting: Any = Counting(by_tasks)
+    counting: Any = Counting(by_tasks, 20 if limit == "time" else 10**6)
     loop._backlog = counting
     loop._run()
     assert written.sizes == [20] * 5 + [5]

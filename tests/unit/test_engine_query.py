@@ -11,7 +11,7 @@ import pytest
 from pyspark.errors import PySparkValueError, StreamingQueryException
 from pyspark.sql.streaming.query import StreamingQuery
 
-from onceflow import FencedError
+from onceflow import BrokerUnreachableError, FencedError
 from onceflow.engine_query import DIRECT, EngineQuery, as_spark
 from onceflow.query import FlowQuery
 
@@ -165,6 +165,19 @@ def test_it_fails() -> None:
     assert f"Query deposits [id = {Engine.id}, runId = {Engine.runId}] terminated with exception: " in str(found)
     assert "taken over" in str(found)
     assert found.__cause__ is error
+
+
+def test_it_goes_on_if_brokers_do_not_say_where_the_sources_end() -> None:
+    """The query itself waits for brokers as long as it takes."""
+    run = Run()
+    run.engine.failed = BrokerUnreachableError("no broker answers", next_step="wait")
+    with pytest.raises(BrokerUnreachableError, match="no broker answers"):
+        run.query.processAllAvailable()
+    run.engine.failed = None
+    assert run.query.isActive
+    assert run.released == []
+    run.query.stop()
+    assert run.released == [True]
 
 
 def test_an_error_that_is_none_of_onceflows() -> None:

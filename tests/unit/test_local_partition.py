@@ -338,6 +338,31 @@ def test_pending_is_applied_only_between_its_own_offsets(opener: type[Store], fo
     flow.check(opened)
 
 
+@pytest.mark.parametrize(
+    "late, wins",
+    [(Commit(1, 9, 1), False), (Commit(1, 9, 2), True), (Commit(1, 9, 3), True), (Commit(1, 8, 7), True)],
+    ids=["a zombie", "the same attempt", "a later attempt", "another producer id"],
+)
+def test_a_zombie_leaves_the_only_copy_of_later_changes_alone(
+    opener: type[Store], folder: Path, late: Commit, wins: bool
+) -> None:
+    """Without a changelog. The zombie has opened the copy first, and runs on after a later attempt has ended."""
+    none = Goal("flow", "table", 3, "id", "", 0, 0, changelog=False)
+    topics = Topics()
+
+    def at(goal: Goal) -> Opened:
+        return open_partition(folder, opener, goal, topics, verify=False, now_ms=NOW)
+
+    opened, attempt = at(none), Commit(1, 9, 2)
+    for commit, value in ((attempt, b"new"), (late, b"old")):
+        set_pending(opened.store, none, commit, [(b"vkey", rows.pack(value))], 1, 0)
+    opened.store.close()
+    opened = at(replace(none, table_end=1, last=late if wins else attempt))
+    assert opened.how == "settled"
+    assert opened.store.get(b"vkey") == rows.pack(b"old" if wins else b"new")
+    opened.store.close()
+
+
 def test_settling_at_the_end_of_a_flow(opener: type[Store], folder: Path) -> None:
     flow = Flow()
     assert not settle(folder, opener, Commit(1, 9, 1))

@@ -29,10 +29,12 @@ from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import NO_TIMER, Progress
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
+from onceflow.state.joins.copies import InexactCopyError
 from onceflow.state.local.format import Commit
 from onceflow.state.local.prepare import lacks, prepare_partition
 from onceflow.state.run import StateRun
 from onceflow.state.spec import ProcessSpec, StateReport
+from onceflow.state.stores import rocksdb_store
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_environment import forget
 from onceflow.state.stores.lmdb_store import LmdbStore
@@ -506,6 +508,21 @@ def test_a_folder_that_cannot_be_looked_at_is_told_with_its_host(tmp_path: Path,
     flow = Flow(tmp_path / below)
     with pytest.raises(EnvironmentUnusableError, match="on host"):
         prepare_partition(flow.spec, flow.table.moment(0, Commit(-1, -1, -1), 0), 0, flow.kafka)
+
+
+def test_a_joined_table_that_cannot_be_seen_leaves_no_store_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise this process would keep the write lock of RocksDB, and no other one could open the state again."""
+
+    def refuse(self: StateRun, partition: int) -> None:
+        raise InexactCopyError("compacted", next_step="none")
+
+    flow = Flow(tmp_path, RocksdbStore)
+    monkeypatch.setattr(StateRun, "_tables", refuse)
+    with pytest.raises(InexactCopyError):
+        flow.run(KEYS)
+    assert not [folder for folder in rocksdb_store._open if str(tmp_path) in str(folder)]
 
 
 class Ask(Processor):

@@ -24,7 +24,7 @@ from onceflow.client.followed import Followed
 from onceflow.client.holes import is_hole
 from onceflow.client.library_log import muted
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
-from onceflow.client.poll_result import Arrived, PollResult
+from onceflow.client.poll_result import REQUEST_TIMEOUT_MS, Arrived, PollResult
 from onceflow.clock import clock_ms
 from onceflow.errors import (
     BrokerUnreachableError,
@@ -41,7 +41,6 @@ from onceflow.protocol.names import TopicPartition
 
 MAX_WAIT_MS = 500
 _PAUSED_WAIT_MS = 50  # while partitions are paused: those that are resumed cannot be asked for before the response
-_REQUEST_TIMEOUT_MS = 30_000
 _LOOK_S = 2.0  # the most that one look at the metadata may take
 _REPLICAS_LAG = 5  # attempts: a replica that has just become the leader may lag behind
 _REMOTE_ATTEMPT = 5  # the pause of so many attempts, before records in remote storage are asked for again
@@ -106,6 +105,7 @@ class LongPoll(Generic[C]):
         self._unwritten = 0  # how many of these requests wait for their connections
         self._results: list[PollResult] = []
         self._stale = False
+        self._polled_at = time.monotonic()
         self._arrived = Arrived()
 
     def add(self, topic: str, partition: int, position: int) -> None:
@@ -154,17 +154,19 @@ class LongPoll(Generic[C]):
             UnknownTopicError: a topic was deleted, or deleted and created again.
             OnceflowError: a broker refuses a request for another reason, or data cannot be decoded.
         """
+        away_s = time.monotonic() - self._polled_at
         self._refresh()
         if not self._results:
             with self._cluster.lock, muted():
                 self._arrived.is_done = False
                 wait_s = self._submit(time.monotonic(), timeout_s)
                 self._cluster.net.poll(timeout_ms=max(1, int(wait_s * 1000)), future=self._arrived)
+        self._polled_at = time.monotonic()
         while self._results:
             result = self._results.pop(0)
             try:
                 if result.error is not None:
-                    self._lost(result.asked, result.error)
+                    self._lost(result.error, [] if result.was_not_read(away_s) else result.asked)
                 else:
                     yield from self._answered(result)
             finally:
@@ -223,9 +225,10 @@ class LongPoll(Generic[C]):
             try:
                 connection = manager.get_connection(node)
                 await connection
-                version = self._cluster.fits(FetchRequest.API_KEY, self._version(), connection)
+                most = self._cluster.version(FetchRequest, min_version=11, max_version=_BY_ID)
+                version = self._cluster.fits(FetchRequest.API_KEY, most, connection)
                 response = connection.send_request(
-                    self._request(wanted, version, wait_ms), request_timeout_ms=_REQUEST_TIMEOUT_MS
+                    self._request(wanted, version, wait_ms), request_timeout_ms=REQUEST_TIMEOUT_MS
                 )
             finally:
                 self._unwritten -= 1
@@ -243,9 +246,6 @@ class LongPoll(Generic[C]):
         future = self._cluster.net.call_soon_with_future(ask)
         future.add_callback(lambda response: done(response, None))
         future.add_errback(lambda error: done(None, error))
-
-    def _version(self) -> int:
-        return self._cluster.version(FetchRequest, min_version=11, max_version=_BY_ID)
 
     def _request(self, wanted: list[Followed], version: int, wait_ms: int) -> FetchRequest:
         by_topic: dict[str, list[tuple[int, int]]] = {}
@@ -375,7 +375,7 @@ class LongPoll(Generic[C]):
             return
         raise log_too_short(each.name, last, "read", f"read up to offset {each.position}")
 
-    def _lost(self, asked: list[Followed], error: BaseException) -> None:
+    def _lost(self, error: BaseException, delayed: list[Followed]) -> None:
         if isinstance(error, OnceflowError):
             raise error
         refused = isinstance(error, (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError))
@@ -386,7 +386,7 @@ class LongPoll(Generic[C]):
         if isinstance(error, kafka_errors.UnknownBrokerIdError):
             self._cluster.refresh_brokers(Deadline(_LOOK_S, "looking for brokers"))
         self._stale = True
-        self._delay(asked)
+        self._delay(delayed)
 
     def _delay(self, delayed: Iterable[Followed], *, unknown: bool = False) -> None:
         """Ask for these partitions again a little later."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
+from kafka.errors import RequestTimedOutError
+
 from onceflow.client.followed import Followed
 from onceflow.clock import clock_ms
+
+REQUEST_TIMEOUT_MS = 30_000
 
 
 class PollResult(NamedTuple):
@@ -35,6 +39,15 @@ class PollResult(NamedTuple):
         )
         wait_ms = self.wait_ms if waited else 0
         return min(clock_ms(), self.asked_ms + wait_ms), min(time.monotonic(), self.asked_at + wait_ms / 1000)
+
+    def was_not_read(self, away_s: float) -> bool:
+        """Whether the request has timed out while nobody read what the broker may have answered.
+
+        Args:
+            away_s: for how long the caller has not polled before. kafka-python reads a part of what has come, and then
+                looks at the time.
+        """
+        return isinstance(self.error, RequestTimedOutError) and away_s >= REQUEST_TIMEOUT_MS / 2000
 
 
 class Arrived:

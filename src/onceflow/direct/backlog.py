@@ -19,6 +19,8 @@ _TRIED_BATCHES = 3  # so many batches of tasks tell how fast tasks are, without 
 _GAIN = 1.2  # tasks have to be so much faster than the driver
 _PAUSE_S = 600.0  # for so long tasks that were not faster are not tried again
 _SMOOTHING = 0.3
+# Of a batch of tasks: as long as nobody knows how much records cost, and at least.
+_RECORDS_FIRST, _RECORDS_MIN = 4_000, 500
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Backlog:
             by what batches cost.
         may_help: whether tasks may be faster than the driver; with too few cores they are not.
         move_s: how long it takes to bring the state of the flow to where tasks run, in seconds.
+        batch_s: how long a batch of tasks may take, see `records_max`.
 
     Attributes:
         by_tasks: whether tasks read the next batch.
@@ -59,11 +62,13 @@ class Backlog:
         *,
         may_help: Callable[[], bool] = lambda: True,
         move_s: Callable[[], float] = lambda: 0.0,
+        batch_s: float = 15.0,
     ) -> None:
         self._flow = flow
         self._rows_max = rows_max
         self._may_help = may_help
         self._move_s = move_s
+        self._batch_s = batch_s
         self._driver, self._tasks = Rate(), Rate()
         self._starts = False  # the next batch of tasks is their first one
         self._paused_until = float("-inf")
@@ -90,6 +95,14 @@ class Backlog:
                 now=now,
                 pause_s=_PAUSE_S,
             )
+
+    def records_max(self) -> int:
+        """How many records a batch of tasks may have: as many as the faster of the two has read in ``batch_s``.
+
+        A batch that takes longer than a transaction may would be aborted in each attempt, and after the next start.
+        """
+        per_s = max(self._driver.per_s, self._tasks.per_s)
+        return max(_RECORDS_MIN, int(per_s * self._batch_s)) if per_s else _RECORDS_FIRST
 
     def looked(self, left: int, *, now: float) -> None:
         """So many offsets are left to read."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pyspark.sql import types as T
 
@@ -13,6 +13,7 @@ from onceflow.driver.range_rows import RangeSource
 from onceflow.driver.run import PreparedQuery
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.spark.imports import ImportCheck
+from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.master import current_cores, is_local
 from onceflow.spark.pickling import pickled
 from onceflow.state.table_facts import TableFacts
@@ -59,9 +60,18 @@ def backlog_of(prepared: PreparedQuery) -> Backlog:
     return Backlog(
         prepared.startup.flow,
         rows_max,
-        may_help=lambda: cores() >= (_LOCAL_CORES_MIN if local else _CORES_MIN) and ready(),
-        move_s=lambda: 0.0 if state is None else move_s(state.facts(), cores(), local=local),
+        may_help=lambda: _known(cores) >= (_LOCAL_CORES_MIN if local else _CORES_MIN) and ready(),
+        move_s=lambda: 0.0 if state is None else move_s(state.facts(), _known(cores), local=local),
+        batch_s=prepared.query.options.transaction_timeout_s / 4,
     )
+
+
+def _known(cores: Callable[[], int]) -> int:
+    """How many tasks Spark can run; 0: its JVM has ended. The driver does not need it to read."""
+    try:
+        return cores()
+    except (*SPARK_ERRORS, AttributeError, OSError):
+        return 0
 
 
 class _Ready:

@@ -26,8 +26,8 @@ from onceflow.driver import handover
 from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.driver.offset_log import SourceRange, TopicOffsets
 from onceflow.driver.range_rows import RangeRows, RangeSource
-from onceflow.errors import BatchAbortedError
-from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.errors import BatchAbortedError, EnvironmentUnusableError
+from onceflow.spark.jvm import SPARK_ERRORS, is_stopped
 from onceflow.spark.query_progress import ProgressReports, left
 
 _WAIT_S = 0.1  # how long a Fetch is waited for, before stops and timers are looked at again
@@ -38,6 +38,8 @@ _LOOK_EVERY_S = 0.5  # answers of brokers are taken so often, also while enough 
 _TASKS_S = 1.0
 _TASKS_RECORDS_FIRST, _TASKS_RECORDS_MIN, _TASKS_RECORDS_MAX = 100_000, 20_000, 5_000_000
 _TASKS_RANGE_MIN = 4_000  # records of a partition
+_SHARES = 64  # partitions, among which a batch of fewer records than that is divided
+_FULL = 0.9  # of what a batch may take
 
 
 class DirectLoop:
@@ -89,7 +91,7 @@ class DirectLoop:
         self._busy_s = 0.0  # for fetching, since the last batch
         self._fetched_at = float("-inf")
         self._job_group = f"onceflow-direct-{uuid4()}"
-        self._shares = Shares(records_per_batch, _TASKS_RANGE_MIN)
+        self._shares = Shares(records_per_batch)
         self.lag: TopicOffsets = reader.lag()
         self.error: BaseException | None = None
         self.waiting = False
@@ -133,9 +135,10 @@ class DirectLoop:
             while not self._stop.is_set() and not self._is_complete():
                 self._step()
         except BaseException as error:
-            if not (self._batches.stopping and isinstance(error, (BatchAbortedError, *SPARK_ERRORS, OSError))):
-                if self._batches.failure is None:
-                    self._batches.failed(error)
+            stopped = self._batches.stopping and isinstance(error, (BatchAbortedError, *SPARK_ERRORS, OSError))
+            if not stopped and self._batches.failure is None:
+                self._batches.failed(error)
+            if not stopped or self._batches.failure is not None:  # a batch has failed before the stop could end it
                 self.error = error
         finally:
             self._close()
@@ -151,6 +154,12 @@ class DirectLoop:
 
     def _step(self) -> None:
         """Run a batch, or wait for records, a timer or the next trigger."""
+        if is_stopped(self._spark):
+            raise EnvironmentUnusableError(
+                "Spark was stopped, and the query with it",
+                flow=self._batches.flow,
+                next_step="call query.stop() before spark.stop(); the next start continues where progress ends",
+            )
         now = time.monotonic()
         if now < self._next_at:
             self._wait(self._next_at - now)
@@ -244,18 +253,21 @@ class DirectLoop:
         if ends is None:
             self._backlog.give_back("a leader of the sources does not answer", now=time.monotonic())
             return False
+        self._reader.end_at(self._bounds())
         self.lag = self._reader.lag()
         wanted = self._within_bounds(left(self._reader.arrivals.taken, ends))
         self._backlog.looked(_total(wanted), now=time.monotonic())
         if not self._backlog.by_tasks:
             return False
-        source = self._reader.arrivals.take_unread(self._spread(wanted))
+        most = min(self._tasks_size.records, self._backlog.records_max())
+        source = self._reader.arrivals.take_unread(self._spread(wanted, most))
         rows = RangeRows(self._tasks, source)
         started_ms, started = clock_ms(), time.monotonic()
         self._batches(rows, source, backlog=True, quiet=self._reader.quiet())
         seconds = time.monotonic() - started
         read, limits = source.by_topic(), self._records_per_batch
-        if self._tasks_size.ran(source.max_rows, seconds) or any(read[topic] >= limits[topic] for topic in limits):
+        full = self._tasks_size.ran(source.max_rows, seconds) or source.max_rows >= _FULL * most
+        if full or any(read[topic] >= limits[topic] for topic in limits):
             self._backlog.ran(source.max_rows, seconds, now=time.monotonic())
         self.lag = self._reader.lag()
         self._report(source, {**dict.fromkeys(source.end, 0), **rows.read}, started_ms, seconds)
@@ -268,9 +280,11 @@ class DirectLoop:
         due = self._next_at or started
         self._next_at = started if behind else max(due, started - self._trigger_s) + self._trigger_s
 
-    def _spread(self, wanted: TopicOffsets) -> TopicOffsets:
-        """Where a batch ends that tasks read, if so many offsets of each partition are left."""
-        shares = self._shares.next(wanted, self._tasks_size.records)
+    def _spread(self, wanted: TopicOffsets, records: int) -> TopicOffsets:
+        """Where a batch of so many records ends that tasks read, if so many offsets of each partition are left."""
+        # If records cost much, all tasks have to have some; that responses are not used whole costs little then.
+        least = _TASKS_RANGE_MIN if records >= _TASKS_RECORDS_MIN else max(1, records // _SHARES)
+        shares = self._shares.next(wanted, records, least)
         taken = self._reader.arrivals.taken
         return {
             topic: {n: taken[topic][n] + count for n, count in offsets.items()} for topic, offsets in shares.items()

@@ -104,7 +104,7 @@ class DirectQuery:
         return ended
 
     def processAllAvailable(self) -> None:
-        ends = self._source_ends()
+        ends = self._source_ends() if self.isActive else {}
         while not self._ended.is_set() and not has_reached(self._batches.progress.offsets, ends):
             time.sleep(_WAIT_S)
         self._wait_for_batch()

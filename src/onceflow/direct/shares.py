@@ -15,26 +15,25 @@ class Shares:
 
     Args:
         most: most offsets of one batch, by topic.
-        least: a batch takes at least so many offsets of a partition, or nothing: responses have whole record batches,
-            so of a very short range most of what is fetched would be thrown away.
     """
 
-    def __init__(self, most: Mapping[str, int], least: int) -> None:
+    def __init__(self, most: Mapping[str, int]) -> None:
         self._most = most
-        self._least = least
         self._passed_over: dict[TopicPartition, int] = {}  # how many batches in a row
 
-    def next(self, left: Left, records: int) -> TopicOffsets:
+    def next(self, left: Left, records: int, least: int) -> TopicOffsets:
         """How many offsets of each partition the next batch takes.
 
         Args:
             left: how many offsets are left of each partition, by topic. records: how many it takes.
+            least: it takes at least so many offsets of a partition, or nothing: responses have whole record batches, so
+                of a very short range most of what is fetched would be thrown away.
         """
         wanted = {
-            topic: self._in_turn({topic: offsets}, self._most[topic])[topic] if topic in self._most else offsets
+            topic: self._in_turn({topic: offsets}, self._most[topic], least)[topic] if topic in self._most else offsets
             for topic, offsets in left.items()
         }
-        shares = self._in_turn(wanted, records)
+        shares = self._in_turn(wanted, records, least)
         self._passed_over = {
             (topic, n): self._passed_over.get((topic, n), 0) + 1
             for topic, offsets in left.items()
@@ -43,7 +42,7 @@ class Shares:
         }
         return shares
 
-    def _in_turn(self, left: Left, records: int) -> TopicOffsets:
+    def _in_turn(self, left: Left, records: int, least: int) -> TopicOffsets:
         """First the partitions that were passed over, the longest waiting first; then those that have the most left."""
         waiting = sorted(
             (-self._passed_over[topic, n], topic, n)
@@ -53,11 +52,9 @@ class Shares:
         )
         shares = {topic: dict.fromkeys(offsets, 0) for topic, offsets in left.items()}
         for _, topic, n in waiting:
-            shares[topic][n] = min(left[topic][n], self._least, records)
+            shares[topic][n] = min(left[topic][n], least, records)
             records -= shares[topic][n]
-        more = spread(
-            {t: {n: left[t][n] - had for n, had in s.items()} for t, s in shares.items()}, records, self._least
-        )
+        more = spread({t: {n: left[t][n] - had for n, had in s.items()} for t, s in shares.items()}, records, least)
         return {topic: {n: had + more[topic][n] for n, had in offsets.items()} for topic, offsets in shares.items()}
 
 
@@ -65,7 +62,7 @@ def spread(left: Left, records: int, least: int = 1) -> TopicOffsets:
     """Divide the offsets of a batch among the partitions that have the most left.
 
     Args:
-        left: how many offsets are left of each partition, by topic. least: see `Shares`.
+        left: how many offsets are left of each partition, by topic. least: see `Shares.next`.
 
     Returns:
         Of each partition that is taken the same part of what it has left.

@@ -31,6 +31,8 @@ FETCH_BYTES = 4_000_000
 #: How often the partitions of the sources are looked at, in seconds: some may have been added.
 _LOOK_EVERY_S = 5.0
 _START_S = 60.0
+# While tasks read: how long the answer of a leader is waited for, and for how long it is not asked if none came.
+_ANSWER_S, _AWAY_S = 3.0, 15.0
 _OTHERS_S = 0.004  # how long the answers of other brokers are waited for
 
 
@@ -66,6 +68,7 @@ class SourceReader:
         self._cluster = Cluster(settings, refused_s=None)
         self._looked_at = float("-inf")
         self._brokers = 1
+        self._away_until: dict[int, float] = {}  # leaders that have not answered, by number
         deadline = Deadline(_START_S, f"connecting to the sources of flow {flow}")
         positions = {
             (topic, n): offset for topic, offsets in self.arrivals.taken.items() for n, offset in offsets.items()
@@ -79,7 +82,8 @@ class SourceReader:
             self._poll: LongPoll[ColumnChunk] = LongPoll(
                 self._cluster, topics.values(), positions, fetch_bytes=FETCH_BYTES, form=form
             )
-            self._ends(deadline)
+            for wanted in self._led().values():
+                self._ends(wanted, deadline)
         except BaseException:
             self._cluster.close()
             raise
@@ -218,24 +222,41 @@ class SourceReader:
         """What is left to read: ask for the last stable offsets. What has arrived is given up: tasks read it.
 
         Returns:
-            The last stable offset of each partition; of one without a leader, where batches are. None: a leader has not
-            answered.
+            The last stable offset of each partition; where batches are if it has no leader that answers. None: no
+            leader has answered.
         """
         self._look()
         self.arrivals.drop()
-        try:
-            ends = self._ends(Deadline(_LOOK_EVERY_S, f"looking for the ends of the sources of flow {self._flow}"))
-        except (DeadlineExceededError, BrokerUnreachableError, UnknownTopicError) as error:
-            log.debug("flow %s: %s", self._flow, error)
-            return None
-        return {topic: {**offsets, **ends[topic]} for topic, offsets in self.arrivals.taken.items()}
+        found = {topic: dict(offsets) for topic, offsets in self.arrivals.taken.items()}
+        led, now = self._led(), time.monotonic()
+        present = [node for node in led if self._away_until.get(node, now) <= now]
+        is_answered = not led
+        for node in present or led:
+            deadline = Deadline(_ANSWER_S, f"looking for the ends of the sources of flow {self._flow}")
+            try:
+                ends = self._ends(led[node], deadline)
+            except (DeadlineExceededError, BrokerUnreachableError, UnknownTopicError) as error:
+                log.debug("flow %s: %s", self._flow, error)
+                self._away_until[node] = time.monotonic() + _AWAY_S
+                continue
+            is_answered = True
+            for topic, offsets in ends.items():
+                found[topic].update(offsets)
+        return found if is_answered else None
 
-    def _ends(self, deadline: Deadline) -> TopicOffsets:
-        """The last stable offset of each partition that has a leader."""
-        wanted = {
-            topic: [n for n in sorted(offsets) if self._has_leader(topic, n)]
-            for topic, offsets in self.arrivals.taken.items()
-        }
+    def _led(self) -> dict[int, dict[str, list[int]]]:
+        """The partitions that have a leader, by its number; -1: nobody knows it yet."""
+        led: dict[int, dict[str, list[int]]] = {}
+        for topic, offsets in self.arrivals.taken.items():
+            info = self._cluster.known_topic(topic)
+            for partition in sorted(offsets):
+                if self._has_leader(topic, partition):
+                    node = -1 if info is None else info.leaders.get(partition, -1)
+                    led.setdefault(node, {}).setdefault(topic, []).append(partition)
+        return led
+
+    def _ends(self, wanted: Mapping[str, list[int]], deadline: Deadline) -> TopicOffsets:
+        """The last stable offsets of partitions."""
         asked_at = time.monotonic()
         ends = list_offsets(self._cluster, wanted, LATEST, deadline)
         for topic, offsets in ends.items():
@@ -253,6 +274,8 @@ class SourceReader:
             for partition, offset in offsets.items():
                 self._arrived[topic, partition] = offset
                 self._seek((topic, partition), offset)
+        for each in self._poll.followed.values():  # nobody has asked for them meanwhile
+            each.attempt, each.unknown_since = min(each.attempt, 1), None
 
     def _seek(self, place: TopicPartition, offset: int) -> None:
         """Go on from there. What is known of the end of the partition stays true."""

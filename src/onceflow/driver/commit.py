@@ -370,7 +370,7 @@ class BatchCommit:
         if self._numbering is not None and isinstance(rows, DataFrame):
             self._numbering.forget_attempt(rows)
 
-    def is_lost(self, rows: Rows, summary: BatchSummary, problem: BaseException) -> bool:
+    def is_lost(self, rows: Rows | None, summary: BatchSummary, problem: BaseException) -> bool:
         """With at_most_once: whether progress has moved already. Then rows that were not written are lost."""
         if self.progress.batch_id != summary.batch:
             return False

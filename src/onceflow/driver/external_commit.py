@@ -331,5 +331,5 @@ class ExternalCommit:
     def forget_attempt(self, rows: Rows) -> None:
         """Spark keeps no state for the query."""
 
-    def is_lost(self, rows: Rows, summary: BatchSummary, problem: BaseException) -> bool:
+    def is_lost(self, rows: Rows | None, summary: BatchSummary, problem: BaseException) -> bool:
         return False

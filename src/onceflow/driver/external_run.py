@@ -96,7 +96,7 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
 def _check_query(spark: SparkSession, startup: Startup, write: ExternalWrite) -> ImportCheck:
     """Check what may have changed since the first check of the query, and what needs the complete query."""
     flow = startup.flow
-    check_read_now(startup, write.run.facts)
+    check_read_now(startup, write.df, write.run.facts)
     queries.check_session(spark, flow)
     if write.dead_letter_topic is not None:
         check_side_topics([write.dead_letter_topic], startup.own_topics, flow)

@@ -94,8 +94,12 @@ class Steps(Protocol):
         every host. The copies stay, so the next attempt has less to read."""
         ...
 
-    def is_lost(self, rows: Rows, summary: BatchSummary, problem: BaseException) -> bool:
-        """With at_most_once: whether progress has moved already. Then the batch is given up, and this is logged."""
+    def is_lost(self, rows: Rows | None, summary: BatchSummary, problem: BaseException) -> bool:
+        """With at_most_once: whether progress has moved already. Then the batch is given up, and this is logged.
+
+        Args:
+            rows: None: the query ends anyway.
+        """
         ...
 
 
@@ -121,6 +125,13 @@ class Retries:
         Raises:
             OnceflowError: no further attempt may follow.
         """
+        try:
+            return self._run(rows, batch, source, summary)
+        except Exception as problem:
+            self._steps.is_lost(None, summary, problem)
+            raise
+
+    def _run(self, rows: Rows, batch: int, source: SourceRange, summary: BatchSummary) -> bool:
         last: BaseException | None = None
         cause: BaseException | None = None  # of the last attempt that had begun
         failed = 0

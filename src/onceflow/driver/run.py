@@ -31,7 +31,7 @@ from onceflow.planning.options import SinkOptions
 from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import CheckedWrite, check_output
 from onceflow.protocol.progress import Offsets, Progress
-from onceflow.spark import logs, queries, query_listener, query_session, shipping
+from onceflow.spark import logs, plan_columns, queries, query_listener, query_session, shipping
 from onceflow.spark.checkpoint_files import LocalFolder
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
 from onceflow.spark.kafka_source import put_first_batch
@@ -210,11 +210,12 @@ def spark_run(prepared: PreparedQuery) -> Run:
     )
 
 
-def check_read_now(startup: Startup, facts: PlanFacts) -> None:
-    """Check that the query reads from where the flow is now.
+def check_read_now(startup: Startup, df: DataFrame, facts: PlanFacts) -> None:
+    """Check that the query reads from where the flow is now, and up to where the run ends.
 
     Raises:
-        UnsupportedQueryError: it was read before an earlier run.
+        UnsupportedQueryError: it was read before an earlier run, or with another ``until=`` than the last
+            ``Flow.read`` of the topic.
     """
     if facts.topics and not startup.is_fenced:
         raise UnsupportedQueryError(
@@ -222,6 +223,15 @@ def check_read_now(startup: Startup, facts: PlanFacts) -> None:
             flow=startup.flow,
             next_step="call Flow.read again before starting the flow again",
         )
+    for topic, ends in sorted(plan_columns.ends_of_reads(df, startup.flow)):
+        until = startup.until.get(topic)
+        if ends != (None if until is None else tuple(until.get(n, 0) for n in range(max(until) + 1))):
+            raise UnsupportedQueryError(
+                "The DataFrame was read with another until= than that of the last Flow.read of the topic",
+                flow=startup.flow,
+                topic=topic,
+                next_step="write the DataFrame of the last Flow.read; a flow reads a topic in one way at a time",
+            )
 
 
 def watch_sources(startup: Startup, sink: Batches) -> Watch:
@@ -237,7 +247,7 @@ def watch_sources(startup: Startup, sink: Batches) -> Watch:
 def _check_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> ImportCheck:
     """Check what may have changed since the first check of the query, and what needs the complete query."""
     flow = startup.flow
-    check_read_now(startup, write.run.facts)
+    check_read_now(startup, write.df, write.run.facts)
     queries.check_session(spark, flow)
     step_query.check_goes_with(write.df, startup.steps, write.sink.guarantee, write.run.checkpoint, flow=flow)
     check_output(write.sink.topic, startup.own_topics, flow)  # sources may have been read since Flow.write

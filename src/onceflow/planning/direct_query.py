@@ -114,7 +114,7 @@ def _rows(node: Any, flow: str, maps: Maps) -> _Rows:
         return _Rows(sources, plan_columns.output_ids(node))
     if kind == "MapInArrow":
         return _mapped(node, flow, maps)
-    if kind == "Filter" and plan_columns.is_end_of_read(node):
+    if kind == "Filter" and plan_columns.end_of_read(node) is not None:
         raise _NotDirectError(f"topic {_source(node.child(), flow).topic} is read with until=")
     if not node.isStreaming() and not plans.children(node):
         raise _NotDirectError("the query has rows that are not from a stream")

@@ -44,7 +44,7 @@ def map_of(
                 flow=flow,
                 next_step="return one pyarrow.RecordBatch for each one that the function gets",
             )
-    sent = Sent(function, pickled(function, flow=flow))  # an error is raised at this line of user code
+    sent = Sent(pickled(function, flow=flow))  # an error is raised at this line of user code
     columns = _struct(df.sparkSession, df.schema if schema is None else schema, flow)
     types = arrow_schema_of(df.sparkSession, columns, "which Python code in tasks cannot have")
     return RowsMap(sent, name, number, types, flow), columns

@@ -359,8 +359,13 @@ def is_being_stopped(spark: SparkSession) -> bool:
             return False
         query = running_query(spark, query_id)
         return query is not None and not query.isActive()
-    except (Py4JError, AttributeError):
+    except (Py4JError, AttributeError, OSError):  # its JVM has ended
         return False
+
+
+def is_stopped(spark: SparkSession) -> bool:
+    """Whether ``spark.stop()`` was called. The JVM is not asked."""
+    return spark.sparkContext._jsc is None
 
 
 def first_line(error: BaseException) -> str:

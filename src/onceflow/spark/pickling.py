@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from pyspark import cloudpickle
+from pyspark import Broadcast, cloudpickle
 from pyspark.cloudpickle.cloudpickle import _should_pickle_by_reference
 
 from onceflow.errors import OptionError
@@ -37,12 +38,22 @@ class Pickled:
         what: for errors, for example ``the processor Balance``.
         names: the modules that are pickled by reference: tasks import these. Empty where they are not known.
         function: the name in a query plan, if it is a function there.
+        broadcasts: broadcast variables in it. Spark sends those that the thread which starts a job has pickled since
+            its last job. So who sends the bytes has to register them again (`Broadcast.__reduce__`).
     """
 
     what: str
     data: bytes = field(repr=False)
     names: frozenset[str] = frozenset()
     function: str = ""
+    broadcasts: tuple[Broadcast[Any], ...] = field(default=(), repr=False, compare=False)
+
+    def load(self) -> Any:
+        """What a task gets, in the driver."""
+        known = sys.modules[Broadcast.__module__].__dict__["_broadcastRegistry"]  # a driver has none in it
+        for broadcast in self.broadcasts:
+            known[broadcast.__reduce__()[1][0]] = broadcast
+        return pickle.loads(self.data)
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,8 @@ def pickled(sent: object, *, flow: str) -> Pickled:
         except Exception as error:
             raise _refusal(sent, name, error, flow) from error
         kind = "store" if isinstance(sent, type) else "processor" if _is_processor(sent) else "function"
-        return Pickled(f"the {kind} {name}", file.getvalue(), frozenset(pickler.names))
+        names, broadcasts = frozenset(pickler.names), tuple(pickler.broadcasts)
+        return Pickled(f"the {kind} {name}", file.getvalue(), names, broadcasts=broadcasts)
 
 
 def load_failure(data: bytes) -> LoadFailure | None:
@@ -80,17 +92,20 @@ def load_failure(data: bytes) -> LoadFailure | None:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Notes which modules are pickled by reference."""
+    """Notes which modules are pickled by reference, and which broadcast variables are in it."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
+        self.broadcasts: list[Broadcast[Any]] = []
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ModuleType | type | FunctionType):
             module: Any = obj.__name__ if isinstance(obj, ModuleType) else obj.__module__
             if isinstance(module, str) and _should_pickle_by_reference(obj):  # type: ignore[no-untyped-call]
                 self.names.add(module)
+        if isinstance(obj, Broadcast):
+            self.broadcasts.append(obj)
         return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
 

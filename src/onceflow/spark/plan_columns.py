@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+
+from pyspark.sql import DataFrame
 
 from onceflow import user_code
 from onceflow.spark import jvm
@@ -92,12 +95,36 @@ def source_node(relation: Any) -> SourceNode:
     return SourceNode(given.get(MARK), given.get("subscribe"), given)
 
 
-def is_end_of_read(node: Any) -> bool:
-    """Whether a filter is that of a read that ends (``until=``), see ``kafka_source.load_source``."""
-    condition = node.condition()
-    return jvm.kind(node.child()) == "StreamingRelationV2" and (
-        re.fullmatch(r"\(`?offset`? < get\(array\([-\dL, ]*\), `?partition`?\)\)", str(condition.sql())) is not None
-    )
+def end_of_read(node: Any) -> tuple[int, ...] | None:
+    """Where a read ends (``until=``) whose filter this is, by partition, see ``kafka_source.load_source``.
+
+    None: it is another filter.
+    """
+    if jvm.kind(node.child()) != "StreamingRelationV2":
+        return None
+    found = re.fullmatch(r"\(`?offset`? < get\(array\(([-\dL, ]*)\), `?partition`?\)\)", str(node.condition().sql()))
+    return None if found is None else tuple(map(int, re.findall(r"-?\d+", found[1])))
+
+
+def ends_of_reads(df: DataFrame, flow: str) -> set[tuple[str, tuple[int, ...] | None]]:
+    """The topics that a query reads with ``Flow.read`` of this flow, and where the reads end; None: they do not end."""
+    ends: set[tuple[str, tuple[int, ...] | None]] = set()
+    reads: Counter[str] = Counter()  # those that are not below such a filter
+    for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
+        kind = jvm.kind(node)
+        if kind == "StreamingRelationV2" and (topic := _topic(node, flow)) is not None:
+            reads[topic] += 1
+        elif kind == "Filter" and (end := end_of_read(node)) is not None:
+            topic = _topic(node.child(), flow)
+            if topic is not None:
+                ends.add((topic, end))
+                reads[topic] -= 1
+    return ends | {(topic, None) for topic, count in reads.items() if count > 0}
+
+
+def _topic(relation: Any, flow: str) -> str | None:
+    source = source_node(relation)
+    return source.topic if source.flow == flow else None
 
 
 def _column(named: Any) -> TakenColumn | ConstantColumn | ComputedColumn:

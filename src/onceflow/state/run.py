@@ -97,7 +97,9 @@ class StateRun:
 
     def open(self, partitions: Iterable[int]) -> None:
         """Bring the stores of these partitions up to date, expire rows and fire timers there."""
-        for partition in partitions:
+        wanted = [*partitions]
+        self._open_joined(wanted)
+        for partition in wanted:
             self._engine(partition)
 
     def feed(self, batch: pa.RecordBatch, *, null_keys_to: int) -> None:
@@ -121,6 +123,7 @@ class StateRun:
             self._feed({low: batch})
             return
         parts = group_by_partition(placed, self._spec.topics.partitions)
+        self._open_joined([partition for partition, _ in parts])
         if self._calls is None:
             for partition, indices in parts:
                 self._feed({partition: batch.take(pa.array(indices))})
@@ -162,6 +165,7 @@ class StateRun:
         if known is not None:
             return known.engine
         spec, moment = self._spec, self._moment
+        tables = self._tables(partition)  # before the store is open: nobody would close it after an error
         opened = open_local(spec, moment, partition, self._source, still_owner=self._still_owner)
         if (opened.records or opened.how == LOST) and spec.store.on_disk:
             self.brought_up.append(Prepared.of(opened, spec, partition))
@@ -182,7 +186,7 @@ class StateRun:
             source_topic=spec.source_topic,
             own_topics=self._own_topics,
             max_timers_per_batch=spec.max_timers_per_batch,
-            tables=self._tables(partition),
+            tables=tables,
         )
         self._open[partition] = _Open(opened, engine, [], [])
         if self._opened is not None:
@@ -191,12 +195,17 @@ class StateRun:
         self._drain(partition, engine)
         return engine
 
+    def _open_joined(self, partitions: list[int]) -> None:
+        """Open the copies of joined tables for partitions, all in one call: those that are not exact are read in one
+        attempt of the batch. This is before user code runs, so that a problem is not taken for an error of a record."""
+        if self._joined is not None and any(partition not in self._open for partition in partitions):
+            self._joined.open(partitions)
+
     def _tables(self, partition: int) -> dict[str, JoinedTable]:
-        """The tables that user code may look up rows in, for one partition. Their copies are opened before user code
-        runs, so that a problem with them is not taken for an error of a record."""
+        """The tables that user code may look up rows in, for one partition."""
         if self._joined is None:
             return {}
-        self._joined.open([partition])
+        self._open_joined([partition])
         return {name: self._joined.handle(name, self._moment.now_ms, partition) for name in self._joined.specs}
 
     def _feed(self, parts: Mapping[int, pa.RecordBatch]) -> None:

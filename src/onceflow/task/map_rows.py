@@ -38,21 +38,26 @@ _KINDS: tuple[tuple[Callable[[Any], bool], ...], ...] = (
 
 
 class Sent:
-    """A function, and its pickle as it was when it was given to ``Flow.map``. Tasks get that one: when the driver has
-    called the function, its variables may have values that cannot be pickled, or that are large.
+    """A function as it was when it was given to ``Flow.map``: its pickle. Driver and tasks load that one, so variables
+    that the function uses may change later. When the driver has called it, they may also have values that cannot be
+    pickled, or that are large.
 
     Args:
         pickled: see ``spark/pickling.py``.
     """
 
-    def __init__(self, function: Callable[[pa.RecordBatch], Any], pickled: Pickled) -> None:
-        self.function = function
+    def __init__(self, pickled: Pickled) -> None:
         self.pickled = pickled
+        self._loaded: Callable[[pa.RecordBatch], Any] | None = None
 
     def __call__(self, batch: pa.RecordBatch) -> Any:
-        return self.function(batch)
+        if self._loaded is None:
+            self._loaded = self.pickled.load()
+        return self._loaded(batch)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        for broadcast in self.pickled.broadcasts:
+            broadcast.__reduce__()
         return pickle.loads, (self.pickled.data,)
 
 

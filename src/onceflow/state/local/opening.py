@@ -196,6 +196,9 @@ def set_pending(
 ) -> None:
     """Leaves a batch's changes as pending in a store that is at the goal. They replace earlier pending changes.
 
+    Without a changelog the pending changes are the only copy of what their transaction has changed. So those of a
+    higher producer epoch stay: then this attempt is a zombie, and its transaction cannot be committed.
+
     Args:
         commit: the transaction that writes them to Kafka.
         changes: last row per row key, without index rows; None deletes the row.
@@ -203,8 +206,25 @@ def set_pending(
         lost: the store is not at the goal, but empty (`LOST`).
     """
     base = (0, 0) if lost else (goal.table_end, goal.internal_end)
-    pending = Pending(commit, (table_end, internal_end), base, changes)
-    store.write((), {PENDING: pending.encode()})
+    blobs = {PENDING: Pending(commit, (table_end, internal_end), base, changes).encode()}
+    if goal.changelog:
+        store.write((), blobs)
+        return
+    while True:
+        there = store.blob(PENDING)
+        if _is_newer(there, commit) or store.write((), blobs, (PENDING, there)):
+            return
+
+
+def _is_newer(there: bytes | None, commit: Commit) -> bool:
+    """Whether pending changes are of a later attempt of the same producer. Epochs of two producer ids say nothing."""
+    try:
+        pending = Pending.decode(there)
+    except StoreCorruptError:  # they are of no use to anybody
+        return False
+    if pending is None or pending.commit.producer_id != commit.producer_id:
+        return False
+    return pending.commit.producer_epoch > commit.producer_epoch
 
 
 def settle(folder: Path, opener: type[Store], commit: Commit) -> bool:
