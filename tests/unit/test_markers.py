@@ -68,6 +68,38 @@ def test_aborted_records_are_told(
 
 
 @pytest.mark.parametrize("committed", [True, False])
+def test_markers_that_come_late_when_the_epochs_of_the_producer_id_are_used_up(
+    transactions: Any,
+    left_open: list[OpenTransaction],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    committed: bool,
+) -> None:
+    """With version 2, the answer to EndTxn has another producer id, and comes before the markers are written."""
+    one = Markers(SimpleNamespace(), transactions, "f")  # type: ignore[arg-type]
+    transactions.machine.standing = Standing(Phase.COMMITTED, Epoch.FRESH, ProgressState.READ)
+    one.ended({})  # an earlier batch
+    one.confirm(Deadline(5, "a test"))
+    left_open.append(OpenTransaction(OLD, 32_766, 10, 0))
+    states = iter(["PrepareCommit", "PrepareCommit", "CompleteCommit"])
+
+    def state(*_: Any) -> dict[str, str]:
+        found = next(states)
+        if found == "CompleteCommit":
+            left_open.clear()
+        return {"state": found}
+
+    monkeypatch.setattr(markers, "describe_transaction", state)
+    phase = Phase.COMMITTED if committed else Phase.ABORTED
+    transactions.machine.standing = Standing(phase, Epoch.FRESH, ProgressState.READ)
+    transactions.identity = ProducerIdAndEpoch(NEW, 0)
+    one.ended({PLACE: None})
+    one.confirm(Deadline(5, "a test"))
+    assert next(states, None) is None, "it waits for the markers of the transaction"
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("committed", [True, False])
 def test_those_of_others_do_not_matter(
     transactions: Any, left_open: list[OpenTransaction], caplog: pytest.LogCaptureFixture, committed: bool
 ) -> None:

@@ -89,6 +89,8 @@ class Markers:
         if self._topic_partitions and not (self._look is not None and self._look.seen()):
             self._decide(self._topic_partitions, self._was_committed, deadline)
         self._topic_partitions, self._look = {}, None
+        # The next transaction is written under it. Its end may bring another one, because the epochs are used up.
+        self._producer_ids.add(self._transactions.identity.producer_id)
         self._transactions.machine.on(Event.MARKERS_CONFIRMED)
 
     @property
@@ -140,7 +142,8 @@ class Markers:
             over = state in _OVER
             suspects = self._undecided(suspects, deadline)
             own, unseen = self._own(suspects, deadline)
-            own = self._without_forgotten(own, committed)
+            if over:
+                own = self._without_forgotten(own, committed)
             if missing := own.keys() | (unseen - unseen_once):
                 if over:
                     self._write(missing, committed, deadline, sure=bool(own))
@@ -199,16 +202,21 @@ class Markers:
     def _without_forgotten(
         self, own: Mapping[TopicPartition, OpenTransaction], committed: bool
     ) -> dict[TopicPartition, OpenTransaction]:
-        """The open transactions that can still be decided. Those of a producer id that Kafka has forgotten, together
-        with the transactional id, cannot: a transaction of this flow now has another producer id."""
+        """The open transactions that can still be decided, when the coordinator writes no more markers. Those of an
+        earlier producer id cannot: a transaction of this flow now has another one. Kafka has forgotten the earlier one,
+        together with the transactional id, or its epochs are used up."""
         mine = self._transactions.identity.producer_id
         forgotten = {topic_partition: each for topic_partition, each in own.items() if each.producer_id != mine}
         if forgotten and committed:
-            raise self._lost(forgotten, "the flow was idle, and Kafka has forgotten its transactional id since")
+            raise self._lost(
+                forgotten,
+                "the flow has another producer id since: it was idle, and Kafka has forgotten its transactional id, or "
+                "the epochs of the id are used up",
+            )
         for (topic, partition), each in forgotten.items():
             log.warning(
-                "flow %s: an aborted attempt has left records undecided in %s-%d, and Kafka has forgotten its "
-                "transactional id since: readers wait there until you run `onceflow transactions abort "
+                "flow %s: an aborted attempt has left records undecided in %s-%d, and the flow has another producer id "
+                "since: readers wait there until you run `onceflow transactions abort "
                 "--producer-id %d --topic %s`",
                 *(self._name, topic, partition),
                 *(each.producer_id, topic),

@@ -351,6 +351,7 @@ class Producer:
     def _lost(self, chosen: list[tuple[_Partition, EncodedBatch]], problem: str) -> None:
         for slot, _ in chosen:
             slot.under_way -= 1
+            slot.unknown_since = None  # nobody has said so meanwhile
             self._retry(slot, problem, stale_leader=True)
         self._answer.set()
 

@@ -70,7 +70,9 @@ def _known(cores: Callable[[], int]) -> int:
     """How many tasks Spark can run; 0: its JVM has ended. The driver does not need it to read."""
     try:
         return cores()
-    except (*SPARK_ERRORS, AttributeError, OSError):
+    except SPARK_ERRORS:
+        return 0
+    except (AttributeError, OSError):
         return 0
 
 
