@@ -11,7 +11,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
-from onceflow.driver import progress_log
+from onceflow.driver import delivery, progress_log
 from onceflow.driver.delivery import AtLeastOnceWithState
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.progress_commit import commit_progress
@@ -100,3 +100,22 @@ def test_the_next_attempt_fences_the_tasks_of_a_failed_one(driver: Callable[[], 
     with pytest.raises(FencedError):
         only.send(first, 0)
     only.end_batch()
+
+
+def test_a_driver_that_runs_for_long_keeps_its_transactional_id(
+    driver: Callable[[], Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for an epoch from time to time, because Kafka forgets an id without transactions. Here for each batch."""
+    monkeypatch.setattr(delivery, "_OWNED_S", 0.0)
+    older = driver()
+    epochs = []
+    for _ in range(3):
+        producer = older.delivery.begin(older.deadline())
+        older.send(producer, 0)
+        older.end_batch()
+        epochs.append((producer.producer_id, producer.producer_epoch))
+    assert epochs == [(epochs[0][0], epochs[0][1] + n) for n in range(3)]
+    newer = driver()
+    newer.delivery.begin(newer.deadline())
+    with pytest.raises(FencedError):
+        older.delivery.begin(older.deadline())

@@ -61,6 +61,27 @@ def test_silent_partitions_are_not_waited_for() -> None:
     assert watermark.after({}) == 1900  # all are silent: nobody knows more
 
 
+def test_partitions_that_are_found_silent_together_are_so_one_after_the_other() -> None:
+    """After a restart nothing is known of B but the watermark. A has brought a record a moment later, and then nobody
+    has looked until both were silent for long enough: timers up to the record of A would never fire."""
+    clock = Clock()
+    watermark = made(clock, value_ms=900)
+    clock.now = 0.2
+    assert batch(watermark, p0=5000) == 900
+    clock.now = 31
+    watermark.planned(())
+    assert watermark.advance() == 4900
+
+
+def test_partitions_that_have_fallen_silent_together_move_nothing() -> None:
+    clock = Clock()
+    watermark = made(clock)
+    assert batch(watermark, p0=1000, p1=5000) == 900
+    clock.now = 31
+    watermark.planned(())
+    assert watermark.advance() == 900
+
+
 def test_a_long_batch_makes_no_partition_silent() -> None:
     """What arrives meanwhile is seen when the next batch is planned."""
     clock = Clock()

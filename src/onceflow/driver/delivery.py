@@ -11,6 +11,7 @@ Everything else of a batch (plan, tasks, encoding, audit) is the same code for a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
@@ -29,6 +30,9 @@ from onceflow.protocol.progress import Offsets, Progress
 from onceflow.protocol.transaction import GIVEN, Epoch, Event, Mode, Phase, Transaction
 
 _LOOK_S = 5.0
+# So often a driver that writes no transactions asks for an epoch. Otherwise Kafka would forget its transactional id
+# after ``transactional.id.expiration.ms`` (7 days), and the next driver would get a producer id that fences nobody.
+_OWNED_S = 3600.0
 
 Sequences = Mapping[tuple[str, int], int]
 
@@ -221,9 +225,14 @@ class AtLeastOnceWithState(WithoutTransactions):
         super().__init__(session.cluster, session.names)
         self._session = session
         self._first: Progress | None = progress
+        self._owned_at = time.monotonic()
 
     def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
+        if self._producer is not None and time.monotonic() - self._owned_at > _OWNED_S:
+            self._session.transactions.renew(deadline)
+            self._producer = None
         if self._producer is None:
+            self._owned_at = time.monotonic()
             self._producer = self._owned(deadline)
             self._sequences = {}
         if self._first is not None:

@@ -1,8 +1,10 @@
 """The watermark: event time over several partitions.
 
 The watermark is the smallest of the latest event times of all active partitions, minus the allowed lateness. It never
-goes back. A partition without records for ``idle_s`` seconds is idle, and the watermark ignores it. (This is Flink's
-definition. Spark's watermark uses the *largest* event time, which makes records of slow partitions late.)
+goes back. A partition without records for ``idle_s`` seconds is idle, and the watermark ignores it. If all are idle, it
+is that of the partition that had records last: as if they had become idle one after the other, however rarely somebody
+looks. (Flink's StatusWatermarkValve does the same for the same reason, with the largest watermark of all. Spark's
+watermark uses the *largest* event time, which makes records of slow partitions late.)
 """
 
 from __future__ import annotations
@@ -70,6 +72,9 @@ class Watermark:
         waiting = [
             latest for origin, latest in merged.items() if origin in active or self._silence_s(origin) < self._idle_s
         ]
+        if not waiting:  # all are idle
+            last = max((self._seen.get(origin, self._looked) for origin in merged), default=self._looked)
+            waiting = [latest for origin, latest in merged.items() if self._seen.get(origin, self._looked) == last]
         if not waiting or any(latest is None for latest in waiting):
             return self.value_ms
         slowest = min(latest for latest in waiting if latest is not None) - self._lateness_ms
