@@ -398,8 +398,8 @@ def test_a_thousand_partitions_in_one_transaction(make_pipe: Any, onceflow_broke
         pipe = replace(make_pipe(), target=wide)
         pipe.sent = [(b"key-%d" % n, f"{path} {n:09d}".encode()) for n in range(rows)]
         independent.fill(pipe.bootstrap, pipe.source, pipe.sent)
-        query = pipe.run(read={"max_records_per_batch": None}, small_batch_rows=0 if "tasks" in path else 8_000)
-        (batch,) = query.batches
+        write = {"small_batch_rows": 0 if "tasks" in path else 8_000, "engine": "spark"}  # which reads all in one batch
+        (batch,) = pipe.run(read={"max_records_per_batch": None}, **write).batches
         assert (batch.records, batch.attempts, batch.path) == (rows, 1, path)
         expected += pipe.sent
     seen = independent.read_topic(onceflow_broker, wide, decided=True)
