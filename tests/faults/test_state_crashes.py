@@ -148,14 +148,14 @@ def test_task_dies(make_state_pipe: Any, inject: Any, by_tasks: Any, step: str, 
     ],
 )
 def test_task_that_reads_by_itself_dies(make_state_pipe: Any, inject: Any, step: str, action: str) -> None:
-    """As ``test_task_dies``: the direct engine with a backlog."""
+    """As ``test_task_dies``: the direct engine with a backlog. Not every batch has something for the first task."""
     pipe = make_state_pipe()
     pipe.fill(3000)
     once = pipe.tmp_path / "fired"
-    inject(step, action, where="task", batch=BATCH, task=0, once_file=str(once))
+    inject(step, action, where="task", batch_from=BATCH, task=0, once_file=str(once))
     query = pipe.run(**BY_TASKS["write"])
     assert once.exists()
-    assert {b.batch: b.attempts for b in query.batches}[BATCH] == 2
+    assert sorted(b.attempts for b in query.batches)[-2:] == [1, 2]
     assert {b.path for b in query.batches} == {"2 reading tasks"}
     pipe.check()
 
