@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import json
 import sys
 import threading
 import time
@@ -135,7 +135,8 @@ def test_reports_of_spark_look_like_those_of_other_engines(make_pipe: Any) -> No
 
 
 def _parsed(offsets: Any) -> Any:
-    return json.loads(offsets) if isinstance(offsets, str) else offsets  # a text since Spark 4
+    # A text since Spark 4: JSON, but with PySpark 4.1 that of a Python dictionary. A literal of Python can be both.
+    return ast.literal_eval(offsets) if isinstance(offsets, str) else offsets
 
 
 def _shape(report: Any) -> Any:
