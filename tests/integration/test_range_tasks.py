@@ -48,6 +48,17 @@ def finished(query: Any) -> Any:
     return query
 
 
+def fed(query: Any, bootstrap: str, topic: str, *parts: list[tuple[bytes | None, bytes | None]]) -> Any:
+    """The query, stopped, when it has written one part of the records after the other."""
+    try:
+        for part in parts:
+            independent.fill(bootstrap, topic, part)
+            query.processAllAvailable()
+    finally:
+        query.stop()
+    return query
+
+
 def numbered(count: int, *, start: int = 0, keys: int = 40) -> list[tuple[bytes | None, bytes | None]]:
     return [(b"key-%d" % (n % keys), b"%d" % n) for n in range(start, start + count)]
 
@@ -111,13 +122,8 @@ def test_a_function_of_a_script_is_sent_as_it_was(
     source, target = make_topic("in", 2), make_topic("out", 2)
     flow, sent = make_flow(), numbered(2100)
     rows = flow.map(flow.read(source, max_records_per_batch=1000).select("key", "value"), script["keep"])
-    query = flow.write(rows, topic=target, engine="direct", small_batch_rows=500).start()
-    try:
-        for part in (sent[:100], sent[100:]):
-            independent.fill(onceflow_broker, source, part)
-            query.processAllAvailable()
-    finally:
-        query.stop()
+    writer = flow.write(rows, topic=target, engine="direct", small_batch_rows=500)
+    query = fed(writer.start(), onceflow_broker, source, sent[:100], sent[100:])
     assert script["opened"] is None, "the function that runs is the one that was given"
     assert {batch.path for batch in query.batches} >= {"driver", "2 reading tasks"}
     assert counted(onceflow_broker, target) == Counter(sent)
@@ -145,13 +151,7 @@ def test_a_function_with_a_broadcast_variable(
         return pa.RecordBatch.from_pydict({"key": batch.column("key"), "value": pa.array(found, pa.binary())})
 
     rows = flow.map(flow.read(source).select("key", "value"), named, schema="key binary, value binary")
-    query = flow.write(rows, topic=target, **write).start()
-    try:
-        for part in (sent[:100], sent[100:]):
-            independent.fill(onceflow_broker, source, part)
-            query.processAllAvailable()
-    finally:
-        query.stop()
+    query = fed(flow.write(rows, topic=target, **write).start(), onceflow_broker, source, sent[:100], sent[100:])
     assert {"task" in batch.path for batch in query.batches} == {"small_batch_rows" in write}
     assert counted(onceflow_broker, target) == Counter((key, b"number " + (value or b"")) for key, value in sent)
 

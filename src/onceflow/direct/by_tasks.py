@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,12 +69,9 @@ def backlog_of(prepared: PreparedQuery) -> Backlog:
 
 def _known(cores: Callable[[], int]) -> int:
     """How many tasks Spark can run; 0: its JVM has ended. The driver does not need it to read."""
-    try:
+    with contextlib.suppress(*SPARK_ERRORS, AttributeError, OSError):
         return cores()
-    except SPARK_ERRORS:
-        return 0
-    except (AttributeError, OSError):
-        return 0
+    return 0
 
 
 class _Ready:

@@ -19,7 +19,7 @@ from onceflow.clock import clock_ms
 from onceflow.direct.arrivals import Limits, Taken
 from onceflow.direct.backlog import Backlog
 from onceflow.direct.batches import DirectBatches
-from onceflow.direct.pacing import BATCH_BYTES, BatchSize
+from onceflow.direct.pacing import BATCH_BYTES, FULL, BatchSize
 from onceflow.direct.shares import Shares
 from onceflow.direct.source_reader import BUFFER_BYTES, SourceReader
 from onceflow.driver import handover
@@ -39,7 +39,6 @@ _TASKS_S = 1.0
 _TASKS_RECORDS_FIRST, _TASKS_RECORDS_MIN, _TASKS_RECORDS_MAX = 100_000, 20_000, 5_000_000
 _TASKS_RANGE_MIN = 4_000  # records of a partition
 _SHARES = 64  # partitions, among which a batch of fewer records than that is divided
-_FULL = 0.9  # of what a batch may take
 
 
 class DirectLoop:
@@ -266,7 +265,7 @@ class DirectLoop:
         self._batches(rows, source, backlog=True, quiet=self._reader.quiet())
         seconds = time.monotonic() - started
         read, limits = source.by_topic(), self._records_per_batch
-        full = self._tasks_size.ran(source.max_rows, seconds) or source.max_rows >= _FULL * most
+        full = self._tasks_size.ran(source.max_rows, seconds) or source.max_rows >= FULL * most
         if full or any(read[topic] >= limits[topic] for topic in limits):
             self._backlog.ran(source.max_rows, seconds, now=time.monotonic())
         self.lag = self._reader.lag()
@@ -291,12 +290,12 @@ class DirectLoop:
         }
 
     def _report(self, source: SourceRange, rows: Mapping[str, int], started_ms: int, seconds: float) -> None:
+        if self._reports is None or self._batches.summary is None:
+            return
         latest = {
             topic: {n: end + self.lag.get(topic, {}).get(n, 0) for n, end in ends.items()}
             for topic, ends in source.end.items()
         }
-        if self._reports is None or self._batches.summary is None:
-            return
         self._reports.committed(
             self._batches.summary,
             source,

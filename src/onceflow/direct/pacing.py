@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
 
+#: A batch that has this part of what it may take counts as full.
+FULL = 0.9
 _FIRST_RECORDS = 5_000
 _RECORDS_MIN, _RECORDS_MAX = 500, 500_000
 #: So much of keys and values one batch takes, about: its records are in memory until it is committed.
@@ -55,7 +57,7 @@ class BatchSize:
         Args:
             offsets: how many it has taken. seconds: how long it took, with fetching.
         """
-        full = offsets >= 0.9 * self.records
+        full = offsets >= FULL * self.records
         if not offsets:
             return False
         self._ran.append((offsets, seconds))

@@ -372,7 +372,7 @@ class BatchCommit:
 
     def is_lost(self, rows: Rows | None, summary: BatchSummary, problem: BaseException) -> bool:
         """With at_most_once: whether progress has moved already. Then rows that were not written are lost."""
-        if self.progress.batch_id != summary.batch:
+        if not self._delivery.progress_first or self.progress.batch_id != summary.batch:
             return False
         summary.lost = True
         self._writer.on_lost()

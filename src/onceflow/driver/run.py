@@ -223,7 +223,7 @@ def check_read_now(startup: Startup, df: DataFrame, facts: PlanFacts) -> None:
             flow=startup.flow,
             next_step="call Flow.read again before starting the flow again",
         )
-    for topic, ends in sorted(plan_columns.ends_of_reads(df, startup.flow)):
+    for topic, ends in plan_columns.ends_of_reads(df, startup.flow):
         until = startup.until.get(topic)
         if ends != (None if until is None else tuple(until.get(n, 0) for n in range(max(until) + 1))):
             raise UnsupportedQueryError(

@@ -10,7 +10,7 @@ from typing import Any
 from pyspark.sql import DataFrame
 
 from onceflow import user_code
-from onceflow.spark import jvm
+from onceflow.spark import jvm, plans
 from onceflow.spark.queries import MARK
 
 _MAX_SHOWN = 120
@@ -110,7 +110,7 @@ def ends_of_reads(df: DataFrame, flow: str) -> set[tuple[str, tuple[int, ...] | 
     """The topics that a query reads with ``Flow.read`` of this flow, and where the reads end; None: they do not end."""
     ends: set[tuple[str, tuple[int, ...] | None]] = set()
     reads: Counter[str] = Counter()  # those that are not below such a filter
-    for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
+    for node in jvm.nodes(plans.analyzed(df)):
         kind = jvm.kind(node)
         if kind == "StreamingRelationV2" and (topic := _topic(node, flow)) is not None:
             reads[topic] += 1
