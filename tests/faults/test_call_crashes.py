@@ -179,7 +179,7 @@ def swaps_results(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "mutant",
     [
-        keeps_outputs,
+        pytest.param(keeps_outputs, marks=pytest.mark.long),
         swaps_results,
         pytest.param(keeps_changes, marks=pytest.mark.long),
         pytest.param(None, marks=pytest.mark.long),

@@ -262,6 +262,7 @@ def test_driver_killed(
         flow.check()
 
 
+@pytest.mark.long
 def test_exception(make_external: Callable[..., External], inject: Any) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step."""
     flow = make_external()

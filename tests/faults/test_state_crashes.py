@@ -160,6 +160,7 @@ def test_task_that_reads_by_itself_dies(make_state_pipe: Any, inject: Any, step:
     pipe.check()
 
 
+@pytest.mark.long
 def test_second_driver_takes_over(make_state_pipe: Any) -> None:
     """I6 with one folder of local stores for both: the older is fenced, the state stays right."""
     pipe = make_state_pipe()

@@ -40,6 +40,7 @@ onceflow.serve(flow.write(rows, topic=target, small_batch_rows=0).start())
 """
 
 
+@pytest.mark.long
 def test_a_service_that_fails(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
     """It is run as users run it, four attempts of the batch fail in tasks, and the cause is told."""
     source, target = make_topic("in", 1), make_topic("out", 1)

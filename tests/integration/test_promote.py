@@ -56,6 +56,7 @@ def promotion(pipe: Any, copy: Any, *more: str) -> tuple[str, ...]:
     return ("promote", copy.flow, "--replaces", pipe.flow, "--yes", "--json", *more)
 
 
+@pytest.mark.long
 def test_under_load(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     pipe = make_state_pipe(partitions=3)
     pipe.fill(300)

@@ -75,6 +75,7 @@ def test_records_come_out_of_a_real_topic(
     assert sorted(bytes(row.value) for row in found.collect()) == [b"1", b"2"]
 
 
+@pytest.mark.long
 def test_the_settings_of_the_user_win(tmp_path: Path) -> None:
     (tmp_path / "spark-defaults.conf").write_text(
         "# mine\nspark.sql.shuffle.partitions 7\nspark.ui.showConsoleProgress=true\nspark.app.name filed\n"
