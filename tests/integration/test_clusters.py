@@ -31,7 +31,6 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import topic_config
 from onceflow.client.transactions import Outcome, Transactions
 from onceflow.driver import progress_log
-from onceflow.driver.progress_log import partition_of
 from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError
 from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import Names
@@ -270,13 +269,14 @@ def test_the_status_of_a_flow_goes_on_without_a_leader(three: LocalBroker, topic
 
     (before, _) = look(flow)
     assert (before["lag"], before["unseen"]) == (60, [])
-    shows = three.leader_of(PROGRESS_TOPIC, partition_of(flow))
+    partition = progress_log.partition_of(flow)
+    shows = three.leader_of(PROGRESS_TOPIC, partition)
     leaders = {p.number: p.leader for p in partitions_of(three, single)}
     gone = shows if way == "dies" else next(leader for leader in leaders.values() if leader != shows)
     lost = sorted(number for number, leader in leaders.items() if leader == gone)
     assert 0 < len(lost) < 6
     assert three.pause(gone) if way == "halts" else three.kill(gone)
-    hidden = f"{PROGRESS_TOPIC}-{partition_of(flow)}, with its progress: its leader, broker {gone}, does not answer"
+    hidden = f"{PROGRESS_TOPIC}-{partition}, with its progress: its leader, broker {gone}, does not answer"
 
     def is_noticed() -> bool:
         """What is known of the others is shown, and of the whole flow what coordinators know."""
