@@ -167,6 +167,11 @@ class Retry(Processor):
         """
         from pyspark.sql import functions as F
 
+        from onceflow.column_names import check_reserved, is_case_sensitive
+
+        reserved = {"key", "value", "headers", "timestamp", *SOURCE_COLUMNS, *SOURCE_COLUMNS.values()}
+        exact = is_case_sensitive(df.sparkSession)
+        check_reserved(df.columns, reserved, caller="Retry.by_origin", flow=None, case_sensitive=exact)
         needed = ("key", "value", "headers", "topic", "partition", "offset", "timestamp")
         missing = [name for name in needed if not {name, SOURCE_COLUMNS.get(name)} & {*df.columns}]
         if missing:

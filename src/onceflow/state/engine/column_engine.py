@@ -20,6 +20,7 @@ from onceflow.state.api.serdes import BYTES, Struct
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import one_chunk, output_batch
+from onceflow.state.engine.shapes import STATE_COLUMNS
 
 _PREFIX = pa.scalar(rows.VALUE, pa.binary())
 _NO_SEPARATOR = pa.scalar(b"", pa.binary())
@@ -39,7 +40,7 @@ class ColumnEngine(BaseEngine):
         self._struct = None if processor.state_fields is None else Struct(processor.state_fields)
         if self._struct is not None:
             self._scope.decode = self._struct.decode
-            reserved = {"key", "exists", "deleted"} & set(self._struct.fields)
+            reserved = STATE_COLUMNS & set(self._struct.fields)
             if reserved:
                 raise ValueError(f"state_fields cannot be named {', '.join(sorted(reserved))}")
         self._fields = pa.schema([("value", pa.binary())]) if self._struct is None else self._struct.schema

@@ -170,6 +170,10 @@ def check_windows(processor: object, flow: str | None, *, late_topic: bool = Tru
     if not late_topic:
         raise _option(processor, "it has windows, but late_topic= is missing", "name a topic for late records", flow)
     for name, aggregate in processor.aggregates.items():
+        given = name in Window._fields and type(processor).result is WindowProcessor.result
+        if given or not isinstance(name, str):
+            why = "is a field of every result" if given else "is no text"
+            raise _option(processor, f"aggregates: the name {name!r} {why}", "give it another name", flow)
         if not isinstance(aggregate, Aggregate):
             raise _option(processor, f"aggregates: {name!r} is {aggregate!r}", "give one like windows.Count()", flow)
     needed = ["add", "result", *(["merge"] if kind.merges else [])]
