@@ -468,7 +468,9 @@ def test_many_windows_close_in_bounded_batches_that_follow_at_once(monkeypatch: 
 
 @pytest.mark.parametrize("aggregate", [windows.Sum("amount"), windows.Mean("amount")])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_record_with_which_a_sum_overflows_is_bad_and_the_others_are_summed(aggregate: Any, at_once: bool) -> None:
+def test_a_record_with_which_a_sum_might_overflow_is_bad_and_the_others_are_summed(
+    aggregate: Any, at_once: bool
+) -> None:
     class Total(windows.WindowProcessor):
         key, value = serdes.STRING, serdes.JSON
         window = windows.Tumbling("1 minute")
@@ -479,9 +481,8 @@ def test_a_record_with_which_a_sum_overflows_is_bad_and_the_others_are_summed(ag
         driver.send("a", {"amount": amount}, timestamp_ms=number, run=not at_once)
     driver.send("a", {"amount": 1}, timestamp_ms=70_000)
     driver.run()
-    expected = 6 if isinstance(aggregate, windows.Sum) else 2
-    assert [record.value["total"] for record in driver.outputs] == [expected]
-    assert len(driver.dead_letters) == 1
+    assert [record.value["total"] for record in driver.outputs] == [6]
+    assert len(driver.dead_letters) == 3
 
 
 @pytest.mark.parametrize("aggregate", [windows.Min, windows.Max])

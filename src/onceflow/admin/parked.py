@@ -378,6 +378,13 @@ def _check_found(topic: str, origins: Collection[str], parts: Iterable[list[Park
 
 
 def _target(topic: str, record: Parked, to: str | None) -> str:
+    if dead_letters.is_of_timer(record.headers):
+        raise OptionError(
+            f"{record.origin} is the letter of a timer: the flow would take its value for a record of a source",
+            topic=topic,
+            detail=f"timer {record.header(dead_letters.TIMER_NAME)!r} of {record.header(dead_letters.TIMER_TABLE)}",
+            next_step="name the other records, and drop this one when it is dealt with; nothing has changed",
+        )
     target = to or record.retry_topic
     if not target or target == topic:
         raise OptionError(

@@ -76,7 +76,8 @@ class Retry(Processor):
 
     The flow whose records fail also reads the retry topic, with ``include_headers=True``. So its next dead letter says
     how often the record has failed. The wait grows with every failure of a record. It starts when this flow reads the
-    dead letter. A record is parked when it has failed ``max_attempts`` times, or for a cause that no retry can fix.
+    dead letter. A record is parked when it has failed ``max_attempts`` times, or for a cause that no retry can fix. The
+    letter of a timer is parked at once: its value is no record of a source.
     ``parked_topic`` should be compacted; its keys are the origins (``topic/partition/offset``) of the records.
     ``onceflow parked`` lists, retries and drops parked records.
 
@@ -234,7 +235,8 @@ class Retry(Processor):
             raise ValueError(f"key {key!r:.200} is not an origin: give Retry the result of Retry.by_origin(df)")
         for record in records:
             attempt = max(1, dead_letters.attempts(record))
-            if attempt >= self.max_attempts or _cause(record) in self.permanent:
+            final = _cause(record) in self.permanent or dead_letters.is_of_timer(record.headers)
+            if attempt >= self.max_attempts or final:
                 state.delete()
                 state.timers.cancel(_TIMER)
                 yield self._parked(key, record)

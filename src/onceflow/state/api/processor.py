@@ -94,7 +94,10 @@ class Processor:
         raise NotImplementedError(f"{type(self).__name__} does not define process()")
 
     def on_timer(self, key: Any, timer: Timer, state: State) -> Iterable[Record] | None:
-        """Handle a timer that is due. The timer is already deleted. An error here stops the flow.
+        """Handle a timer that is due. The timer is already deleted.
+
+        ``on_error`` of the step says what an error does. ``fail``: the flow stops. ``dead-letter``: what this call has
+        changed is undone, the timer is gone, and a dead letter names key and timer.
 
         Args:
             key: the key for which the timer was registered.

@@ -286,11 +286,20 @@ class BaseEngine:
         if self._dead_letter_topic is None:
             where = f"offset {record.offset}, " if record.offset is not None else ""
             raise self._failed("a record could not be processed", error, record, f"{where}key {shown(record.key)}")
-        self._collector.extend([dead_letters.dead_letter(record, self._dead_letter_topic, error)], as_read=True)
+        letter = dead_letters.dead_letter(record, self._dead_letter_topic, error)
+        self._add_letter(letter, error, dead_letters.described(record, error))
+
+    def _add_letter(self, letter: Record, error: Exception, described: str) -> None:
+        """Write a dead letter, and count it.
+
+        Args:
+            described: what has failed, for the log.
+        """
+        self._collector.extend([letter], as_read=True)
         self.counts["dead_letters"] += 1
         self.counts["aside"] += 1
         count, first = self.causes.get(type(error).__name__, (0, ""))
-        self.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)
+        self.causes[type(error).__name__] = count + 1, first or described
 
     def _failed(self, what: str, error: Exception, record: Record | None = None, detail: str = "") -> OnceflowError:
         """The error for a batch that fails. The caller raises it."""
