@@ -118,7 +118,7 @@ class StatusReader:
             if name not in known and prefix + name not in known and not hidden[name]:
                 raise unknown_flow(name, known)
         chosen = [name if name in known else prefix + name for name in flows] or sorted(
-            name for name in known if name.startswith(prefix)
+            name for name, (key, _, record) in known.items() if name.startswith(prefix) and not _is_over(key, record)
         )
         settings = self._settings(deadline) if chosen else []
         return [
@@ -169,6 +169,11 @@ class StatusReader:
         except OnceflowError as unreadable:
             status.warnings.append(unreadable.what)
             return status
+        if progress.became is not None:
+            status.notes.append(
+                f"it has taken the place of flow {progress.became}, and does not exist under its own name any more: "
+                "`onceflow reset` makes the name free"
+            )
         status.batch, status.last_commit_ms = progress.batch_id, progress.time_ms
         status.age_s = self._age_s(progress.time_ms)
         status.producer_id, status.producer_epoch = progress.producer_id, progress.producer_epoch
@@ -395,3 +400,11 @@ class StatusReader:
             return LetterTopic(topic, role)
         most = sum(stable - first for first, stable, _ in ends.values())
         return LetterTopic(topic, role, {number: stable for number, (_, stable, _) in ends.items()}, most)
+
+
+def _is_over(key: bytes, record: LogRecord) -> bool:
+    """Whether the flow has taken another one's place."""
+    try:
+        return records.decode(key, record.value or b"").became is not None
+    except OnceflowError:
+        return False  # its status says what is wrong with the record

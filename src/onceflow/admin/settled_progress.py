@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onceflow.admin.progress_history import committed_records
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.log_reader import LogRecord, read_log
+from onceflow.client.decided import read_stable
+from onceflow.client.log_reader import LogRecord
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.driver import progress_log
 from onceflow.errors import DeadlineExceededError, located
@@ -67,11 +67,13 @@ class SettledProgress:
                 )
             deadline.pause(attempt, f"a transaction is open in {PROGRESS_TOPIC}-{number}")
             attempt += 1
-        # The markers of what lies below the last stable offset may lie behind it.
-        end = offset(LATEST, committed=False)
         first = offset(EARLIEST)
         start = first if self._position is None else max(first, self._position)
-        items = read_log(self._cluster, PROGRESS_TOPIC, number, start, end, deadline)
-        found = committed_records(items, self._names.progress_key.encode(), stable)
+        key = self._names.progress_key.encode()
+        found = [
+            each
+            for each in read_stable(self._cluster, PROGRESS_TOPIC, number, start, stable, deadline)
+            if each.key == key
+        ]
         self._position = stable
         return found

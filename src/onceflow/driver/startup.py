@@ -173,10 +173,12 @@ class Startup:
         session.init(deadline)
         self.driver = DriverProcess(socket.gethostname(), os.getpid(), clock_ms())
         try:
-            self._progress = self.found = session.progress(sources, deadline)
+            found = session.progress(sources, deadline)
+            handover.check_exists(found, flow=self.flow)
         except BaseException:
             session.give_up()  # progress may have been read, but the transactions it names are not decided
             raise
+        self._progress = self.found = found
         hooks.at("init", where="driver", flow=self.flow, seconds=time.monotonic() - started)
         return self._progress
 

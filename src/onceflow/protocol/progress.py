@@ -149,6 +149,8 @@ class Progress:
         forked: where the flow comes from, if it is a fork of another one.
         promoted: which flow has taken its place; None: none has.
         handover: after that, what is in the outputs already; None: nothing behind ``offsets``.
+        became: the progress key of the flow whose place this one has taken: it does not exist under its own name any
+            more; None: it exists.
         driver: which driver has committed it; None: a command has, or a version that did not write it.
         time_ms: when the record was created, epoch milliseconds.
         format: version of this record's format.
@@ -172,6 +174,7 @@ class Progress:
     forked: ForkOrigin | None = None
     promoted: Promotion | None = None
     handover: HandOver | None = None
+    became: str | None = None
     driver: DriverProcess | None = None
     format: int = PROGRESS_FORMAT
 
@@ -215,6 +218,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["promoted"] = succession.promotion_content(progress.promoted)
     if progress.handover is not None:
         content["handover"] = succession.handover_content(progress.handover)
+    if progress.became is not None:
+        content["became"] = progress.became
     if progress.driver is not None:
         process = progress.driver
         content["driver"] = {"host": process.host, "pid": int(process.pid), "since_ms": int(process.since_ms)}
@@ -255,11 +260,15 @@ def decode(key: bytes | None, value: bytes) -> Progress:
             next_step=f"find out who writes to {PROGRESS_TOPIC}; only onceflow may.",
             flow=name,
         )
+    return _progress(content, name, version)
+
+
+def _progress(content: dict[str, Any], name: str, version: int) -> Progress:
     batch_id = take(content, name, "batch_id", int)
     if batch_id < 0:
         garbage(name, f"batch_id is {batch_id}")
     return Progress(
-        flow=flow,
+        flow=name,
         batch_id=batch_id,
         offsets=progress_fields.offsets(content, name, "offsets"),
         topic_ids=progress_fields.texts(content, name, "topic_ids"),
@@ -276,6 +285,7 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         forked=_part(content, name, "forked", succession.fork_of),
         promoted=_part(content, name, "promoted", succession.promotion_of),
         handover=_part(content, name, "handover", succession.handover_of),
+        became=take(content, name, "became", str) if "became" in content else None,
         driver=_part(content, name, "driver", _driver),
         time_ms=take(content, name, "time_ms", int),
         format=version,
