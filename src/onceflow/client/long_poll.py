@@ -392,6 +392,8 @@ class LongPoll(Generic[C]):
             each.position = first
             return
         if each.position <= last or each.attempt < _REPLICAS_LAG:
+            if each.attempt >= _REPLICAS_LAG:
+                each.leader_epoch = -1  # an error also if the leader has never heard of the epoch: it cannot be checked
             self._stale = True
             self._delay([each])
             return
