@@ -80,6 +80,12 @@ class Pair:
             text=True,
         )
 
+    def kill_at(self, step: str) -> None:
+        """The command is killed after this step."""
+        with self.promote({"step": step, "action": "kill", "flow": self.old}) as killed:
+            output = killed.communicate(timeout=60)[0]
+        assert killed.returncode == -9, output
+
     def progress(self, flow: str) -> Progress | None:
         """As an independent consumer sees it. What is open is not waited for."""
         seen = independent.read_topic(self.bootstrap, PROGRESS_TOPIC)
@@ -167,8 +173,7 @@ def test_killed_and_the_copy_is_started_again(
     pair = make_pair(state=state, together=together)
     before = {flow: pair.progress(flow) for flow in (pair.old, pair.copy)}
     for step in STEPS:
-        killed = pair.promote({"step": step, "action": "kill", "flow": pair.old})
-        assert killed.wait(60) == -9, killed.stdout
+        pair.kill_at(step)
         if step == "end":
             break
         with pair.starting(pair.copy) as found:
@@ -196,14 +201,14 @@ def test_slow_and_the_copy_is_started_again(
     before = {flow: pair.progress(flow) for flow in (pair.old, pair.copy)}
     go, at = tmp_path / "go", tmp_path / "at"
     rule = {"step": "progress", "action": "pause", "flow": pair.old, "until": str(go), "once_file": str(at)}
-    slow = pair.promote(rule)
-    wait_until(at.exists, 60, "the step", useless=slow.poll)
-    with pair.starting(pair.copy) as found:
-        holds(lambda: not found)
-        go.touch()
-        output = slow.communicate(timeout=60)[0]
-        assert slow.returncode == 1, output
-        assert "was started again meanwhile" in output
+    with pair.promote(rule) as slow:
+        wait_until(at.exists, 60, "the step", useless=slow.poll)
+        with pair.starting(pair.copy) as found:
+            holds(lambda: not found)
+            go.touch()
+            output = slow.communicate(timeout=60)[0]
+    assert slow.returncode == 1, output
+    assert "was started again meanwhile" in output
     assert found == [before[pair.copy]]
     assert {flow: pair.progress(flow) for flow in before} == before
 
@@ -212,7 +217,7 @@ def test_killed_and_run_again_at_once(make_pair: Callable[..., Pair], call: Call
     """At `write`, only the last record of the copy is there, which may be in another partition than the flow's."""
     pair = make_pair(state=False, together=together)
     for step in ("write", "progress"):
-        assert pair.promote({"step": step, "action": "kill", "flow": pair.old}).wait(60) == -9
+        pair.kill_at(step)
     done = told(call(*pair.command()[:-2]))
     assert not done["already"]
     assert (pair.progress(pair.copy) or Progress("", 0, {}, {}, 0)).became == pair.old
@@ -223,7 +228,7 @@ def test_killed_and_nothing_else_is_started(make_pair: Callable[..., Pair]) -> N
     """The transaction's timeout ends it, so that the copy is back without a hand, within one start."""
     pair = make_pair(state=False, together=True)
     before = pair.progress(pair.copy)
-    assert pair.promote({"step": "progress", "action": "kill", "flow": pair.old}).wait(60) == -9
+    pair.kill_at("progress")
     startup = Startup(Names(pair.copy), ClientSettings(pair.bootstrap), refused_s=15)
     startup.connect(startup.deadline())
     assert startup.fence({}, startup.deadline()) == before
@@ -244,7 +249,9 @@ def test_a_flow_that_has_become_another_one(make_pair: Callable[..., Pair], call
         ("promote", pair.old, "--replaces", pair.copy, "--yes"),
     ):
         refused(call(*words), onceflow.ProgressConflictError, taken)
-    assert pair.copy not in [each["flow"] for each in told(call("status", "--json")).get("flows", [])]
+    listed = [json.loads(line)["flow"] for line in call("status", "--json").stdout.splitlines()]
+    assert pair.old in listed
+    assert pair.copy not in listed
     assert taken in call("status", pair.copy).stdout
     told(call("reset", pair.copy, "--yes", "--json"))
     assert pair.found(pair.copy) is None

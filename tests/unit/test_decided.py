@@ -118,9 +118,9 @@ class Progress:
         self.starts.append(start)
         return self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
 
-    def latest(self, seconds: float = 5) -> LogRecord | None:
+    def latest(self, seconds: float = 5, hinted: int | None = None) -> LogRecord | None:
         deadline = Deadline(seconds, "starting flow copy")
-        return progress_log._latest(None, "copy", 3, 0, deadline)  # type: ignore[arg-type]
+        return progress_log._latest(None, "copy", 3, 0, hinted, deadline)  # type: ignore[arg-type]
 
 
 def record(offset: int, value: bytes | None = b"{}", producer_id: int = 7) -> LogRecord:
@@ -146,6 +146,14 @@ def test_an_older_record_that_stays_undecided_is_not_waited_for(monkeypatch: pyt
     """The last record by offset counts, as it does for compaction."""
     newer = record(12)
     assert Progress(monkeypatch, Decided([newer], [END], 9)).latest() == newer
+
+
+def test_a_record_without_marker_that_the_group_points_to_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kafka may leave a marker out, and forget the transactional id."""
+    there = Progress(monkeypatch, Decided([OWN], [record(9)], 9))
+    assert there.latest(hinted=9) == record(9)
+    with pytest.raises(DeadlineExceededError):
+        there.latest(0.02, hinted=4)
 
 
 def test_a_transaction_that_stays_open_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

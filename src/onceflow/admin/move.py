@@ -76,6 +76,8 @@ class Move:
             before,
             offsets={**before.offsets, **self.positions},
             topic_ids={**before.topic_ids, **self.topic_ids},
+            # The user may accept with the move that a log was truncated.
+            epochs={topic: each for topic, each in before.epochs.items() if topic not in self.positions},
             handover=None,
         )
 

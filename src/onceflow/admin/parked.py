@@ -36,6 +36,7 @@ from onceflow.errors import (
     TransactionTimeoutError,
     located,
 )
+from onceflow.protocol.names import transactional_id_of_parked
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import dead_letters
 from onceflow.state.api.record import Header
@@ -177,7 +178,7 @@ class _Change:
     def __init__(self, cluster: Cluster, topic: str) -> None:
         self._cluster = cluster
         self._topic = topic
-        self._transactions = Transactions(cluster, f"onceflow.admin.parked.{topic}", _TIMEOUT_MS)
+        self._transactions = Transactions(cluster, transactional_id_of_parked(topic), _TIMEOUT_MS)
 
     def run(self, origins: Collection[str] | None, target_of: Callable[[Parked], str]) -> dict[str, int]:
         """Remove the records with these origins, and write them to other topics.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from onceflow.admin.settled_progress import settled_records
 from onceflow.admin.similar_flows import meant, named, similar_flows
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.decided import read_stable
 from onceflow.client.log_reader import LogRecord
-from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.client.offsets import EARLIEST, list_offsets
 from onceflow.driver import progress_log
 from onceflow.driver.handover import check_exists
 from onceflow.errors import OptionError, UnknownTopicError
@@ -21,8 +21,7 @@ _CALL_S = 60.0
 
 
 def read_history(cluster: Cluster, names: Names, check: Callable[[], None] = lambda: None) -> list[LogRecord]:
-    """The committed progress records of a flow, and their tombstones; waits until every transaction that has begun is
-    decided.
+    """The committed progress records of a flow, and their tombstones; waits until each of its records is decided.
 
     Args:
         check: called while it waits. It may raise, to end the wait.
@@ -36,14 +35,8 @@ def read_history(cluster: Cluster, names: Names, check: Callable[[], None] = lam
     except UnknownTopicError:
         return []  # no flow has run here
     number = progress_log.partition_of(names.progress_key)
-    span = {PROGRESS_TOPIC: [number]}
-    begin = list_offsets(cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC][number]
-    begun = list_offsets(cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC][number]
-    while (stable := list_offsets(cluster, span, LATEST, deadline)[PROGRESS_TOPIC][number]) < begun:
-        check()
-        deadline.pause(0, "a transaction is open in the progress topic")
-    found = read_stable(cluster, PROGRESS_TOPIC, number, begin, stable, deadline)
-    return [each for each in found if each.key == names.progress_key.encode()]
+    begin = list_offsets(cluster, {PROGRESS_TOPIC: [number]}, EARLIEST, deadline)[PROGRESS_TOPIC][number]
+    return settled_records(cluster, names, begin, deadline, check).committed
 
 
 def last_of(history: Sequence[LogRecord], names: Names, cluster: Cluster | None = None) -> Progress:

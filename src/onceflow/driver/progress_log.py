@@ -147,9 +147,9 @@ def read_progress(
     hinted = hinted_offset(cluster, group, source_topics, partition, deadline)
     latest = None
     if hinted is not None and begin <= hinted:
-        latest = _latest(cluster, flow, partition, hinted, deadline)
+        latest = _latest(cluster, flow, partition, hinted, hinted, deadline)
     if latest is None:
-        latest = _latest(cluster, flow, partition, begin, deadline)
+        latest = _latest(cluster, flow, partition, begin, hinted, deadline)
     if latest is None:
         if hinted is not None and not missing_is_fine:
             raise ProgressConflictError(
@@ -192,13 +192,21 @@ def hinted_offset(
     return min(hints) if hints else None
 
 
-def _latest(cluster: Cluster, flow: str, partition: int, start: int, deadline: Deadline) -> LogRecord | None:
+def _latest(
+    cluster: Cluster, flow: str, partition: int, start: int, hinted: int | None, deadline: Deadline
+) -> LogRecord | None:
     """The last committed record (or tombstone) of a flow from an offset on. A newer one that is undecided is waited
-    for."""
+    for.
+
+    Args:
+        hinted: where the group's offsets point to. The record there is committed, also if its marker is missing: both
+            are in one transaction.
+    """
     attempt = 0
     while True:
         found = read_decided(cluster, PROGRESS_TOPIC, partition, start, deadline, key=flow.encode())
-        latest = found.committed[-1] if found.committed else None
+        known = [each for each in found.undecided if hinted is not None and each.offset <= hinted]
+        latest = max((*found.committed[-1:], *known[-1:]), key=lambda each: each.offset, default=None)
         newer = [each for each in found.undecided if latest is None or each.offset > latest.offset]
         if not newer:
             return latest
@@ -224,7 +232,8 @@ def _undecided(flow: str, partition: int, record: LogRecord, deadline: Deadline)
         f"{deadline.what}",
         next_step=f"`onceflow transactions list --topic {PROGRESS_TOPIC}` names its transactional id: usually "
         "`onceflow promote` is at work, or was killed. Run that command again, or start the flow that it replaces: "
-        "both end the transaction, and so does its timeout. Then start this flow again; nothing was lost",
+        "both end the transaction, and so does its timeout. If no coordinator knows it, `onceflow transactions abort` "
+        "ends it. Then start this flow again; nothing was lost",
     )
 
 

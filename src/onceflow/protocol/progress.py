@@ -18,7 +18,7 @@ import pyarrow as pa
 from onceflow.errors import ProgressConflictError
 from onceflow.protocol import progress_fields, succession
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.protocol.progress_fields import PROGRESS_TOPIC, Offsets, garbage, plain, short, take
+from onceflow.protocol.progress_fields import PROGRESS_TOPIC, Epochs, Offsets, garbage, plain, short, take
 from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion, TimerId
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "PROGRESS_TOPIC",
     "CheckpointProgress",
     "DriverProcess",
+    "Epochs",
     "ForkOrigin",
     "HandOver",
     "LocalTable",
@@ -149,6 +150,8 @@ class Progress:
         forked: where the flow comes from, if it is a fork of another one.
         promoted: which flow has taken its place; None: none has.
         handover: after that, what is in the outputs already; None: nothing behind ``offsets``.
+        epochs: leaders of the sources: with them, a start finds out whether the records before ``offsets`` are still
+            there (KIP-320). A fact about the log, not about the position, so it may be older than ``offsets``.
         became: the progress key of the flow whose place this one has taken: it does not exist under its own name any
             more; None: it exists.
         driver: which driver has committed it; None: a command has, or a version that did not write it.
@@ -174,6 +177,7 @@ class Progress:
     forked: ForkOrigin | None = None
     promoted: Promotion | None = None
     handover: HandOver | None = None
+    epochs: Epochs = field(default_factory=dict)
     became: str | None = None
     driver: DriverProcess | None = None
     format: int = PROGRESS_FORMAT
@@ -218,6 +222,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["promoted"] = succession.promotion_content(progress.promoted)
     if progress.handover is not None:
         content["handover"] = succession.handover_content(progress.handover)
+    if progress.epochs:
+        content["epochs"] = progress_fields.plain_epochs(progress.epochs)
     if progress.became is not None:
         content["became"] = progress.became
     if progress.driver is not None:
@@ -285,6 +291,7 @@ def _progress(content: dict[str, Any], name: str, version: int) -> Progress:
         forked=_part(content, name, "forked", succession.fork_of),
         promoted=_part(content, name, "promoted", succession.promotion_of),
         handover=_part(content, name, "handover", succession.handover_of),
+        epochs=progress_fields.epochs(content, name, "epochs") if "epochs" in content else {},
         became=take(content, name, "became", str) if "became" in content else None,
         driver=_part(content, name, "driver", _driver),
         time_ms=take(content, name, "time_ms", int),
