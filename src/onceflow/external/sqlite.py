@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,9 +22,10 @@ from onceflow.external.sink import (
     RECORD_COLUMNS,
     BatchAttempt,
     ExternalSink,
-    Opened,
+    ProgressRow,
     RefusedRow,
-    fenced,
+    check_owner,
+    next_generation,
     older_state,
 )
 
@@ -91,20 +93,25 @@ class SqliteSink(ExternalSink):
                         next_step="key= must name the columns of its primary key, or of a unique index",
                     ) from error
 
-    def open(self, flow: str, generation: int | None) -> Opened:
+    def progress_row(self, flow: str) -> ProgressRow | None:
+        with self._connected() as connection:
+            return self._row(connection, flow)
+
+    def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
         with self._connected() as connection, _transaction(connection):
             connection.execute(
                 f"CREATE TABLE IF NOT EXISTS {_PROGRESS} "
-                "(flow TEXT PRIMARY KEY, generation INTEGER NOT NULL, progress TEXT)"
+                "(flow TEXT PRIMARY KEY, generation INTEGER NOT NULL, owner TEXT NOT NULL, progress TEXT)"
             )
-            row = connection.execute(f"SELECT generation, progress FROM {_PROGRESS} WHERE flow = ?", [flow]).fetchone()
-            last, progress = row or (0, None)
-            if generation is not None and generation != last:
-                raise fenced(self.target, flow, generation, last)
-            connection.execute(f"INSERT OR REPLACE INTO {_PROGRESS} VALUES (?, ?, ?)", [flow, last + 1, progress])
+            found = self._row(connection, flow)
+            opened = next_generation(self.target, flow, found, owner, generation)
+            progress = None if found is None else found.progress
+            connection.execute(
+                f"INSERT OR REPLACE INTO {_PROGRESS} VALUES (?, ?, ?, ?)", [flow, opened, owner, progress]
+            )
         self._progress[flow] = progress
         shutil.rmtree(self._staging(flow), ignore_errors=True)
-        return Opened(last + 1, progress)
+        return ProgressRow(opened, owner, progress)
 
     def begin(self, attempt: BatchAttempt) -> None:
         self._staging(attempt.flow).mkdir(parents=True, exist_ok=True)
@@ -145,12 +152,10 @@ class SqliteSink(ExternalSink):
         progress: Callable[[], str],
     ) -> None:
         with self._connected() as connection, _transaction(connection):
-            row = connection.execute(
-                f"SELECT generation, progress FROM {_PROGRESS} WHERE flow = ?", [attempt.flow]
-            ).fetchone()
-            if row is None or row[0] != attempt.generation:
-                raise fenced(self.target, attempt.flow, attempt.generation, row and row[0])
-            if row[1] != self._progress.get(attempt.flow, row[1]):
+            found = self._row(connection, attempt.flow)
+            check_owner(self.target, attempt, found)
+            before = None if found is None else found.progress
+            if before != self._progress.get(attempt.flow, before):
                 raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
             for receipt in filter(None, receipts):
                 self._move(connection, self._staging(attempt.flow) / receipt.decode(), refuse)
@@ -165,8 +170,18 @@ class SqliteSink(ExternalSink):
 
     # ---- inside --------------------------------------------------------------------------------------
 
+    def _row(self, connection: sqlite3.Connection, flow: str) -> ProgressRow | None:
+        there = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
+        if not connection.execute(there, [_PROGRESS]).fetchone():
+            return None
+        row = connection.execute(
+            f"SELECT generation, owner, progress FROM {_PROGRESS} WHERE flow = ?", [flow]
+        ).fetchone()
+        return None if row is None else ProgressRow(*row)
+
     def _staging(self, flow: str) -> Path:
-        return self.path.with_name(f"{self.path.name}-onceflow") / flow
+        # The identity of a flow may be longer than the name of a folder.
+        return self.path.with_name(f"{self.path.name}-onceflow") / hashlib.sha256(flow.encode()).hexdigest()[:32]
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
