@@ -256,8 +256,8 @@ class ExternalCommit:
 
         Raises:
             BatchAbortedError: it was not, and cannot be any more.
-            FencedError: a newer driver has taken the flow over. A takeover of this driver whose answer was lost is none:
-                the owner tells.
+            FencedError: a newer driver has taken the flow over. The owner tells it from an earlier call of ``open``
+                whose answer was lost.
             ProgressConflictError: the system has gone back to an older state.
             DeadlineExceededError: the system does not answer. The next start finds the outcome.
         """
