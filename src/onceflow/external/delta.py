@@ -206,7 +206,7 @@ def _check_features(table: Any, root: str) -> None:
         raise SchemaError(
             f"The table in {root} asks more of its writers than adding files",
             detail=f"writer version {protocol.min_writer_version}, {', '.join([*sorted(asked), *constraints])}",
-            next_step="use a table without these features, or a ParquetSink",
+            next_step="use a table without these features",
         )
 
 
