@@ -74,7 +74,7 @@ class External:
     def progress(self) -> dict[str, Any]:
         if not self.select("SELECT name FROM sqlite_master WHERE name = 'onceflow_progress'"):
             return {}
-        found = self.select(f"SELECT progress FROM onceflow_progress WHERE flow = '{self.flow}'")
+        found = self.select(f"SELECT progress FROM onceflow_progress WHERE flow LIKE '%.{self.flow}@%'")
         return json.loads(found[0][0]) if found and found[0][0] else {}
 
     def check_rows_iff_progress(self) -> None:
