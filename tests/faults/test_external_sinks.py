@@ -1,5 +1,5 @@
-"""Flows that write to a database, or to files: killed at every step, restarted, taken over, restored. A row has
-the place of its record, so the target alone shows what was lost or written twice.
+"""Flows that write to a database, or to a table of Delta Lake: killed at every step, restarted, taken over, restored.
+A row has the place of its record, so the target alone shows what was lost or written twice.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
-from pyarrow.fs import FileSelector, S3FileSystem
 from pyspark.errors import StreamingQueryException
+from sqlite_sink import SqliteSink
 
 import onceflow
 from onceflow import hooks
 from onceflow.testing import faults, independent
-from onceflow.testing.s3 import S3Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -76,7 +74,7 @@ class External:
     def progress(self) -> dict[str, Any]:
         if not self.select("SELECT name FROM sqlite_master WHERE name = 'onceflow_progress'"):
             return {}
-        found = self.select(f"SELECT progress FROM onceflow_progress WHERE flow = '{self.flow}'")
+        found = self.select(f"SELECT progress FROM onceflow_progress WHERE flow LIKE '%.{self.flow}@%'")
         return json.loads(found[0][0]) if found and found[0][0] else {}
 
     def check_rows_iff_progress(self) -> None:
@@ -114,66 +112,6 @@ class External:
 
 
 @dataclass
-class Files(External):
-    """The same with Parquet files. Reads them as the page says, without onceflow."""
-
-    def log(self) -> list[bytes]:
-        return [path.read_bytes() for path in sorted(Path(self.database).glob(f"_onceflow/{self.flow}/*/*.json"))]
-
-    def open(self, path: str) -> Any:
-        return Path(self.database) / path
-
-    def entries(self) -> list[dict[str, Any]]:
-        found = [json.loads(entry) for entry in self.log()]
-        assert [entry["number"] for entry in found] == list(range(1, len(found) + 1))
-        return found
-
-    def rows(self) -> list[Any]:
-        columns = ["partition", "offset", "value"]
-        tables = [
-            pq.ParquetFile(self.open(file["path"])).read(columns) for entry in self.entries() for file in entry["files"]
-        ]
-        return [tuple(row.values()) for table in tables for row in table.to_pylist()]
-
-    def progress(self) -> dict[str, Any]:
-        entries = self.entries()
-        return json.loads(entries[-1]["progress"]) if entries and entries[-1]["progress"] else {}
-
-
-@dataclass
-class Bucket(Files):
-    """The same in a bucket, read with pyarrow's own client of S3."""
-
-    server: S3Server | None = None
-
-    def arguments(self, **options: Any) -> dict[str, Any]:
-        assert self.server is not None
-        return super().arguments(storage=self.server.options, **options)
-
-    def client(self) -> S3FileSystem:
-        assert self.server is not None
-        options = self.server.options
-        return S3FileSystem(
-            access_key=options["key"],
-            secret_key=options["secret"],
-            endpoint_override=options["endpoint_url"],
-            region="us-east-1",
-        )
-
-    def root(self) -> str:
-        return str(self.database).removeprefix("s3://")
-
-    def log(self) -> list[bytes]:
-        client = self.client()
-        folder = FileSelector(f"{self.root()}/_onceflow/{self.flow}", allow_not_found=True, recursive=True)
-        paths = sorted(info.path for info in client.get_file_info(folder) if info.path.endswith(".json"))
-        return [client.open_input_file(path).read() for path in paths]
-
-    def open(self, path: str) -> Any:
-        return self.client().open_input_file(f"{self.root()}/{path}")
-
-
-@dataclass
 class Delta(External):
     """The same with a table of Delta Lake. Its own reader says which rows and which entry are committed."""
 
@@ -200,19 +138,13 @@ def make_external(
     make_topic: Callable[..., str],
     external_flow: Any,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
 ) -> Callable[..., External]:
     """``make_external()``: an empty topic, an empty target and a flow name. ``letters``: it refuses some rows."""
 
     def make(kind: type[External] = External, *, letters: bool = False) -> External:
         pipe = make_pipe()
-        if kind is Files:
-            return Files(pipe, tmp_path / f"{pipe.flow}-files", external_flow)
         if kind is Delta:
             return Delta(pipe, tmp_path / f"{pipe.flow}.delta", external_flow)
-        if kind is Bucket:
-            server = request.getfixturevalue("s3")
-            return Bucket(pipe, f"s3://{server.make_bucket()}/table", external_flow, server=server)
         path = tmp_path / f"{pipe.flow}.db"
         with closing(sqlite3.connect(path)) as connection:
             connection.execute(_LEDGER + (', CHECK ("offset" % 7 <> 3))' if letters else ")"))
@@ -231,8 +163,6 @@ def rows_of(step: str) -> int:
     [
         (External, ("write", "commit", "progress", "settle")),
         pytest.param(External, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
-        pytest.param(Files, ("write", "audit", "commit"), marks=pytest.mark.long),
-        pytest.param(Bucket, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
         pytest.param(Delta, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
     ],
 )
@@ -277,7 +207,7 @@ def test_exception(make_external: Callable[..., External], inject: Any) -> None:
     flow.check()
 
 
-@pytest.mark.parametrize("kind", [External, Files])
+@pytest.mark.parametrize("kind", [External, Delta])
 def test_workers_die(make_external: Callable[..., External], inject: Any, kind: type[External]) -> None:
     """The rows of a task are there, then its worker dies: only those of the second attempt are committed."""
     flow = make_external(kind)
@@ -297,7 +227,7 @@ def test_the_answer_of_a_commit_is_lost(make_external: Callable[..., External], 
     flow.check()
 
 
-@pytest.mark.parametrize("kind", [External, Files])
+@pytest.mark.parametrize("kind", [External, Delta])
 def test_a_second_driver_takes_over(make_external: Callable[..., External], kind: type[External]) -> None:
     flow = make_external(kind)
     flow.pipe.fill(500)
@@ -346,7 +276,7 @@ def test_two_topics(make_external: Callable[..., External], inject: Any) -> None
         with onceflow.Flow(flow.flow, flow.pipe.spark, bootstrap_servers=flow.pipe.bootstrap) as reader:
             one, two = (reader.read(topic, max_records_per_batch=200) for topic in topics)
             rows = one.union(two).select("topic", "partition", "offset")
-            query = reader.write_external(rows, onceflow.SqliteSink(flow.database, "both_topics"), once=True).start()
+            query = reader.write_external(rows, SqliteSink(flow.database, "both_topics"), once=True).start()
             query.awaitTermination(120)
 
     for each in (flow, other):
@@ -364,7 +294,7 @@ def test_two_topics(make_external: Callable[..., External], inject: Any) -> None
 def test_what_is_wrong_is_told_at_the_start(make_external: Callable[..., External]) -> None:
     flow = make_external()
     flow.pipe.fill(10)
-    sink = onceflow.SqliteSink(flow.database, "ledgers")
+    sink = SqliteSink(flow.database, "ledgers")
     with pytest.raises(onceflow.SchemaError, match="no table 'ledgers'"):
         flow.run(sink=sink)
     with pytest.raises(onceflow.OptionError, match="takes an ExternalSink, not str"):
