@@ -233,17 +233,17 @@ class RowChecks:
     def divided(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[Refused]]:
         """The rows that the table takes, with its types; and the others."""
         found: dict[int, tuple[str, str]] = {}
-        numbers = np.arange(batch.num_rows)
-        for column in batch.schema.names:
+        numbers, columns = np.arange(batch.num_rows), batch.schema.names
+        for column in columns:
             _check(batch.column(column), self._fields[column], numbers, column, found)
         for column in self._facts.partition_by:
-            if column in batch.schema.names:
+            if column in columns:
                 _check_partition(batch.column(column), column, found)
         good = np.array([n not in found for n in range(batch.num_rows)], dtype=bool) if found else None
         if good is not None:
             batch, numbers = batch.filter(pa.array(good)), numbers[good]
-        arrays = [batch.column(name).cast(self._plain[name]) for name in batch.schema.names]
-        taken = pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+        arrays = [_as(batch.column(name).cast(self._plain[name]), self._fields[name].type) for name in columns]
+        taken = pa.RecordBatch.from_arrays(arrays, schema=pa.schema([self._fields[name] for name in columns]))
         refused = [(number, *why) for number, why in found.items()]
         failed = self._refused_by_expressions(taken) if self._scratch is not None else []
         if failed:
@@ -296,7 +296,7 @@ class RowChecks:
 
     def _all_columns(self, batch: pa.RecordBatch) -> pa.Table:
         arrays = [
-            batch.column(name) if name in batch.schema.names else pa.nulls(batch.num_rows, kind)
+            batch.column(name).cast(kind) if name in batch.schema.names else pa.nulls(batch.num_rows, kind)
             for name, kind in self._plain.items()
         ]
         return pa.Table.from_arrays(arrays, schema=pa.schema(self._plain))
@@ -355,6 +355,27 @@ def _without_not_null(given: Any) -> Any:
 
 
 # ---- values ------------------------------------------------------------------------------------------
+
+
+def _as(array: Any, kind: Any) -> Any:
+    """The same values, with a type that says what must not be null. A cast of Arrow refuses the children of a null
+    struct, which are null, too; and so do readers of files that do not say it."""
+    if array.type == kind:
+        return array
+    if array.offset:
+        array = array.take(pa.array(np.arange(len(array))))
+    if types.is_struct(kind):
+        children = [_as(array.field(number), each.type) for number, each in enumerate(kind)]
+        buffers = array.buffers()[:1]
+    elif types.is_map(kind):
+        entries = pa.struct([kind.key_field, kind.item_field])
+        parts = [_as(array.keys, kind.key_type), _as(array.items, kind.item_type)]
+        children = [pa.Array.from_buffers(entries, len(parts[0]), [None], children=parts)]
+        buffers = array.buffers()[:2]
+    else:
+        children = [_as(array.values, kind.value_type)]
+        buffers = array.buffers()[:2]
+    return pa.Array.from_buffers(kind, len(array), buffers, array.null_count, children=children)
 
 
 def _check(array: Any, given: Any, rows: Any, path: str, found: dict[int, tuple[str, str]]) -> None:
