@@ -259,7 +259,7 @@ class DeltaSink(ExternalSink):
         check_partition_by(self.partition_by, given)
         if record:
             raise SchemaError(
-                f"There is no table in {self.root} yet, so it is not known which columns are its own, and which are those "
+                f"There is no table in {self.root} yet, so nobody knows which columns are its own, and which are those "
                 "of records, for dead letters",
                 detail=f"columns of records: {', '.join(record)}",
                 next_step="create the table before, or leave these columns out",
