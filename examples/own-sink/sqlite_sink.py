@@ -2,8 +2,8 @@
 
 This is a whole sink of your own: copy it, and put your system in the place of SQLite. The parts that every sink has:
 
-- ``open`` takes the flow over, ``commit`` does everything else in **one transaction**: it checks the generation, moves
-  the rows, and keeps the progress row.
+- ``open`` takes the flow over in **one transaction**. ``commit`` does everything else in one: it checks that the driver
+  still has the flow, moves the rows, and keeps the progress row.
 - Tasks bring their rows to files beside the database (the *staging area*). A receipt names the file, and only files
   with a receipt are ever moved into the table.
 - A row that SQLite does not take exactly as it is makes a `RefusedRow`: a dead letter, or the end of the flow.
@@ -11,6 +11,7 @@ This is a whole sink of your own: copy it, and put your system in the place of S
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
@@ -26,7 +27,15 @@ import pyarrow as pa
 
 from onceflow import BadRecordError, EnvironmentUnusableError, ExternalSink, SchemaError
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
-from onceflow.external.sink import RECORD_COLUMNS, BatchAttempt, Opened, RefusedRow, fenced, older_state
+from onceflow.external.sink import (
+    RECORD_COLUMNS,
+    BatchAttempt,
+    ProgressRow,
+    RefusedRow,
+    check_owner,
+    next_generation,
+    older_state,
+)
 
 _PROGRESS = "onceflow_progress"
 _BUSY_S = 60.0
@@ -109,20 +118,25 @@ class SqliteSink(ExternalSink):
                         "unique index",
                     ) from error
 
-    def open(self, flow: str, generation: int | None) -> Opened:
+    def progress_row(self, flow: str) -> ProgressRow | None:
+        with self._connected() as connection:
+            return _progress_row(connection, flow)
+
+    def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
         with self._connected() as connection, _transaction(connection):
             connection.execute(
                 f"CREATE TABLE IF NOT EXISTS {_PROGRESS} "
-                "(flow TEXT PRIMARY KEY, generation INTEGER NOT NULL, progress TEXT)"
+                "(flow TEXT PRIMARY KEY, generation INTEGER NOT NULL, owner TEXT NOT NULL, progress TEXT)"
             )
-            row = connection.execute(f"SELECT generation, progress FROM {_PROGRESS} WHERE flow = ?", [flow]).fetchone()
-            last, progress = row or (0, None)
-            if generation is not None and generation != last:
-                raise fenced(self.target, flow, generation, last)
-            connection.execute(f"INSERT OR REPLACE INTO {_PROGRESS} VALUES (?, ?, ?)", [flow, last + 1, progress])
+            found = _progress_row(connection, flow)
+            opened = next_generation(self.target, flow, found, owner, generation)
+            progress = None if found is None else found.progress
+            connection.execute(
+                f"INSERT OR REPLACE INTO {_PROGRESS} VALUES (?, ?, ?, ?)", [flow, opened, owner, progress]
+            )
         self._progress[flow] = progress
         shutil.rmtree(self._staging(flow), ignore_errors=True)
-        return Opened(last + 1, progress)
+        return ProgressRow(opened, owner, progress)
 
     def begin(self, attempt: BatchAttempt) -> None:
         self._staging(attempt.flow).mkdir(parents=True, exist_ok=True)
@@ -205,12 +219,10 @@ class SqliteSink(ExternalSink):
 
     def _check_progress(self, connection: sqlite3.Connection, attempt: BatchAttempt) -> None:
         """Check that no other driver has taken the flow over, and that the database has not forgotten a commit."""
-        row = connection.execute(
-            f"SELECT generation, progress FROM {_PROGRESS} WHERE flow = ?", [attempt.flow]
-        ).fetchone()
-        if row is None or row[0] != attempt.generation:
-            raise fenced(self.target, attempt.flow, attempt.generation, row and row[0])
-        if row[1] != self._progress.get(attempt.flow, row[1]):
+        found = _progress_row(connection, attempt.flow)
+        check_owner(self.target, attempt, found)
+        before = None if found is None else found.progress
+        if before != self._progress.get(attempt.flow, before):
             raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
 
     def _rows(self, attempt: BatchAttempt, receipts: Sequence[bytes]) -> Iterator[Mapping[str, Any]]:
@@ -247,7 +259,8 @@ class SqliteSink(ExternalSink):
         return None
 
     def _staging(self, flow: str) -> Path:
-        return self.path.with_name(f"{self.path.name}-onceflow") / flow
+        # The identity of a flow may be longer than the name of a folder.
+        return self.path.with_name(f"{self.path.name}-onceflow") / hashlib.sha256(flow.encode()).hexdigest()[:32]
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
@@ -272,6 +285,14 @@ class SqliteSink(ExternalSink):
     def _columns(self, schema: pa.Schema) -> list[str]:
         """The columns of the table that are written."""
         return self._write.columns([name for name in schema.names if name not in self._record])
+
+
+def _progress_row(connection: sqlite3.Connection, flow: str) -> ProgressRow | None:
+    there = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
+    if not connection.execute(there, [_PROGRESS]).fetchone():
+        return None
+    row = connection.execute(f"SELECT generation, owner, progress FROM {_PROGRESS} WHERE flow = ?", [flow]).fetchone()
+    return None if row is None else ProgressRow(*row)
 
 
 @contextmanager

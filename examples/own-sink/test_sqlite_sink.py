@@ -22,11 +22,12 @@ from sqlite_sink import SqliteSink
 from onceflow import (
     BadRecordError,
     EnvironmentUnusableError,
+    FencedError,
     OptionError,
     ProgressConflictError,
     SchemaError,
 )
-from onceflow.external.sink import BatchAttempt, RefusedRow
+from onceflow.external.sink import BatchAttempt, ProgressRow, RefusedRow
 from onceflow.testing.external_sink_suite import ExternalSinkSuite, Writer
 
 
@@ -58,9 +59,30 @@ class TestSqlite(ExternalSinkSuite):
 
 class NeverFences(SqliteSink):
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
-        ((last,),) = rows_of(self.path, "SELECT generation FROM onceflow_progress")
+        ((last, owner),) = rows_of(self.path, "SELECT generation, owner FROM onceflow_progress")
         receipts = [each for each in receipts if (self._staging(attempt.flow) / each.decode()).exists()]
-        super().commit(replace(attempt, generation=last), receipts, progress)
+        super().commit(replace(attempt, generation=last, owner=owner), receipts, progress)
+
+
+class KnowsOnlyTheGeneration(SqliteSink):
+    def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
+        found = self.progress_row(flow)
+        if generation is not None and found is not None and found.generation != generation:
+            raise FencedError("it has another generation")
+        return super().open(flow, owner, generation)
+
+
+class LooksByTakingOver(SqliteSink):
+    def progress_row(self, flow: str) -> ProgressRow | None:
+        return super().open(flow, "somebody", None)
+
+
+class KnowsOnlyTheName(SqliteSink):
+    def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
+        return super().open("suite" if "suite" in flow else flow, owner, generation)
+
+    def progress_row(self, flow: str) -> ProgressRow | None:
+        return super().progress_row("suite" if "suite" in flow else flow)
 
 
 class MovesAllThatIsStaged(SqliteSink):
@@ -91,6 +113,10 @@ class ShowsRowsAtOnce(SqliteSink):
     [
         (NeverFences, "test_an_older_driver_is_fenced"),
         (MovesAllThatIsStaged, "test_only_rows_with_a_receipt_are_committed"),
+        (KnowsOnlyTheGeneration, "test_the_answers_of_takeovers_are_lost"),
+        (KnowsOnlyTheGeneration, "test_a_takeover_is_killed_at_any_moment"),
+        (LooksByTakingOver, "test_looking_changes_nothing"),
+        (KnowsOnlyTheName, "test_flows_of_one_name_do_not_meet"),
         pytest.param(TwoTransactions, "test_processes_are_killed_at_any_moment", marks=pytest.mark.faults),
         (ShowsRowsAtOnce, "test_rows_are_seen_with_the_progress_and_not_before"),
     ],
@@ -98,8 +124,9 @@ class ShowsRowsAtOnce(SqliteSink):
 def test_a_wrong_sink_is_caught(tmp_path: Path, mutant: Any, test: str) -> None:
     suite = TestSqlite()
     sink = mutant(database(tmp_path, "CREATE TABLE ledger (id INTEGER PRIMARY KEY, text TEXT)"), "ledger")
-    with pytest.raises((AssertionError, pytest.fail.Exception, BadRecordError, ProgressConflictError)):
-        getattr(suite, test)(sink)
+    more = {"committed": False} if test == "test_the_answers_of_takeovers_are_lost" else {}
+    with pytest.raises((AssertionError, pytest.fail.Exception, BadRecordError, ProgressConflictError, FencedError)):
+        getattr(suite, test)(sink, **more)
 
 
 def test_an_older_state_is_not_continued(tmp_path: Path) -> None:
@@ -116,7 +143,7 @@ def test_an_older_state_is_not_continued(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript("CREATE TABLE ledger (id INTEGER PRIMARY KEY, text TEXT)")
-    with pytest.raises(ProgressConflictError, match="has generation 1, the last one there is 0"):
+    with pytest.raises(ProgressConflictError, match="has generation 1, there is none"):
         writer.open(attempt.generation)
 
 
@@ -131,7 +158,7 @@ def written(
     if letters:
         sink.set_aside()
     sink.check(given.schema)
-    attempt = BatchAttempt("f", sink.open("f", None).generation, batch, 1)
+    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, batch, 1)
     sink.begin(attempt)
     receipt = sink.write(attempt, "0", iter([given]))
     refused: list[RefusedRow] = []
@@ -343,7 +370,7 @@ def test_arguments() -> None:
     with pytest.raises(OptionError, match="no meaning"):
         SqliteSink("x.db", "t", key=["a"])
     with pytest.raises(EnvironmentUnusableError, match=r"no database .*x\.db"):
-        SqliteSink("/nowhere/x.db", "t").open("f", None)
+        SqliteSink("/nowhere/x.db", "t").open("f", "o", None)
 
 
 # ---- the service -------------------------------------------------------------------------------------

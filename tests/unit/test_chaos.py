@@ -215,7 +215,7 @@ def written_by(sink: ExternalSink, end: int = 6, start: int = 0) -> list[Seen]:
         {"partition": 0, "offset": each.offset, "key": "key", "value": str(each.value, "ascii")} for each in records
     ]
     sink.check(pa.RecordBatch.from_pylist(rows).schema)
-    attempt = BatchAttempt("f", sink.open("f", None).generation, 1, 1)
+    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
     sink.begin(attempt)
     halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     receipts = [sink.write(attempt, str(n), iter([pa.RecordBatch.from_pylist(half)])) for n, half in enumerate(halves)]

@@ -17,7 +17,7 @@ def progress(batch: int, **offsets: int) -> Progress:
 
 
 def planned(kafka: Progress, row: Progress | None) -> Any:
-    return plan_external(kafka, row, ["a", "b"], target="t", flow="f")
+    return plan_external(kafka, row, ["a", "b"], target="t", flow="f", identity="onceflow.f@c")
 
 
 def test_where_a_flow_with_an_external_sink_starts() -> None:

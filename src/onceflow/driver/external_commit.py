@@ -66,11 +66,14 @@ class Ownership:
     """What a start has found.
 
     Args:
-        generation: of this driver in the external system.
+        identity: of the flow, as the external system knows it.
+        owner, generation: of this driver there, see `ProgressRow`.
         row: the text of the progress row; None: it has none yet.
         progress: where the flow is.
     """
 
+    identity: str
+    owner: str
     generation: int
     row: str | None
     progress: Progress
@@ -104,6 +107,8 @@ class ExternalCommit:
         checkpoint: Folder,
     ) -> None:
         self._sink = sink
+        self._identity = owned.identity
+        self._owner = owned.owner
         self._generation = owned.generation
         self._row = owned.row
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -166,7 +171,7 @@ class ExternalCommit:
     def attempt(self, rows: Rows, attempt: Attempt) -> bool:
         """One transaction of the external system, from its begin to its end."""
         batch, summary = attempt.batch, attempt.summary
-        at = self._at = BatchAttempt(self.flow, self._generation, batch, summary.attempts)
+        at = self._at = BatchAttempt(self._identity, self._owner, self._generation, batch, summary.attempts)
         with timed(summary, "begin"):
             self.machine.on(Event.BEGIN)
             self._guarded("begin", lambda: self._reached(lambda: self._sink.begin(at)))
@@ -206,7 +211,7 @@ class ExternalCommit:
         self, rows: Rows, at: BatchAttempt, source: SourceRange, summary: BatchSummary
     ) -> tuple[Part, Sequence[bytes]]:
         """Bring all rows to the system. Returns the reports, and the receipts in the order of the tasks."""
-        order = ExternalOrder(self._sink, at, hooks.configured())
+        order = ExternalOrder(self._sink, self.flow, at, hooks.configured())
         small = self._options.small_batch_rows
         limit = _SMALL_BATCH_ROWS if small is None else small
         assert isinstance(rows, DataFrame), "Spark runs every flow with an external sink"
@@ -257,7 +262,8 @@ class ExternalCommit:
 
         Raises:
             BatchAbortedError: it was not, and cannot be any more.
-            FencedError: a newer driver has taken the flow over.
+            FencedError: a newer driver has taken the flow over. The owner tells it from an earlier call of ``open``
+                whose answer was lost.
             ProgressConflictError: the system has gone back to an older state.
             DeadlineExceededError: the system does not answer. The next start finds the outcome.
         """
@@ -265,7 +271,7 @@ class ExternalCommit:
         tried = 0
         while True:
             try:
-                opened = self._sink.open(self.flow, at.generation)
+                opened = self._sink.open(self._identity, self._owner, at.generation)
                 break
             except FencedError as error:
                 self.machine.on(Event.FENCED)

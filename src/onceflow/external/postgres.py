@@ -40,7 +40,16 @@ from onceflow.external.postgres_columns import (
 from onceflow.external.postgres_connection import completed, connect, dataset_of, reason, suppress_race
 from onceflow.external.postgres_moves import HEADERS, PROBLEM, RECEIPT, ROW, Moves, Staged, refusals
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
-from onceflow.external.sink import RECORD_COLUMNS, BatchAttempt, ExternalSink, Opened, RefusedRow, fenced, older_state
+from onceflow.external.sink import (
+    RECORD_COLUMNS,
+    BatchAttempt,
+    ExternalSink,
+    ProgressRow,
+    RefusedRow,
+    check_owner,
+    next_generation,
+    older_state,
+)
 
 if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg
@@ -134,24 +143,35 @@ class PostgresSink(ExternalSink):
         self._record = [Column(name, kind, False, kind) for name, kind in kinds.items()]
         self._check_moves(connection)
 
-    def open(self, flow: str, generation: int | None) -> Opened:
+    def progress_row(self, flow: str) -> ProgressRow | None:
+        with self._connected() as connection:
+            there = connection.execute("SELECT to_regclass(%s)", [_PROGRESS]).fetchone()
+            if there is None or there[0] is None:
+                return None
+            return self._row(connection, flow)
+
+    def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
         with self._connected() as connection:
             with suppress_race():
                 connection.execute(
                     f"CREATE TABLE IF NOT EXISTS {_PROGRESS} "
-                    "(flow text PRIMARY KEY, generation bigint NOT NULL, progress text)"
+                    "(flow text PRIMARY KEY, generation bigint NOT NULL, owner text NOT NULL, progress text)"
                 )
             with self._transaction(connection):
+                # The lock of a row that is not there yet is that of its insertion.
                 connection.execute(
-                    f"INSERT INTO {_PROGRESS} VALUES (%s, 0, NULL) ON CONFLICT (flow) DO NOTHING", [flow]
+                    f"INSERT INTO {_PROGRESS} VALUES (%s, 0, '', NULL) ON CONFLICT (flow) DO NOTHING", [flow]
                 )
-                last, progress = self._locked(connection, flow)
-                if generation is not None and generation != last:
-                    raise fenced(self.target, flow, generation, last)
-                connection.execute(f"UPDATE {_PROGRESS} SET generation = %s WHERE flow = %s", [last + 1, flow])
+                found = self._row(connection, flow, lock=True)
+                last = None if found is None or not found.generation else found
+                opened = next_generation(self.target, flow, last, owner, generation)
+                connection.execute(
+                    f"UPDATE {_PROGRESS} SET generation = %s, owner = %s WHERE flow = %s", [opened, owner, flow]
+                )
+            progress = None if last is None else last.progress
             self._progress[flow] = progress
             self._drop_staging(connection, flow)
-        return Opened(last + 1, progress)
+        return ProgressRow(opened, owner, progress)
 
     def begin(self, attempt: BatchAttempt) -> None:
         from psycopg import sql
@@ -223,9 +243,9 @@ class PostgresSink(ExternalSink):
         staged = Staged(_staging(attempt), [name for name, _ in given])
         with self._connected() as connection:
             with self._decided(connection), self._transaction(connection):
-                last, before = self._locked(connection, attempt.flow)
-                if last != attempt.generation:
-                    raise fenced(self.target, attempt.flow, attempt.generation, last)
+                found = self._row(connection, attempt.flow, lock=True)
+                check_owner(self.target, attempt, found)
+                before = None if found is None else found.progress
                 if before != self._progress.get(attempt.flow, before):
                     raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
                 self._check_staged(connection, staged, sum(rows for _, rows in given))
@@ -305,18 +325,19 @@ class PostgresSink(ExternalSink):
             connection.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{_LOCK_S}s'")
             yield
 
-    def _locked(self, connection: psycopg.Connection[Any], flow: str) -> tuple[int, str | None]:
-        """The progress row, which nobody else can change until the transaction ends."""
+    def _row(self, connection: psycopg.Connection[Any], flow: str, *, lock: bool = False) -> ProgressRow | None:
+        """The progress row. ``lock``: nobody else can change it until the transaction ends."""
         found = connection.execute(
-            f"SELECT generation, progress FROM {_PROGRESS} WHERE flow = %s FOR UPDATE", [flow]
+            f"SELECT generation, owner, progress FROM {_PROGRESS} WHERE flow = %s" + (" FOR UPDATE" if lock else ""),
+            [flow],
         ).fetchone()
-        return (0, None) if found is None else (int(found[0]), found[1])
+        return None if found is None else ProgressRow(int(found[0]), found[1], found[2])
 
     def _check_moves(self, connection: psycopg.Connection[Any]) -> None:
         """Try everything without rows: it needs the same permissions, types and index."""
         import psycopg
 
-        attempt = BatchAttempt("onceflow check", 0, 0, 0)
+        attempt = BatchAttempt("onceflow check", "", 0, 0, 0)
         try:
             with connection.transaction(force_rollback=True):
                 connection.execute(f"SET LOCAL lock_timeout = '{_CHECK_S}s'")
@@ -389,5 +410,5 @@ def _staging_prefix(flow: str) -> str:
 
 
 def _staging(attempt: BatchAttempt) -> str:
-    """The staging table of a generation."""
-    return f"{_staging_prefix(attempt.flow)}{attempt.generation}"
+    """The staging table of a driver."""
+    return f"{_staging_prefix(attempt.flow)}{attempt.generation}_{attempt.owner[:8]}"

@@ -86,6 +86,13 @@ class Names:
         """Key of the progress record. It has the prefix, too: flows that do not fence each other must not share it."""
         return f"{self.transactional_id_prefix}{self.flow}"
 
+    def identity(self, cluster_id: str) -> str:
+        """What external systems call the flow: flows of all clusters and prefixes have different ones.
+
+        The progress key would not do: prefix ``a.`` with flow ``b`` has the same one as no prefix with flow ``a.b``.
+        """
+        return f"{self.transactional_id}@{cluster_id}"
+
     @property
     def group_id(self) -> str:
         """The consumer group to which source offsets are committed. Only tools for consumer lag read them."""
