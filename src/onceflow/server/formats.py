@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import orjson
@@ -15,6 +16,7 @@ import orjson
 from onceflow.errors import OptionError
 from onceflow.server.problems import Problem
 from onceflow.state import rows
+from onceflow.state.api import exact_json
 
 KEY_BYTES_MAX = rows.ROW_KEY_BYTES_MAX - 1
 
@@ -24,6 +26,7 @@ _DIGITS_MAX = 20  # with the sign
 _KINDS = {
     int: "a number",
     float: "a number",
+    Decimal: "a number",
     bool: "a boolean",
     type(None): "null",
     list: "a list",
@@ -117,7 +120,7 @@ def _to_base64(raw: bytes) -> str:
 
 def _in_json(value: Any) -> str:
     """As it stands in a JSON document, at most the beginning."""
-    return orjson.dumps(value).decode()[:100]
+    return exact_json.dumps(value).decode()[:100]
 
 
 def _parse_long(text: str) -> bytes:
