@@ -15,10 +15,7 @@ import orjson
 
 from onceflow.errors import OptionError
 from onceflow.server.problems import Problem
-from onceflow.state import rows
 from onceflow.state.api import exact_json
-
-KEY_BYTES_MAX = rows.ROW_KEY_BYTES_MAX - 1
 
 _LONG = struct.Struct(">q")
 _DIGITS = re.compile(r"-?[0-9]+")
@@ -53,7 +50,7 @@ class KeyFormat:
         """The bytes of a key in a request.
 
         Raises:
-            Problem: 400, it is no such key, or longer than a table can keep.
+            Problem: 400, it is no such key.
         """
         try:
             if not isinstance(text, str) and not (self.numbers and type(text) is int):
@@ -62,10 +59,6 @@ class KeyFormat:
         except ValueError as wrong:
             detail = f"The {what} {_in_json(text)} is not {self.name}: {wrong}"
             raise Problem(400, detail, next_step=self.written) from wrong
-        if len(key) > KEY_BYTES_MAX:
-            raise Problem(
-                400, f"The {what} has {len(key):,} bytes", next_step=f"tables keep keys of up to {KEY_BYTES_MAX} bytes"
-            )
         return key
 
     def prefix(self, text: str) -> bytes:
