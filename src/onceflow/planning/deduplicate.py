@@ -13,7 +13,6 @@ from onceflow.column_names import did_you_mean, is_case_sensitive
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, SchemaError
 from onceflow.planning.step_frames import check_step_names, optional_columns, state_columns
-from onceflow.state import rows
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication
 
 DROP = "drop"
@@ -30,6 +29,7 @@ _AS_TEXT = (
     T.DateType,
 )
 _RECORDS_MAX = 1 << 40
+_ID_BYTES_MAX = 470
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _milliseconds(within: Any, flow: str) -> int:
 def dedup_columns(df: DataFrame, options: DedupOptions, flow: str, *, one_topic: bool) -> DataFrame:
     """The rows of the step: those of every step, with the id in place of the key, and the record's key beside it.
 
-    An id that is too long for a key of state is replaced by its SHA-256.
+    A long id is replaced by its SHA-256, so that the state of a key stays small.
 
     Args:
         one_topic: whether all rows come from one topic: then no topic column is needed.
@@ -120,7 +120,7 @@ def dedup_columns(df: DataFrame, options: DedupOptions, flow: str, *, one_topic:
     further = [_event_time(options, types, flow)] if options.within is not None else []
     # One projection, in which every expression sees the columns of ``df``.
     binary_key = F.col("key") if isinstance(types["key"], T.BinaryType) else F.col("key").cast("binary")
-    is_long = F.length(id_) > F.lit(rows.KEY_BYTES_MAX)
+    is_long = F.length(id_) > F.lit(_ID_BYTES_MAX)
     hashed = F.concat(F.lit(HASHED), F.sha2(id_, 256)).cast("binary")
     wanted: list[Column] = [F.when(is_long, hashed).otherwise(id_).alias("key")]
     wanted.append((F.when(is_long, id_) if options.id == "key" else binary_key).alias(RECORD_KEY))

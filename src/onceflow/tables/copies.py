@@ -98,7 +98,7 @@ class Copy:
         store: replaced by another object if the copy was damaged and has to be restored.
         position: all committed records below this offset are in the store.
         current_ms: when the copy last contained everything that was committed, epoch milliseconds; None: never.
-        ignored: how many records could not be kept: they have no key, or too long a key.
+        ignored: how many records could not be kept: they have no key.
         snapshots: whether the records are snapshots of the partition. The records themselves say so, because the topic
             may be empty when the table is opened.
         emptied: whether it had something, was emptied because it was damaged, and has not been restored since. It must
@@ -339,7 +339,7 @@ class Copy:
         now_ms = clock_ms()
         if self.snapshots:
             return self._snapshot_changes(chunk, now_ms)
-        keys = [key for key in chunk.keys if key is not None and len(key) < rows.ROW_KEY_BYTES_MAX]
+        keys = [key for key in chunk.keys if key is not None]
         known: dict[bytes, bytes | None] = {}
         for key, row in zip(keys, self.store.get_many([rows.value_key(key) for key in keys]), strict=True):
             known[key] = rows.live_payload(row, now_ms) if row else None

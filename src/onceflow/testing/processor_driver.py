@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pyarrow as pa
 
 from onceflow.durations import duration_ms
 from onceflow.errors import ProcessorError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
+from onceflow.state.api import exact_json
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Header, Record
@@ -275,7 +275,7 @@ class ProcessorDriver:
 
     def _encoders(self) -> tuple[Any, Any]:
         if isinstance(self.processor, ColumnProcessor):
-            return str.encode, lambda value: value.encode() if isinstance(value, str) else orjson.dumps(value)
+            return str.encode, lambda value: value.encode() if isinstance(value, str) else exact_json.dumps(value)
         return self.processor.key.encode, self.processor.value.encode
 
     def _partition_of(self, raw_key: bytes | None) -> int:

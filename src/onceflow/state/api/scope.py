@@ -157,16 +157,6 @@ class Scope:
         self.uses_clock = True
         return rows.pack(b"", _later(self.now_ms, ttl_ms), self.version)
 
-    @staticmethod
-    def checked(row_key: bytes) -> bytes:
-        """The row key, if it is not too long for the store."""
-        if len(row_key) > rows.ROW_KEY_BYTES_MAX:
-            raise ValueError(
-                f"key, name and entry key have {len(row_key)} bytes together; at most {rows.ROW_KEY_BYTES_MAX} are "
-                "allowed (zero bytes count twice)"
-            )
-        return row_key
-
 
 def _later(now_ms: int, ttl_ms: int) -> int:
     return min(now_ms + ttl_ms, (1 << 63) - 1)  # rows keep times in 64 bits

@@ -175,7 +175,7 @@ class BaseEngine:
         usable = input_batch.usable_keys(batch)
         if usable is not None:
             for record in self._raw(batch.filter(pa.array(~usable))):
-                self._reject(record, ValueError(input_batch.key_problem(record.key)))
+                self._reject(record, ValueError(input_batch.NO_KEY))
             batch = batch.filter(pa.array(usable))
         if batch.num_rows:
             self._feed(batch)

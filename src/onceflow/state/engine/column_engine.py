@@ -17,6 +17,7 @@ from onceflow.state.api.json_columns import JsonRowError
 from onceflow.state.api.processor import BadRows, ColumnContext, ColumnProcessor
 from onceflow.state.api.scope import ABSENT
 from onceflow.state.api.serdes import BYTES, Struct
+from onceflow.state.api.whole_numbers import NEXT_STEP, rounded, with_nullable_integers
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import one_chunk, output_batch
@@ -109,7 +110,7 @@ class ColumnEngine(BaseEngine):
             columns["timestamp_ms"] = columns.pop("timestamp")
         if self.uses_event_time:
             self._asked = self.processor.event_time
-            times = self._asked(pa.table(columns))
+            times = self._asked(with_nullable_integers(pa.table(columns)))
             if times is not None:
                 array = times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times)
                 in_time = self._see_times(batch, input_batch.milliseconds(one_chunk(array)))
@@ -128,7 +129,7 @@ class ColumnEngine(BaseEngine):
         result: Any
         self._asked = self.processor.process
         try:
-            result = self._asked(pa.table(columns), states, self._context)
+            result = self._asked(with_nullable_integers(pa.table(columns)), states, self._context)
         except BadRows as bad:
             raise _of_batch(bad, places.tolist()) from bad
         if result is None:
@@ -164,7 +165,7 @@ class ColumnEngine(BaseEngine):
             exists = np.fromiter((payload is not None for payload in payloads), dtype=bool, count=len(payloads))
             places = pa.array(np.cumsum(exists) - 1, mask=~exists)
             columns = {name: column.take(places) for name, column in columns.items()}
-        return pa.table({"key": keys, **columns, "exists": pa.array(exists)})
+        return with_nullable_integers(pa.table({"key": keys, **columns, "exists": pa.array(exists)}))
 
     def _payloads(self, found: list[bytes | None]) -> tuple[list[bytes | None], int]:
         """The rows, with None for expired ones, and how many bytes of each row come before the payload."""
@@ -286,6 +287,12 @@ def as_table(given: Any, what: str) -> pa.Table:
 def _cast(column: Any, field: Any) -> Any:
     if column.type == field.type:
         return column
+    large = rounded(column, field.type)
+    if large is not None:
+        raise ValueError(
+            f"state field {field.name} is {field.type}, got the float {large!r}, which may be another number, rounded: "
+            + NEXT_STEP
+        )
     try:
         return column.cast(field.type)
     except pa.ArrowException as error:

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.errors import SchemaError
-from onceflow.state import rows
 from onceflow.state.api.record import Header
 
 _TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
@@ -88,20 +87,14 @@ def milliseconds(column: Any) -> Any:
 def usable_keys(batch: pa.RecordBatch) -> npt.NDArray[np.bool_] | None:
     """Which records have a key that is usable for state; None: all."""
     keys = batch.column("key")
-    lengths = pc.binary_length(keys)
-    if not keys.null_count and (not len(keys) or pc.max(lengths).as_py() <= rows.KEY_BYTES_MAX):
+    if not keys.null_count:
         return None
-    usable: npt.NDArray[np.bool_] = (
-        pc.less_equal(lengths, rows.KEY_BYTES_MAX).fill_null(False).to_numpy(zero_copy_only=False)
-    )
+    usable: npt.NDArray[np.bool_] = keys.is_valid().to_numpy(zero_copy_only=False)
     return usable
 
 
-def key_problem(key: bytes | None) -> str:
-    """What is wrong with an unusable key."""
-    if key is None:
-        return "the record has no key: state is kept by key"
-    return f"the key has {len(key)} bytes, at most {rows.KEY_BYTES_MAX} are allowed"
+#: What is wrong with a key that is not usable.
+NO_KEY = "the record has no key: state is kept by key"
 
 
 class Metadata(NamedTuple):

@@ -14,11 +14,12 @@ import pyarrow as pa
 
 from onceflow.errors import ProcessorError
 from onceflow.state import dead_letters, rows
-from onceflow.state.api import user_errors
+from onceflow.state.api import exact_json, user_errors
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
 from onceflow.state.api.scope import Failures, Scope
+from onceflow.state.api.serdes import JSON
 from onceflow.state.api.timers import Timer
 from onceflow.state.api.user_errors import shown
 from onceflow.state.engine import due, input_batch
@@ -380,7 +381,7 @@ def _decoded(raws: Sequence[bytes | None], serde: Any, what: str) -> tuple[list[
     Args:
         what: ``key`` or ``value``, for the errors.
     """
-    decode: Callable[[bytes], Any] = serde.decode
+    decode: Callable[[bytes], Any] = exact_json.loader(raws) if serde == JSON else serde.decode
     try:
         if None not in raws:
             return list(map(decode, raws)), {}  # type: ignore[arg-type]
