@@ -16,6 +16,7 @@ from onceflow.protocol.timestamps import LATEST_MS, AcceptedTimes, FarAheadError
 
 NOW = 1_795_000_000_000
 HOUR, DAY = 3_600_000, 86_400_000
+MS = timedelta(milliseconds=1)
 ANY = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, 0, LATEST_MS, LATEST_MS + 1, NOW, NOW * 1000]))
 
 
@@ -43,6 +44,15 @@ def test_every_time_has_a_text(at: int) -> None:
         assert text == wanted.isoformat(timespec="seconds")
     found = timestamps.as_datetime(at)
     assert found is None or found.astimezone(timezone(timedelta(hours=14))).year <= 9999
+
+
+@given(st.datetimes(timezones=st.none() | st.just(timezone.utc)))
+def test_datetimes(at: datetime) -> None:
+    found = timestamps.of_datetime(at)
+    if at.tzinfo is not None:
+        assert found == (None if at.year < 1970 else (at - datetime(1970, 1, 1, tzinfo=timezone.utc)) // MS)
+    elif 1971 <= at.year <= 9998:
+        assert found == int(at.replace(microsecond=0).timestamp()) * 1000 + at.microsecond // 1000
 
 
 @pytest.mark.parametrize(

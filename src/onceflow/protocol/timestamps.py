@@ -104,6 +104,14 @@ def as_datetime(epoch_ms: int | None) -> datetime | None:
     return _EPOCH + timedelta(milliseconds=epoch_ms)
 
 
+def of_datetime(at: datetime) -> int | None:
+    """Epoch milliseconds of a datetime; without a time zone, it is local time. None: the time is unknown."""
+    try:
+        return known_ms((at.astimezone(timezone.utc) - _EPOCH) // timedelta(milliseconds=1))
+    except (OverflowError, ValueError, OSError):  # at the edges of what Python can express
+        return None
+
+
 def age_ms(epoch_ms: int | None, now_ms: int) -> int | None:
     """How long ago a time was, at least 0; None: it is unknown, or so far ahead that it cannot be right."""
     if epoch_ms is None or epoch_ms < 0 or epoch_ms - now_ms > _DAY_MS:

@@ -111,17 +111,15 @@ class BaseEngine:
     ) -> None:
         self.processor = copy.copy(processor)
         self.flow, self.table, self.partition, self.batch = flow, table, partition, batch
-        self.now_ms, self.watermark_ms = now_ms, watermark_ms
-        self._late_before_ms = watermark_ms
+        self.now_ms, self.watermark_ms, self._late_before_ms = now_ms, watermark_ms, watermark_ms
         self.uses_event_time = processor.allowed_lateness is not None
         self._check(on_error, dead_letter_topic, late_topic)
         if default_ttl_ms is None and processor.ttl is not None:
             default_ttl_ms = duration_ms(processor.ttl)
         self._dead_letter_topic = dead_letter_topic if on_error == "dead-letter" else None
         self._late_topic, self._source_topic = late_topic, source_topic
-        self._max_timers = max_timers_per_batch
         self._timers_until, self._unfired = timers_until, due.Unfired(unfired)
-        self.timers_left, self.fired = False, set[str]()
+        self.timers_left, self.fired, self._max_timers = False, set[str](), max_timers_per_batch
         self._overlay = Overlay(store)
         self._scope = Scope(
             processor,
