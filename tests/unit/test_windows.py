@@ -137,7 +137,7 @@ KINDS = st.one_of(
     SIZE.map(lambda size: windows.Sliding(size / 1000)),
     SIZE.map(lambda gap: windows.Session(gap / 1000)),
 )
-BATCHES = st.lists(st.lists(st.tuples(st.sampled_from([b"a", b"b"]), st.integers(-50, 200)), max_size=8), max_size=8)
+BATCHES = st.lists(st.lists(st.tuples(st.sampled_from([b"a", b"b"]), st.integers(0, 250)), max_size=8), max_size=8)
 
 
 @pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.long)])
@@ -347,8 +347,8 @@ def test_a_record_needs_an_event_time_that_a_window_can_have() -> None:
     driver.send_many([sale(0, None), sale(0, 2**62 + 1), sale(0, 2**63 - 1), sale(0, -(2**62) - 1), sale(0, -1)])
     causes = [(dict(each.headers)["onceflow.error.message"] or b"").decode() for each in driver.dead_letters]
     assert [cause.partition(" for")[0].partition(",")[0] for cause in causes] == [
-        "the record has no event time",
-        *(f"event time {at} is too far away" for at in (2**62 + 1, 2**63 - 1, -(2**62) - 1)),
+        *(f"event time {at} is no time in milliseconds since 1970" for at in (2**62 + 1, 2**63 - 1)),
+        *["the record has no event time"] * 3,
     ]
 
 

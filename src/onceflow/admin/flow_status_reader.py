@@ -34,7 +34,7 @@ from onceflow.client.producers import open_transactions
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.driver.progress_log import hint, partition_of
 from onceflow.errors import DeadlineExceededError, OnceflowError, OptionError, PermissionDeniedError
-from onceflow.protocol import acls
+from onceflow.protocol import acls, timestamps
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
@@ -328,8 +328,8 @@ class StatusReader:
         reader = CommittedReader(self._cluster, deadline.remaining, fetch_bytes=_SMALL_FETCH_BYTES)
         for chunk in reader.read(topic, number, begin, stable):
             if chunk.keys:
-                stamp = int(chunk.timestamps_ms[0])
-                return self._age_s(stamp) if stamp >= 0 else None
+                age_ms = timestamps.age_ms(int(chunk.timestamps_ms[0]), int(self._clock() * 1000))
+                return None if age_ms is None else age_ms / 1000
         return 0.0
 
     def _held(self, status: FlowStatus, topic: str, parts: Iterable[PartitionStatus], deadline: Deadline) -> list[str]:
@@ -346,9 +346,10 @@ class StatusReader:
             if transaction is None:
                 continue  # it has ended meanwhile, or may not be seen; the count is shown in any case
             begun_ms = transaction.started_ms if transaction.started_ms >= 0 else transaction.last_write_ms
-            age_s = self._age_s(begun_ms)
-            if age_s >= HELD_AFTER_S:
-                found.append(held_back_warning(Held(topic, part.partition, part.stable, part.end, age_s), transaction))
+            age_ms = timestamps.age_ms(begun_ms, int(self._clock() * 1000))
+            if age_ms is None or age_ms >= HELD_AFTER_S * 1000:  # if nobody knows, it may be old
+                held = Held(topic, part.partition, part.stable, part.end, (age_ms or 0) / 1000)
+                found.append(held_back_warning(held, transaction))
         return found
 
     def _may_see(self, status: FlowStatus, topic: str, number: int, deadline: Deadline) -> bool:

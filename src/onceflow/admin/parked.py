@@ -27,7 +27,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.interrupts import outcome_told
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
-from onceflow.client.topics import find_topics, max_message_bytes
+from onceflow.client.topics import find_topics, topic_limits
 from onceflow.client.transactions import Outcome, Transactions
 from onceflow.errors import (
     DeadlineExceededError,
@@ -223,7 +223,7 @@ class _Change:
         self._transactions.begin(deadline)
         counts: dict[str, int] = {}
         try:
-            limits = max_message_bytes(self._cluster, [self._topic], deadline)
+            limits = topic_limits(self._cluster, [self._topic], deadline)
             writer = Writer(self._cluster, self._transactions, limits, deadline)
             for records in parts:
                 _refuse_dead_letters(self._topic, records)
@@ -232,7 +232,7 @@ class _Change:
                     by_target.setdefault(target_of(record), []).append(record)
                 for target, found in by_target.items():
                     if target and target not in limits:
-                        limits |= max_message_bytes(self._cluster, [target], deadline)
+                        limits |= topic_limits(self._cluster, [target], deadline)
                     if target:
                         self._write_to(target, found, writer, deadline)
                     counts[target] = counts.get(target, 0) + len(found)

@@ -14,6 +14,7 @@ from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, SchemaError
 from onceflow.planning.step_frames import check_step_names, optional_columns, state_columns
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication
+from onceflow.state.api.processor import MAX_AHEAD
 
 DROP = "drop"
 HASHED = "sha256:"
@@ -42,6 +43,7 @@ class DedupOptions:
     late: Any
     duplicates_topic: str | None
     event_time: str | None
+    max_ahead: Any = MAX_AHEAD
 
     @property
     def late_topic(self) -> str | None:
@@ -73,6 +75,7 @@ def check_deduplication(options: DedupOptions, flow: str) -> Deduplication:
         duplicates_topic=options.duplicates_topic,
         id_name=options.id,
         id_is_key=options.id == "key",
+        max_ahead=options.max_ahead,
     )
 
 
@@ -81,7 +84,11 @@ def _check_records(options: DedupOptions, flow: str) -> None:
         raise OptionError(f"records={options.records!r} is no count", flow=flow, next_step="give at least 1")
     if options.records > _RECORDS_MAX:
         raise OptionError(f"records={options.records} is too many", flow=flow, next_step=f"give at most {_RECORDS_MAX}")
-    for name, value, default in (("late", options.late, DROP), ("event_time", options.event_time, None)):
+    for name, value, default in (
+        ("late", options.late, DROP),
+        ("event_time", options.event_time, None),
+        ("max_ahead", options.max_ahead, MAX_AHEAD),
+    ):
         if value != default:
             raise OptionError(
                 f"{name}= cannot be combined with records=: no record is late where time does not matter",

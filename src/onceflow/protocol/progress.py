@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import pyarrow as pa
 
@@ -28,10 +28,12 @@ __all__ = [
     "CheckpointProgress",
     "DriverProcess",
     "Epochs",
+    "EventTime",
     "ForkOrigin",
     "HandOver",
     "LocalTable",
     "Offsets",
+    "Origin",
     "Progress",
     "Promotion",
     "TableProgress",
@@ -46,7 +48,24 @@ PROGRESS_FORMAT = 1
 NO_TIMER = (1 << 63) - 1
 """In place of the time of a timer: there is no timer."""
 
+Origin: TypeAlias = tuple[str | None, int]
+"""Where rows of a step come from: topic and partition of a source. If the topic is None, they come from another step,
+and the number is that of its table's partition."""
+
 _T = TypeVar("_T")
+
+
+class EventTime(NamedTuple):
+    """How far event time has come in one partition.
+
+    Args:
+        latest_ms: the latest event time, epoch milliseconds; None: no record with one was seen yet.
+        since_ms: when records with an event time were seen last, or when the flow has begun to look for them; epoch
+            milliseconds of the driver's clock.
+    """
+
+    latest_ms: int | None
+    since_ms: int
 
 
 @dataclass(frozen=True)
@@ -82,6 +101,7 @@ class TableProgress:
         unfired: partitions that may have timers which are due before that time, and have not fired: more of them were
             due than one batch may fire, or they were registered for a time that had passed.
         processing_timers: whether there was ever a timer in processing time; None: not known.
+        event_times: how far event time has come, by partition; empty if the table does not use it.
     """
 
     version: int = 0
@@ -93,6 +113,7 @@ class TableProgress:
     soonest: Mapping[str, int] = field(default_factory=dict)
     unfired: tuple[int, ...] = ()
     processing_timers: bool | None = None
+    event_times: Mapping[Origin, EventTime] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -313,6 +334,8 @@ def _table_content(table: TableProgress) -> dict[str, Any]:
         content["unfired"] = [int(partition) for partition in sorted(table.unfired)]
     if table.processing_timers is not None:
         content["processing_timers"] = table.processing_timers
+    if table.event_times:
+        content["event_times"] = _event_times_content(table.event_times)
     if table.local is not None:
         last = {
             int(partition): [int(part) for part in commit] for partition, commit in sorted(table.local.last.items())
@@ -358,6 +381,7 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
             soonest=succession.times_of(table, flow, "soonest") if "soonest" in table else {},
             unfired=_partitions(table, flow, "unfired") if "unfired" in table else (),
             processing_timers=processing if isinstance(processing, bool) else None,
+            event_times=_event_times(take(table, flow, "event_times", dict), flow) if "event_times" in table else {},
             local=_local(take(table, flow, "local", dict), flow) if "local" in table else None,
         )
     return result
@@ -368,6 +392,28 @@ def _partitions(content: dict[str, Any], flow: str, name: str) -> tuple[int, ...
     if any(type(partition) is not int or partition < 0 for partition in partitions):
         garbage(flow, f"{name} is {short(partitions)}")
     return tuple(partitions)
+
+
+def _event_times_content(found: Mapping[Origin, EventTime]) -> dict[str, dict[str, list[int | None]]]:
+    """By topic, which is empty for rows of another step, and partition: the two numbers of an `EventTime`."""
+    content: dict[str, dict[str, list[int | None]]] = {}
+    for (topic, partition), (latest_ms, since_ms) in sorted(
+        found.items(), key=lambda item: (item[0][0] or "", item[0][1])
+    ):
+        pair = [None if latest_ms is None else int(latest_ms), int(since_ms)]
+        content.setdefault(topic or "", {})[str(int(partition))] = pair
+    return content
+
+
+def _event_times(content: dict[str, Any], flow: str) -> dict[Origin, EventTime]:
+    found: dict[Origin, EventTime] = {}
+    for topic, partitions in content.items():
+        for partition, pair in (partitions if isinstance(partitions, dict) else {topic: partitions}).items():
+            legal = partition.isascii() and partition.isdecimal() and isinstance(pair, list) and len(pair) == 2
+            if not legal or type(pair[1]) is not int or not (pair[0] is None or type(pair[0]) is int):
+                garbage(flow, f"event_times of {topic} has {short(partition)}: {short(pair)}")
+            found[topic or None, int(partition)] = EventTime(*pair)
+    return found
 
 
 def _local(content: dict[str, Any], flow: str) -> LocalTable:

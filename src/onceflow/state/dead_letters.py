@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from onceflow.protocol.timestamps import known_ms
 from onceflow.state.api.record import Header, Record
 from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, shown, stack_of, text_of
 from onceflow.user_code import cut
@@ -62,9 +63,8 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
         further: more headers about the cause.
 
     Returns:
-        A record with the same key, value, headers and timestamp, and the cause in additional headers. A negative
-        timestamp is dropped. If the record was a dead letter or late before, the headers from that time are replaced,
-        except those with its origin.
+        A record with the same key, value, headers and timestamp, and the cause in additional headers. If the record was
+        a dead letter or late before, the headers from that time are replaced, except those with its origin.
     """
     before = dict(record.headers)
     cause: list[Header] = [
@@ -84,9 +84,7 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
         cause += [(name, str(where).encode()) for _, name, where in places if where is not None]
     replaced = {name for name, _ in cause} | {ERROR_STACK}
     kept = [header for header in record.headers if header[0] not in replaced]
-    # Brokers accept negative timestamps from some clients, but such a timestamp must not be written again.
-    at_ms = record.timestamp_ms if record.timestamp_ms is not None and record.timestamp_ms >= 0 else None
-    return Record(record.key, record.value, topic, (*kept, *cause), at_ms)
+    return Record(record.key, record.value, topic, (*kept, *cause), known_ms(record.timestamp_ms))
 
 
 def late_record(record: Record, topic: str, event_ms: int, watermark_ms: int) -> Record:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, SchemaError
+from onceflow.protocol.timestamps import known_ms
 from onceflow.state import dead_letters
 from onceflow.state.api.deduplication import SOURCE_COLUMNS
 from onceflow.state.api.processor import Processor
@@ -267,9 +268,7 @@ class Retry(Processor):
 def _original(dead_letter: Record) -> Record:
     """The record that has failed, with its own key, and without the headers that are added again from its origin."""
     headers = [(name, content) for name, content in dead_letter.headers if name not in (*_ORIGIN, KEY, RETRY_TOPIC)]
-    at_ms = dead_letter.timestamp_ms
-    # Records without a timestamp are read with a negative one, which must not be written.
-    at_ms = None if at_ms is not None and at_ms < 0 else at_ms
+    at_ms = known_ms(dead_letter.timestamp_ms)
     return Record(dict(dead_letter.headers).get(KEY), dead_letter.value, headers=headers, timestamp_ms=at_ms)
 
 

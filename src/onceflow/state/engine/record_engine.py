@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.errors import ProcessorError
+from onceflow.protocol.timestamps import FarAheadError
 from onceflow.state import dead_letters, rows
 from onceflow.state.api import exact_json, user_errors
 from onceflow.state.api.handle import State
@@ -156,11 +157,12 @@ class Engine(BaseEngine):
 
     def _feed(self, batch: pa.RecordBatch) -> None:
         if self.uses_event_time and not self._own_event_time and "timestamp" in batch.schema.names:
-            in_time = self._see_times(batch, batch.column("timestamp"))
+            batch, times = self._without_far_ahead(batch, batch.column("timestamp"))
+            in_time = self._see_times(batch, times)
             if in_time is not None:
                 batch = batch.filter(pa.array(in_time))
-                if not batch.num_rows:
-                    return
+        if not batch.num_rows:
+            return
         raw_keys, ends, batch = input_batch.by_key(batch)
         # A serde whose values are much larger than their bytes says so: then one key after the other is in memory.
         large = getattr(self.processor.value, "decodes_large", None)
@@ -352,8 +354,11 @@ class Engine(BaseEngine):
                 try:
                     at_ms = self.processor.event_time(record)
                     at_ms = None if at_ms is None else index(at_ms)
-                    if at_ms is not None and not -(1 << 63) <= at_ms < 1 << 63:
-                        raise ValueError(f"event time {at_ms} is not in milliseconds")
+                    at_ms = None if at_ms is not None and at_ms < 0 else at_ms
+                    if at_ms is not None and at_ms > self._last_ms:
+                        raise self._ahead(at_ms)
+                except FarAheadError as error:
+                    bad[i], at_ms = error, None
                 except Exception as error:
                     if at_ms is not None:
                         user_errors.explain(

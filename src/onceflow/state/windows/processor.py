@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 Emit = Literal["close", "update"]
 
-# Beyond this, the bounds of a window might not fit into 64 bits.
-_FAR_MS = 1 << 62
-
 
 class WindowProcessor(Processor):
     """Results over windows of event time, for each key.
@@ -42,7 +39,8 @@ class WindowProcessor(Processor):
     a window is the accumulator: anything that the ``state`` serde can encode, except None.
 
     A record that belongs to a closed window is late, and goes to ``late_topic``. It is in no result. Every other record
-    is in the results of all its windows. A record whose ``event_time`` is None is one that cannot be processed.
+    is in the results of all its windows. A record whose ``event_time`` is None, or before 1970, is one that cannot be
+    processed.
 
     Class attributes:
         window: ``Tumbling``, ``Hopping``, ``Sliding`` or ``Session``. Another one needs another table.
@@ -50,6 +48,7 @@ class WindowProcessor(Processor):
             each window that has changed, each time records of the key were processed, and none at the end.
         aggregates: names and aggregates; each name is a field of the result.
         allowed_lateness: as in `Processor`; it cannot be None.
+        max_ahead: as in `Processor`.
         state, output: as in `Processor`, but `JSON` if nothing else is declared.
     """
 
@@ -157,13 +156,11 @@ class WindowProcessor(Processor):
 
     def _time_of(self, record: Record) -> int:
         at_ms = self.event_time(record)
-        if at_ms is None:
+        if at_ms is None or at_ms < 0:
             raise ValueError(
                 "the record has no event time, so it belongs to no window: define event_time, or if it comes from "
                 "another processor, yield it there with timestamp_ms"
             )
-        if abs(at_ms) > _FAR_MS:
-            raise ValueError(f"event time {at_ms} is too far away for a window")
         return index(at_ms)
 
 
