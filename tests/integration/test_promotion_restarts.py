@@ -29,7 +29,7 @@ from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.progress_log import partition_of
 from onceflow.driver.startup import Startup
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import PROGRESS_TOPIC, ForkOrigin, Progress, TableProgress, decode, encode
+from onceflow.protocol.progress import PROGRESS_TOPIC, ForkOrigin, Progress, TableProgress, decode
 from onceflow.testing import faults, independent
 from onceflow.testing.waiting import wait_until
 
@@ -259,14 +259,3 @@ def test_a_flow_that_has_become_another_one(make_pair: Callable[..., Pair], call
     assert not again["already"]
     told(call(*pair.command()[:-2]))
     assert not told(call("fork", pair.old, pair.copy, "--yes", "--json"))["already"]
-
-
-def test_golden_bytes_of_the_last_record() -> None:
-    progress = Progress("next", 3, {}, {}, 1_700_000_000_000, became="sums")
-    golden = (
-        b'{"batch_id":3,"became":"sums","changelogs":{},"checkpoint_query_id":null,"flow":"next","format":1,"offsets":{},'
-        b'"time_ms":1700000000000,"topic_ids":{},"watermark_ms":null}'
-    )
-    assert encode(progress) == (b"next", golden)
-    assert decode(b"next", golden) == progress
-    assert json.loads(golden)["became"] == "sums"
