@@ -79,7 +79,9 @@ class Source:
 
 
 def outputs(broker: LocalBroker, topic: str) -> list[str]:
-    return [(each.value or b"").decode() for each in independent.read_topic(broker.bootstrap_servers, topic, decided=True)]
+    return [
+        (each.value or b"").decode() for each in independent.read_topic(broker.bootstrap_servers, topic, decided=True)
+    ]
 
 
 def test_records_in_place_of_others_are_noticed(broker: LocalBroker, onceflow_spark: Any) -> None:
