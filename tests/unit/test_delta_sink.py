@@ -22,6 +22,7 @@ from onceflow import (
     BadRecordError,
     BatchAbortedError,
     DeltaSink,
+    EnvironmentUnusableError,
     FencedError,
     OptionError,
     ProgressConflictError,
@@ -666,21 +667,84 @@ def test_what_does_not_fit_is_found_at_the_start(tmp_path: Path) -> None:
         DeltaSink(tmp_path / "needed").check(pa.schema([("text", pa.string())]))
 
 
-@pytest.mark.parametrize("feature", ["ColumnMapping", "IdentityColumns", "RowTracking", "IcebergCompatV1"])
-def test_tables_that_ask_for_more(tmp_path: Path, feature: str) -> None:
-    DeltaTable.create(tmp_path, SCHEMA)
-    log = tmp_path / "_delta_log" / f"{0:020d}.json"
-    name = feature[0].lower() + feature[1:]
+def with_protocol(root: Path, protocol: dict[str, Any], **configuration: str) -> None:
+    """A table that asks for something of its writers."""
+    DeltaTable.create(root, SCHEMA)
+    log = root / "_delta_log" / f"{0:020d}.json"
     actions = [json.loads(line) for line in log.read_text().splitlines()]
     for action in actions:
         if "protocol" in action:
-            features = {"readerFeatures": ["columnMapping"], "writerFeatures": [name]}
-            action["protocol"] = {"minReaderVersion": 3, "minWriterVersion": 7, **features}
-            if name != "columnMapping":
-                action["protocol"] = {"minReaderVersion": 1, "minWriterVersion": 7, "writerFeatures": [name]}
+            action["protocol"] = protocol
+        if "metaData" in action:
+            action["metaData"]["configuration"].update(configuration)
     log.write_text("\n".join(map(json.dumps, actions)))
-    with pytest.raises(SchemaError, match=f"asks more of its writers than onceflow does\n.*the feature {name}"):
+
+
+def listed(feature: str, *, for_readers: bool) -> dict[str, Any]:
+    readers = {"minReaderVersion": 3, "readerFeatures": [feature]} if for_readers else {"minReaderVersion": 1}
+    return {**readers, "minWriterVersion": 7, "writerFeatures": [feature]}
+
+
+@pytest.mark.parametrize(
+    "feature, for_readers, configuration",
+    [
+        ("appendOnly", False, {"delta.appendOnly": "true"}),
+        ("changeDataFeed", False, {"delta.enableChangeDataFeed": "true"}),
+        ("checkConstraints", False, {}),
+        ("deletionVectors", True, {"delta.enableDeletionVectors": "true"}),
+        ("generatedColumns", False, {}),
+        ("invariants", False, {}),
+        ("timestampNtz", True, {}),
+        ("v2Checkpoint", True, {"delta.checkpointPolicy": "v2"}),
+    ],
+)
+def test_features_of_tables(tmp_path: Path, feature: str, for_readers: bool, configuration: dict[str, str]) -> None:
+    """Checkpoints are written, too: one for ten commits."""
+    with_protocol(tmp_path, listed(feature, for_readers=for_readers), **configuration)
+    sink = DeltaSink(tmp_path)
+    sink.check(SCHEMA)
+    writer = Writer(sink).open()
+    for _ in range(11):
+        writer.commit(*writer.staged(of_tasks=1))
+    count = QueryBuilder().register("t", DeltaTable(tmp_path)).execute("SELECT count(*) AS n FROM t").read_all()
+    assert pa.table(count).to_pylist() == [{"n": 440}]
+    assert Writer(sink).open().batch == 11
+
+
+@pytest.mark.parametrize(
+    "protocol, detail",
+    [
+        *(
+            (listed(feature, for_readers=False), f"the feature {feature}")
+            for feature in ("identityColumns", "rowTracking", "allowColumnDefaults", "clustering", "inCommitTimestamp")
+        ),
+        (listed("columnMapping", for_readers=True), "the feature columnMapping"),
+        ({"minReaderVersion": 1, "minWriterVersion": 6}, "writer version 6"),
+    ],
+)
+def test_tables_that_ask_for_more(tmp_path: Path, protocol: dict[str, Any], detail: str) -> None:
+    with_protocol(tmp_path, protocol)
+    with pytest.raises(SchemaError, match=f"asks more of its writers than onceflow does\n.*{detail}"):
         DeltaSink(tmp_path).check(SCHEMA)
+
+
+def test_deltalake_does_not_know_a_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onceflow.external.delta_rows._FEATURES", {"domainMetadata"})
+    with_protocol(tmp_path, listed("domainMetadata", for_readers=False))
+    sink = DeltaSink(tmp_path)
+    sink.check(SCHEMA)
+    with pytest.raises(EnvironmentUnusableError, match=r"(?s)does not take a commit of deltalake.*DomainMetadata"):
+        sink.open(FLOW, "o", None)
+
+
+def test_a_file_of_a_task_is_not_there(sink: DeltaSink) -> None:
+    """The executor has another folder of this name. The table could not be read any more."""
+    writer = Writer(sink).open()
+    attempt, receipts = writer.staged()
+    next(Path(sink.root).glob(f"onceflow/*/{attempt}/*.parquet")).unlink()
+    with pytest.raises(EnvironmentUnusableError, match="must be the same folder on the driver and all executors"):
+        writer.commit(attempt, receipts)
+    assert rows_of(sink.root) == []
 
 
 def test_columns_of_the_record_are_for_dead_letters(tmp_path: Path) -> None:

@@ -127,8 +127,15 @@ class DeltaSink(ExternalSink):
                     self._check_condition()
                 row = ProgressRow(opened, owner, None if found is None else found.progress)
                 entry = next_entry(flow, last, row, table)
-                if self._commit_entry(table, log, entry) is None:
+                conflict = self._commit_entry(table, log, entry)
+                if conflict is None:
                     return row
+                if self._storage.table().version() == table.version():
+                    raise EnvironmentUnusableError(
+                        f"The table in {self.root} does not take a commit of deltalake",
+                        detail=self._storage.said(conflict),
+                        next_step="use a newer version of deltalake, or a table without the features that it lacks",
+                    )
         raise ConnectionError(f"{self.root} is written by too many others at once")
 
     def begin(self, attempt: BatchAttempt) -> None:
@@ -182,6 +189,7 @@ class DeltaSink(ExternalSink):
         if self._facts is not None and facts_of(table, self.root) != self._facts:
             raise self._changed("its columns, constraints or features are other ones now")
         facts = self._facts or facts_of(table, self.root)
+        self._check_files(files)
         text = progress([row for receipt in given for row in self._refused_rows(receipt["refused"], facts)])
         row = ProgressRow(attempt.generation, attempt.owner, text)
         entry = next_entry(attempt.flow, last, row, table, batch=attempt.batch, files=[file.path for file in files])
@@ -243,6 +251,16 @@ class DeltaSink(ExternalSink):
         while os.path.exists(f"{self.root}/_delta_log/{version:020d}.json"):
             self._storage.sync(f"_delta_log/{version:020d}.json")
             version += 1
+
+    def _check_files(self, files: Sequence[DataFile]) -> None:
+        """Check that the files of all tasks are here. A table with a file that is missing cannot be read."""
+        for file in files if self._storage.is_local else ():
+            path = Path(self.root, file.path)
+            if not path.exists() or path.stat().st_size != file.bytes:
+                raise EnvironmentUnusableError(
+                    f"A task has written {path}, which is not there for the driver",
+                    next_step=f"with shared=True, {self.root} must be the same folder on the driver and all executors",
+                )
 
     def _changed(self, detail: str) -> BatchAbortedError:
         return BatchAbortedError(

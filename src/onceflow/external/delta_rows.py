@@ -26,20 +26,18 @@ from onceflow.errors import OptionError, SchemaError
 from onceflow.external.delta_files import can_divide_by
 from onceflow.external.delta_storage import load_deltalake
 
-#: What a table may ask of its writers, so that files can be added after a look at their rows.
+#: What a table may ask of its writers, so that files can be added after a look at their rows, and that deltalake
+#: commits.
 _FEATURES = frozenset(
     {
         "appendOnly",
         "changeDataFeed",  # no change files are needed where rows are only added
         "checkConstraints",
         "deletionVectors",
-        "domainMetadata",
         "generatedColumns",
-        "inCommitTimestamp",
         "invariants",
         "timestampNtz",
         "v2Checkpoint",
-        "vacuumProtocolCheck",
     }
 )
 # Without a list of features, a version stands for all features up to it: 5 has column mapping.
@@ -47,7 +45,7 @@ _LEGACY_WRITER_MAX = 4
 _LISTED_WRITER = 7
 _CONSTRAINT = "delta.constraints."
 _INVARIANT, _GENERATED = "delta.invariants", "delta.generationExpression"
-_DEFAULT, _IDENTITY = "CURRENT_DEFAULT", "delta.identity."
+_IDENTITY = "delta.identity."
 _FIRST_DAY, _LAST_DAY = -719_162, 2_932_896  # 0001-01-01 and 9999-12-31, in days since 1970
 _NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
@@ -176,13 +174,11 @@ def check_columns(facts: TableFacts, schema: pa.Schema) -> None:
             f"Columns {', '.join(missing)} of the table in {facts.root} must not be null", next_step="select them"
         )
     for name, metadata in facts.metadata.items():
-        for key in (_GENERATED, _DEFAULT):
-            if key in metadata and name not in schema.names:
-                raise SchemaError(
-                    f"Column {name} of the table in {facts.root} is computed by its writers",
-                    detail=f"{key}: {metadata[key]}",
-                    next_step=f"select it: {metadata[key]} AS {name}",
-                )
+        if _GENERATED in metadata and name not in schema.names:
+            raise SchemaError(
+                f"Column {name} of the table in {facts.root} is computed by its writers",
+                next_step=f"select it: {metadata[_GENERATED]} AS {name}",
+            )
     missing = [name for name in facts.partition_by if name not in schema.names]
     check_partition_by(facts.partition_by, known)
     with row_checks(facts) as checks:
