@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date, datetime, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -307,6 +307,16 @@ def test_a_table_that_was_created_again_has_no_progress(sink: DeltaSink) -> None
 # ---- rows that the table does not take ---------------------------------------------------------------
 
 
+def kept(refused: list[RefusedRow]) -> Callable[[Sequence[RefusedRow]], str]:
+    """A progress row, for a batch without these rows."""
+
+    def progress(found: Sequence[RefusedRow]) -> str:
+        refused.extend(found)
+        return "{}"
+
+    return progress
+
+
 def written(
     root: Any, rows: list[dict[str, Any]], schema: pa.Schema, *, sets_aside: bool = False
 ) -> tuple[list[RefusedRow], list[dict[str, Any]]]:
@@ -323,12 +333,7 @@ def written(
     receipt = sink.write(attempt, "0", iter(halves))
     refused: list[RefusedRow] = []
     if sets_aside:
-
-        def progress(found: Any) -> str:
-            refused.extend(found)
-            return "{}"
-
-        sink.commit_accepted(attempt, [receipt], progress)
+        sink.commit_accepted(attempt, [receipt], kept(refused))
     else:
         sink.commit(attempt, [receipt], "{}")
     return refused, rows_of(root)
@@ -514,7 +519,7 @@ def test_texts_that_are_none(tmp_path: Path) -> None:
     batch = pa.RecordBatch.from_arrays([pa.array(range(4)), wrong, nested], schema=schema)
     receipt = sink.write(attempt, "0", iter([batch]))
     refused: list[RefusedRow] = []
-    sink.commit_accepted(attempt, [receipt], lambda found: str(refused.extend(found)))
+    sink.commit_accepted(attempt, [receipt], kept(refused))
     assert [(row.row["id"], row.row["text"], row.kind) for row in refused] == [
         (1, b"\xff\x00", "InvalidText"),
         (3, None, "InvalidText"),
@@ -579,7 +584,7 @@ def test_a_date_that_is_no_partition(tmp_path: Path) -> None:
     batch = pa.RecordBatch.from_arrays([pa.array(range(4)), days], names=["id", "p"])
     refused: list[RefusedRow] = []
     receipt = sink.write(attempt, "0", iter([batch]))
-    sink.commit_accepted(attempt, [receipt], lambda found: str(refused.extend(found)))
+    sink.commit_accepted(attempt, [receipt], kept(refused))
     assert [(row.row["id"], row.kind) for row in refused] == [
         (1, "InvalidPartitionValue"),
         (2, "InvalidPartitionValue"),
@@ -601,7 +606,7 @@ def test_partitions(tmp_path: Path) -> None:
     sink = DeltaSink(tmp_path, partition_by="day")
     schema = pa.schema([("day", pa.string()), ("id", pa.int64())])
     sink.check(schema)
-    rows = [{"day": "a/b", "id": 1}, {"day": None, "id": 2}, {"day": "a/b", "id": 3}]
+    rows: list[dict[str, Any]] = [{"day": "a/b", "id": 1}, {"day": None, "id": 2}, {"day": "a/b", "id": 3}]
     written(tmp_path, rows, schema)
     assert sorted(rows_of(tmp_path), key=lambda row: row["id"]) == rows
     found = DeltaTable(tmp_path).to_pyarrow_table(filters=[("day", "=", "a/b")])
@@ -752,7 +757,7 @@ def test_columns_of_the_record_are_for_dead_letters(tmp_path: Path) -> None:
     schema = pa.schema([("id", pa.int64()), ("offset", pa.int64()), ("value", pa.binary()), ("key", pa.binary())])
     with pytest.raises(SchemaError, match="Column value does not fit"):
         written(tmp_path, [], schema)
-    rows = [{"id": n or None, "offset": n, "value": b"v%d" % n, "key": b"k"} for n in range(3)]
+    rows: list[dict[str, Any]] = [{"id": n or None, "offset": n, "value": b"v%d" % n, "key": b"k"} for n in range(3)]
     refused, there = written(tmp_path, rows, schema, sets_aside=True)
     assert refused == [
         RefusedRow({"id": None, "offset": 0}, "NotNullViolation", "id must not be null", {"value": b"v0", "key": b"k"})
