@@ -79,6 +79,7 @@ class DeltaSink(ExternalSink):
         self.partition_by = (partition_by,) if isinstance(partition_by, str) else tuple(partition_by)
         self.local_only = self._storage.is_local and not shared
         self._sets_aside = False
+        self._new: pa.Schema | None = None  # of a table that is created when the flow is taken over
         self._facts: TableFacts | None = None  # as they were at the begin of the attempt
         self._last: dict[str, int] = {}  # version of the last entry of a flow that this driver has committed
 
@@ -103,7 +104,8 @@ class DeltaSink(ExternalSink):
     def check(self, schema: pa.Schema) -> None:
         with self._storage.reached():
             if not self._storage.has_table():
-                self._create(schema)
+                self._new = self._checked_new(schema)
+                return
             facts = facts_of(self._storage.table(), self.root)
         record = self._record(schema.names, facts)
         check_columns(facts, pa.schema([column for column in schema if column.name not in record]))
@@ -118,6 +120,8 @@ class DeltaSink(ExternalSink):
     def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
         log = DeltaLog(self._storage, flow)
         with self._storage.reached():
+            if self._new is not None:
+                self._create(self._new)
             for _ in range(_TRIES):
                 table = self._storage.table()
                 last = log.committed(table)
@@ -271,7 +275,12 @@ class DeltaSink(ExternalSink):
 
     # ---- the table -----------------------------------------------------------------------------------
 
-    def _create(self, schema: pa.Schema) -> None:
+    def _checked_new(self, schema: pa.Schema) -> pa.Schema:
+        """The schema of a table that does not exist yet.
+
+        Raises:
+            SchemaError: it cannot have these columns.
+        """
         given = new_table_schema(schema)
         record = [name for name in RECORD_COLUMNS if self._sets_aside and name in given.names]
         check_partition_by(self.partition_by, given)
@@ -282,6 +291,10 @@ class DeltaSink(ExternalSink):
                 detail=f"columns of records: {', '.join(record)}",
                 next_step="create the table before, or leave these columns out",
             )
+        return given
+
+    def _create(self, given: pa.Schema) -> None:
+        """Create the table, unless another driver has done so."""
         try:
             load_deltalake().DeltaTable.create(
                 self.root,
