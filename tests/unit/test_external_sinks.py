@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ def test_where_a_flow_with_an_external_sink_starts() -> None:
     # The last driver died before Kafka's progress had followed.
     start = planned(progress(2, a=5, b=1), progress(3, a=9))
     assert (start.progress, start.follows, start.warning) == (progress(3, a=9, b=1), True, "")
+    # A topic that the row does not know has the leader epochs that the start has found.
+    known = replace(progress(2, a=5, b=1), epochs={"a": {0: (0, 1)}, "b": {0: (0, 3)}})
+    row = replace(progress(3, a=9), epochs={"a": {0: (0, 2)}})
+    assert planned(known, row).progress.epochs == {"a": {0: (0, 2)}, "b": {0: (0, 3)}}
     # Starts have moved Kafka's progress: expired records were skipped, or the flow was reset.
     start = planned(progress(3, a=12, b=0), progress(3, a=9))
     assert (start.progress, start.follows) == (progress(3, a=12, b=0), False)
