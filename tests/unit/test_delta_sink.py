@@ -800,6 +800,24 @@ def test_options_with_which_drivers_could_overwrite_each_other(monkeypatch: pyte
         DeltaSink("s3://bucket/table")
 
 
+@pytest.mark.parametrize("name", ["a b", "a#b", "a?b", "a%b", "é ö", "a'b", "a&b=c", ".a", "x" * 200])
+def test_names_of_folders(tmp_path: Path, name: str) -> None:
+    sink = DeltaSink(tmp_path / name)
+    sink.check(SCHEMA)
+    writer = Writer(sink).open()
+    writer.commit(*writer.staged(of_tasks=1))
+    sink.abort(writer.staged(of_tasks=1)[0])
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert len(rows_of(tmp_path / name)) == 40
+    assert Writer(sink).open().batch == 1
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a\\b"])
+def test_names_of_folders_that_deltalake_reads_otherwise(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OptionError, match="cannot have a table of Delta Lake"):
+        DeltaSink(tmp_path / name)
+
+
 def test_secrets_are_not_shown() -> None:
     sink = DeltaSink("s3://bucket/table", storage_options={"AWS_SECRET_ACCESS_KEY": "hush-hush", "AWS_REGION": "eu"})
     assert "hush" not in repr(sink) + str(sink) + sink.target
