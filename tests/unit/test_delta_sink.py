@@ -506,6 +506,24 @@ def test_the_table_is_changed_while_a_batch_is_written(sink: DeltaSink) -> None:
     assert len(rows_of(sink.root)) == 40
 
 
+def test_another_table_is_there_than_at_the_start(tmp_path: Path) -> None:
+    """Its columns are checked again: none of the rows' columns is left out, and none of the table's is null."""
+    sink = DeltaSink(tmp_path)
+    sink.check(SCHEMA)
+    DeltaTable.create(tmp_path, pa.schema([("id", pa.int64())]))
+    writer = Writer(sink).open()
+    with pytest.raises(SchemaError, match="Column text does not fit the table"):
+        writer.staged()
+    assert rows_of(tmp_path) == []
+
+
+def test_a_partition_column_is_not_written(tmp_path: Path) -> None:
+    """A column that may be null can be left out, also one by which files are divided."""
+    partitioned(tmp_path, "string")
+    _, there = written(tmp_path, [{"id": 1}], pa.schema([("id", pa.int64())]))
+    assert there == [{"id": 1, "p": None}]
+
+
 def test_texts_that_are_none(tmp_path: Path) -> None:
     """Spark passes on bytes of a record as a string. A file with them could not be read any more, with all its rows."""
     schema = pa.schema([("id", pa.int64()), ("text", pa.string()), ("more", pa.list_(pa.string()))])

@@ -20,6 +20,7 @@ from onceflow.external.delta_rows import (
     Refused,
     TableFacts,
     check_columns,
+    check_expressions,
     check_partition_by,
     facts_of,
     new_table_schema,
@@ -107,8 +108,8 @@ class DeltaSink(ExternalSink):
                 self._new = self._checked_new(schema)
                 return
             facts = facts_of(self._storage.table(), self.root)
-        record = self._record(schema.names, facts)
-        check_columns(facts, pa.schema([column for column in schema if column.name not in record]))
+        check_columns(facts, self._of_table(schema, facts))
+        check_expressions(facts)
 
     def progress_row(self, flow: str) -> ProgressRow | None:
         with self._storage.reached():
@@ -120,7 +121,7 @@ class DeltaSink(ExternalSink):
     def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
         log = DeltaLog(self._storage, flow)
         with self._storage.reached():
-            if self._new is not None:
+            if self._new is not None and generation is None:
                 self._create(self._new)
             for _ in range(_TRIES):
                 table = self._storage.table()
@@ -152,8 +153,12 @@ class DeltaSink(ExternalSink):
         refused: list[pa.Table] = []
         with row_checks(facts) as checks, contextlib.ExitStack() as stack:
             files = TaskFiles(stack, self._storage, folder, name, facts.partition_by)
+            columns: list[str] | None = None
             for batch in batches:
-                columns = [column for column in batch.schema.names if column in facts.arrow.names]
+                if columns is None:  # the table may have been changed since the start
+                    own = self._of_table(batch.schema, facts)
+                    check_columns(facts, own)
+                    columns = own.names
                 taken, others = checks.divided(batch.select(columns))
                 files.write(taken)
                 if others:
@@ -311,6 +316,11 @@ class DeltaSink(ExternalSink):
                 detail=self._storage.said(error),
                 next_step="create it, or rename or cast the columns",
             ) from error
+
+    def _of_table(self, schema: pa.Schema, facts: TableFacts) -> pa.Schema:
+        """The columns of rows that are meant for the table."""
+        record = self._record(schema.names, facts)
+        return pa.schema([column for column in schema if column.name not in record])
 
     def _record(self, names: Sequence[str], facts: TableFacts) -> list[str]:
         """Columns of the rows that are of the Kafka records, for dead letters."""

@@ -177,7 +177,7 @@ def check_partition_by(names: Sequence[str], schema: pa.Schema) -> None:
 
 
 def check_columns(facts: TableFacts, schema: pa.Schema) -> None:
-    """Check at a start that the table takes rows with this schema.
+    """Check that the table takes rows with this schema.
 
     Raises:
         SchemaError: it does not.
@@ -203,8 +203,15 @@ def check_columns(facts: TableFacts, schema: pa.Schema) -> None:
                 f"Column {name} of the table in {facts.root} is computed by its writers",
                 next_step=f"select it: {metadata[_GENERATED]} AS {name}",
             )
-    missing = [name for name in facts.partition_by if name not in schema.names]
     check_partition_by(facts.partition_by, known)
+
+
+def check_expressions(facts: TableFacts) -> None:
+    """Check that delta-rs knows the expressions of a table.
+
+    Raises:
+        SchemaError: it does not.
+    """
     with row_checks(facts) as checks:
         checks.try_expressions()
 
@@ -271,6 +278,9 @@ class RowChecks:
             keep = np.ones(taken.num_rows, dtype=bool)
             keep[[number for number, _, _ in failed]] = False
             taken = taken.filter(pa.array(keep))
+        for name in self._facts.partition_by:
+            if name not in columns:  # files are divided by it all the same
+                taken = taken.append_column(self._fields[name], pa.nulls(taken.num_rows, self._plain[name]))
         return taken, sorted(refused)
 
     def try_expressions(self) -> None:
