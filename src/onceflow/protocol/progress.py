@@ -150,6 +150,7 @@ class Progress:
         promoted: which flow has taken its place; None: none has.
         handover: after that, what is in the outputs already; None: nothing behind ``offsets``.
         driver: which driver has committed it; None: a command has, or a version that did not write it.
+        external: the system other than Kafka that the flow writes, in words; "": it writes none.
         time_ms: when the record was created, epoch milliseconds.
         format: version of this record's format.
     """
@@ -173,6 +174,7 @@ class Progress:
     promoted: Promotion | None = None
     handover: HandOver | None = None
     driver: DriverProcess | None = None
+    external: str = ""
     format: int = PROGRESS_FORMAT
 
 
@@ -218,6 +220,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
     if progress.driver is not None:
         process = progress.driver
         content["driver"] = {"host": process.host, "pid": int(process.pid), "since_ms": int(process.since_ms)}
+    if progress.external:
+        content["external"] = progress.external
     if progress.tables:
         content["tables"] = {name: _table_content(table) for name, table in progress.tables.items()}
     value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -238,16 +242,7 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         garbage(name, f"the value is not JSON: {error}")
     if not isinstance(content, dict):
         garbage(name, f"the value is a JSON {type(content).__name__}, not an object")
-    version = take(content, name, "format", int)
-    if version > PROGRESS_FORMAT:
-        raise ProgressConflictError(
-            "the flow's progress was written by a newer onceflow",
-            next_step="upgrade onceflow here to at least the version that last ran this flow.",
-            flow=name,
-            detail=f"record format {version}, this version reads up to {PROGRESS_FORMAT}",
-        )
-    if version < 1:
-        garbage(name, f"format is {version}")
+    version = _version(content, name)
     flow = take(content, name, "flow", str)
     if flow != name:
         raise ProgressConflictError(
@@ -277,9 +272,24 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         promoted=_part(content, name, "promoted", succession.promotion_of),
         handover=_part(content, name, "handover", succession.handover_of),
         driver=_part(content, name, "driver", _driver),
+        external=take(content, name, "external", str) if "external" in content else "",
         time_ms=take(content, name, "time_ms", int),
         format=version,
     )
+
+
+def _version(content: dict[str, Any], flow: str) -> int:
+    version = take(content, flow, "format", int)
+    if version > PROGRESS_FORMAT:
+        raise ProgressConflictError(
+            "the flow's progress was written by a newer onceflow",
+            next_step="upgrade onceflow here to at least the version that last ran this flow.",
+            flow=flow,
+            detail=f"record format {version}, this version reads up to {PROGRESS_FORMAT}",
+        )
+    if version < 1:
+        garbage(flow, f"format is {version}")
+    return version
 
 
 def _table_content(table: TableProgress) -> dict[str, Any]:
