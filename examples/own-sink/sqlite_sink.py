@@ -25,7 +25,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from onceflow import BadRecordError, EnvironmentUnusableError, ExternalSink, SchemaError
+from onceflow import BadRecordError, EnvironmentUnusableError, ExternalSink, OptionError, SchemaError
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
 from onceflow.external.sink import (
     RECORD_COLUMNS,
@@ -74,6 +74,7 @@ class SqliteSink(ExternalSink):
     def __init__(
         self, path: str | Path, table: str, *, mode: str = INSERT, key: Sequence[str] = (), flag: str = "deleted"
     ) -> None:
+        _check_name(table)
         self.path = Path(path).absolute()
         self._write = TableWrite(table, mode, (key,) if isinstance(key, str) else tuple(key), flag)
         self._sets_aside = False
@@ -107,9 +108,10 @@ class SqliteSink(ExternalSink):
             needed = [name for name, row in known.items() if row[3] and row[4] is None]
             self._write.check_table(columns, list(known), needed)
             _check_types(schema, columns)
-            for statement in self._statements(columns):
+            counts = len(columns), len(self._write.key)
+            for statement, count in zip(self._statements(columns), counts, strict=True):
                 try:
-                    connection.execute("EXPLAIN " + statement, [None] * statement.count("?"))
+                    connection.execute("EXPLAIN " + statement, [None] * count)
                 except sqlite3.OperationalError as error:
                     raise SchemaError(
                         f"Rows cannot be written to table {self._write.table} with mode={self._write.mode!r}",
@@ -270,10 +272,11 @@ class SqliteSink(ExternalSink):
             yield connection
 
     def _statements(self, columns: Sequence[str]) -> tuple[str, str]:
-        """How a row is written, and how it is deleted."""
+        """How a row is written, and how it is deleted. The first one takes ``columns``, the second one the key."""
         table, key = _quoted(self._write.table), [_quoted(name) for name in self._write.key]
         names, places = ", ".join(map(_quoted, columns)), ", ".join("?" * len(columns))
-        written = f"INSERT INTO {table} ({names}) VALUES ({places})"
+        # The alias is for a table that is named excluded: that name is taken for the new row.
+        written = f"INSERT INTO {table} AS onceflow_old ({names}) VALUES ({places})"
         if key:
             others = [_quoted(name) for name in columns if name not in self._write.key]
             change = ", ".join(f"{name} = excluded.{name}" for name in others)
@@ -318,6 +321,16 @@ def _is_of_the_row(error: Exception) -> bool:
     if isinstance(error, sqlite3.OperationalError):  # for example of a function in a CHECK: "malformed JSON"
         return getattr(error, "sqlite_errorcode", None) == getattr(sqlite3, "SQLITE_ERROR", 1)
     return isinstance(error, _ROW_ERRORS)
+
+
+def _check_name(table: str) -> None:
+    if table.casefold() == _PROGRESS:
+        raise OptionError(
+            f"The table {table!r} has the progress of flows, so rows cannot go there",
+            next_step="give the rows a table of their own",
+        )
+    if "\0" in table or any("\ud800" <= each <= "\udfff" for each in table):
+        raise OptionError(f"{table!r} is no name of a table", next_step="give the name without characters of no text")
 
 
 def _check_types(schema: pa.Schema, columns: Sequence[str]) -> None:

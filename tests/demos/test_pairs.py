@@ -172,8 +172,7 @@ def _cause(bad: Bad, told_ms: int) -> str | None:
     try:
         service.checked(event, told_ms)
     except service.BadEvent as error:
-        # A key is looked at before the value is.
-        return pairs_bad_records.LONG_KEY if bad.timestamp is not None and len(bad.timestamp) > 470 else str(error)
+        return str(error)
     return pairs_bad_records.TWICE if bad.timestamp != event["timestamp"] else None
 
 

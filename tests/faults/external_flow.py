@@ -33,10 +33,10 @@ class LosesAnswers(SqliteSink):
             raise ConnectionError("the connection was lost")
 
 
-def sink_of(target: str) -> onceflow.ExternalSink:
+def sink_of(target: str, storage: dict[str, str] | None = None) -> onceflow.ExternalSink:
     """A database file, a table by a DSN, or a Delta table."""
     if target.endswith(".delta"):
-        return onceflow.DeltaSink(target)
+        return onceflow.DeltaSink(target, storage_options=storage)
     if target.startswith("postgresql:"):
         return onceflow.PostgresSink(target, "ledger")
     return SqliteSink(target, "ledger")
@@ -48,7 +48,7 @@ def start(given: dict[str, Any], spark: Any) -> Any:
     try:
         source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 500))
         rows = source.selectExpr("topic", "partition", "offset", "string(value) AS value", "uuid() AS attempt")
-        sink = given.get("sink") or sink_of(given["database"])
+        sink = given.get("sink") or sink_of(given["database"], given.get("storage"))
         return flow.write_external(rows, sink, **given.get("write", {})).start()
     except BaseException:
         flow.close()

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from confluent_kafka.admin import AdminClient
 from deltalake import DeltaTable
 from pyspark.errors import StreamingQueryException
 from sqlite_sink import SqliteSink
@@ -22,11 +24,23 @@ from sqlite_sink import SqliteSink
 import onceflow
 from onceflow import hooks
 from onceflow.testing import faults, independent
+from onceflow.testing.s3 import S3Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 _LEDGER = (
     'CREATE TABLE ledger (topic, "partition" INT, "offset" INT, value, attempt, PRIMARY KEY ("partition", "offset")'
+)
+
+
+_DELTA_LEDGER = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("value", pa.string()),
+        ("attempt", pa.string()),
+    ]
 )
 
 
@@ -43,6 +57,7 @@ class External:
     database: Path | str
     module: Any
     letters: str | None = None
+    letters_class = b"IntegrityError"
 
     @property
     def flow(self) -> str:
@@ -92,7 +107,7 @@ class External:
             return []
         letters = independent.read_topic(self.pipe.bootstrap, self.letters, decided=True)
         rows = [json.loads(letter.value or b"") for letter in letters]
-        assert {dict(letter.headers)["onceflow.error.class"] for letter in letters} <= {b"IntegrityError"}
+        assert {dict(letter.headers)["onceflow.error.class"] for letter in letters} <= {self.letters_class}
         return [(row["partition"], row["offset"], row["value"]) for row in rows]
 
     def check(self) -> None:
@@ -115,21 +130,49 @@ class External:
 class Delta(External):
     """The same with a table of Delta Lake. Its own reader says which rows and which entry are committed."""
 
+    options: dict[str, str] = field(default_factory=dict)
+    letters_class = b"CheckViolation"
+
+    def table(self) -> DeltaTable | None:
+        root = str(self.database)
+        there = DeltaTable.is_deltatable(root, self.options)
+        return DeltaTable(root, storage_options=self.options) if there else None
+
     def rows(self) -> list[Any]:
-        if not DeltaTable.is_deltatable(str(self.database)):
+        table = self.table()
+        if table is None:
             return []
-        found = DeltaTable(self.database).to_pyarrow_table(columns=["partition", "offset", "value"])
+        found = table.to_pyarrow_table(columns=["partition", "offset", "value"])
         return [tuple(row.values()) for row in found.to_pylist()]
 
     def progress(self) -> dict[str, Any]:
-        if not DeltaTable.is_deltatable(str(self.database)):
-            return {}
-        number = DeltaTable(self.database).transaction_version(f"onceflow.{self.flow}")
-        if number is None:
-            return {}
-        (entry,) = Path(self.database).glob(f"_onceflow/{self.flow}/*/{number:020d}.json")
-        progress = json.loads(entry.read_text())["progress"]
+        table = self.table()
+        cluster = AdminClient({"bootstrap.servers": self.pipe.bootstrap}).list_topics(timeout=60).cluster_id
+        number = None if table is None else table.transaction_version(f"onceflow.{self.flow}@{cluster}")
+        progress = None if number is None else json.loads(self.entry(number))["progress"]
         return json.loads(progress) if progress else {}
+
+    def entry(self, number: int) -> bytes:
+        (path,) = Path(self.database).glob(f"_onceflow/*/{number:020d}-*.json")
+        return path.read_bytes()
+
+
+@dataclass
+class Bucket(Delta):
+    """The same in a bucket."""
+
+    server: S3Server | None = None
+
+    def arguments(self, **options: Any) -> dict[str, Any]:
+        return super().arguments(storage=self.options, **options)
+
+    def entry(self, number: int) -> bytes:
+        assert self.server is not None
+        files = self.server.filesystem()
+        root = str(self.database).removeprefix("s3://")
+        (path,) = files.glob(f"{root}/_onceflow/*/{number:020d}-*.json")
+        content: bytes = files.cat_file(path)
+        return content
 
 
 @pytest.fixture
@@ -138,13 +181,23 @@ def make_external(
     make_topic: Callable[..., str],
     external_flow: Any,
     tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> Callable[..., External]:
     """``make_external()``: an empty topic, an empty target and a flow name. ``letters``: it refuses some rows."""
 
     def make(kind: type[External] = External, *, letters: bool = False) -> External:
         pipe = make_pipe()
         if kind is Delta:
-            return Delta(pipe, tmp_path / f"{pipe.flow}.delta", external_flow)
+            folder = tmp_path / f"{pipe.flow}.delta"
+            if letters:
+                table = DeltaTable.create(folder, _DELTA_LEDGER)
+                table.alter.add_constraint({"seventh": '"offset" % 7 <> 3'})
+            return Delta(pipe, folder, external_flow, make_topic(partitions=2) if letters else None)
+        if kind is Bucket:
+            server = request.getfixturevalue("s3")
+            root = f"s3://{server.make_bucket()}/lake/table.delta"
+            options = {**server.environment, "AWS_ALLOW_HTTP": "true"}
+            return Bucket(pipe, root, external_flow, options=options, server=server)
         path = tmp_path / f"{pipe.flow}.db"
         with closing(sqlite3.connect(path)) as connection:
             connection.execute(_LEDGER + (', CHECK ("offset" % 7 <> 3))' if letters else ")"))
@@ -164,13 +217,14 @@ def rows_of(step: str) -> int:
         (External, ("write", "commit", "progress", "settle")),
         pytest.param(External, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
         pytest.param(Delta, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
+        pytest.param(Bucket, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
     ],
 )
 def test_driver_killed(
     make_external: Callable[..., External], killed_together: Any, kind: type[External], steps: tuple[str, ...]
 ) -> None:
     """One SIGKILL meets the flows of one driver, each at another step. Rows of databases become dead letters."""
-    flows = {step: make_external(kind, letters=kind is External) for step in steps}
+    flows = {step: make_external(kind, letters=kind is not Bucket) for step in steps}
     for flow in flows.values():
         flow.pipe.fill(1500)
     killed_together(flows, {step: {"write": {"small_batch_rows": rows_of(step)}} for step in flows})
@@ -261,8 +315,48 @@ def test_another_database_is_refused(make_external: Callable[..., External]) -> 
     flow.pipe.fill(100)
     flow.run()
     flow.database = other.database
-    with pytest.raises(onceflow.ProgressConflictError, match="has no progress row"):
+    with pytest.raises(onceflow.ProgressConflictError, match=rf"(?s)has no progress row.*onceflow\.{flow.flow}@"):
         flow.run()
+    assert not flow.select("SELECT * FROM sqlite_master WHERE name = 'onceflow_progress'")
+
+
+def test_flows_of_one_name_write_to_one_database(make_external: Callable[..., External]) -> None:
+    """They have different prefixes. One starts, and is refused, while the other one runs."""
+    one, two = make_external(), make_external()
+    two.pipe.flow, two.database = one.flow, one.database
+    with closing(sqlite3.connect(one.database)) as connection:
+        connection.execute("CREATE TABLE other AS SELECT * FROM ledger")
+
+    def opened(prefix: str, table: str) -> dict[str, Any]:
+        prefixes = {"transactional_id_prefix": prefix, "group_id_prefix": prefix}
+        return {"open": prefixes, "sink": SqliteSink(one.database, table)}
+
+    def rows() -> list[int]:
+        return [one.select(f"SELECT count(*) FROM {table}")[0][0] for table in ("ledger", "other")]
+
+    one.pipe.fill(500)
+    two.pipe.fill(300)
+    running = one.start(**opened("a.", "ledger"))
+    running.processAllAvailable()
+    two.run(**opened("b.", "other"))
+    assert rows() == [500, 300]
+    with closing(sqlite3.connect(one.database)) as connection:
+        connection.execute(
+            "UPDATE onceflow_progress SET progress = json_set(progress, '$.batch_id', 9, ?, 'another') "
+            "WHERE flow LIKE 'b.%'",
+            [f'$.topic_ids."{two.pipe.source}"'],
+        )
+        connection.commit()
+    before = one.select("SELECT flow, generation, owner FROM onceflow_progress ORDER BY flow")
+    assert len(before) == 2
+    with pytest.raises(onceflow.ProgressConflictError, match=rf"(?s)created again.*row 'b\.onceflow\.{one.flow}@"):
+        two.run(**opened("b.", "other"))
+    assert one.select("SELECT flow, generation, owner FROM onceflow_progress ORDER BY flow") == before
+    one.pipe.fill(200)
+    running.processAllAvailable()
+    running.stop()
+    one.run(**opened("a.", "ledger"))
+    assert rows() == [700, 300]
 
 
 def test_two_topics(make_external: Callable[..., External], inject: Any) -> None:

@@ -23,7 +23,7 @@ from onceflow import (
     SchemaError,
     UnsupportedQueryError,
 )
-from onceflow.external.postgres_columns import shows_order
+from onceflow.external.postgres_columns import relation_of, shows_order
 from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.spark.collect import arrow_schema
 from onceflow.testing import faults, independent
@@ -107,10 +107,10 @@ def test_modes(made: Callable[..., str]) -> None:
 def test_rows_are_inserted_in_order_where_that_shows(made: Callable[..., str], more: str, ordered: bool) -> None:
     dsn = made(f"CREATE TABLE t (a int{', ' if more else ''}{more})")
     with psycopg.connect(dsn) as connection:
-        assert shows_order(connection, "t", ["a"]) == ordered
+        assert shows_order(connection, relation_of(connection, "t"), ["a"]) == ordered
         connection.execute("CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'")
         connection.execute("CREATE TRIGGER g BEFORE INSERT ON t FOR EACH ROW EXECUTE FUNCTION f()")
-        assert shows_order(connection, "t", ["a"])
+        assert shows_order(connection, relation_of(connection, "t"), ["a"])
     sink = PostgresSink(dsn, "t")
     sink.check(pa.schema([("a", pa.int64())]))
     attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)

@@ -91,7 +91,7 @@ def content(store: Store) -> dict[bytes, bytes]:
     return {key[1:]: row[1:] for key, row in store.scan(rows.VALUE, rows.after(rows.VALUE))}
 
 
-KEYS = st.sampled_from([b"a", b"b", b"c", b"d"])
+KEYS = st.sampled_from([b"a", b"b", b"c" * 600, b"c" * 600 + b"d"])
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), KEYS, st.one_of(st.none(), st.binary(min_size=1, max_size=2))),

@@ -38,7 +38,7 @@ from onceflow.state.table_state import TableState
 from onceflow.state.topics import TableTopics, without_topics
 
 PARTITIONS = 2
-KEYS = [f"key-{n}" for n in range(12)]
+KEYS = [f"key-{n}" for n in range(11)] + ["key" * 400]
 
 
 class Count(Processor):

@@ -21,7 +21,7 @@ from onceflow.state.api.serdes import JSON
 from onceflow.state.engine.record_engine import Engine
 from onceflow.state.stores.memory_store import MemoryStore
 
-KEYS = [b"a", b"a\0", b"\0", b"b", b""]
+KEYS = [b"a", b"a\0", b"\0" * 600, b"b" * 600, b"b" * 600 + b"c", b""]
 NAMES = ["x", "x\0", "y"]
 NEVER = 1 << 62
 

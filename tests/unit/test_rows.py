@@ -66,16 +66,6 @@ def test_after_a_prefix(prefix: bytes, key: bytes) -> None:
     assert key.startswith(prefix) == (prefix <= key and (end is None or key < end))
 
 
-def test_index_rows_of_the_longest_row_keys_fit_a_store() -> None:
-    longest = rows.map_key(b"k", b"n", b"e" * (rows.ROW_KEY_BYTES_MAX - len(rows.map_key(b"k", b"n"))))
-    timer = rows.timer_key(b"k", b"n" * (rows.ROW_KEY_BYTES_MAX - len(rows.timer_key(b"k", b""))))
-    for row_key, row in ((longest, rows.pack(b"", 1)), (timer, rows.pack(rows.timer_payload(b"e", 1)))):
-        assert len(row_key) == rows.ROW_KEY_BYTES_MAX
-        index = dict(rows.with_index([(row_key, row)], {}.get))
-        assert max(map(len, index)) == rows.STORE_KEY_BYTES_MAX
-    assert len(rows.value_key(b"k" * rows.KEY_BYTES_MAX)) <= rows.ROW_KEY_BYTES_MAX
-
-
 # ---- rows --------------------------------------------------------------------------------------------
 
 

@@ -55,7 +55,7 @@ def check(store: Store, ids: Ids) -> None:
 def test_a_store_of_segments_is_a_dictionary(store: Store, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "LEAST_CAPACITY", 4)
     dice = random.Random(seed)
-    keys = [b"", b"\0", b"\xff" * 470, *[b"key-%d" % number for number in range(60)]]
+    keys = [b"", b"\0", b"\xff" * 5000, b"\xff" * 5001, *[b"key-%d" % number for number in range(60)]]
     ids: Ids = {}
     put(store, {b"first": stamps.row_of(0)})
     ids[b"first"] = stamps.row_of(0)

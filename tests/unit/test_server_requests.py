@@ -161,7 +161,7 @@ def test_numbers_have_no_prefixes(path: str) -> None:
         ("true", "true", "it is no 64-bit integer"),
         ("null", "null", "it is no 64-bit integer"),
         ("1.0", "1.0", "it is no 64-bit integer"),
-        ("99999999999999999999", None, "it is no 64-bit integer"),
+        ("99999999999999999999", "99999999999999999999", "it is beyond the 64-bit integers"),
         ("9223372036854775808", "9223372036854775808", "it is beyond the 64-bit integers"),
         ('"99999999999999999999"', '"99999999999999999999"', "it is beyond the 64-bit integers"),
         ('"' + 5000 * "9" + '"', None, "it is beyond the 64-bit integers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
@@ -19,6 +20,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,9 +103,9 @@ def test_long_scans_go_on_while_rows_change(store: Store) -> None:
     assert len(list(store.scan(b"v", b"w", reverse=True))) == 4980
 
 
-def test_scans_over_the_longest_keys(store: Store) -> None:
-    longest = rows.STORE_KEY_BYTES_MAX
-    keys = [b"v%03d" % number + b"x" * (longest - 4) for number in range(100)]
+@pytest.mark.parametrize("length", [509, 510, 511, 512, 1012, 1013, 1514, 5000])
+def test_scans_over_long_keys(store: Store, length: int) -> None:
+    keys = [b"v%03d" % number + b"x" * (length - 4) for number in range(100)]
     store.write([(key, b"") for key in keys])
     assert [key for key, _ in store.scan(b"v")] == keys
     assert [key for key, _ in store.scan(b"v", reverse=True)] == keys[::-1]
@@ -111,13 +113,126 @@ def test_scans_over_the_longest_keys(store: Store) -> None:
     assert [key for key, _ in store.scan(keys[5] + b"\0", keys[9] + b"\0", reverse=True)] == keys[6:10][::-1]
 
 
-def test_keys_that_no_engine_takes_are_refused(store: Store) -> None:
-    for key in (b"", b"v" * (rows.STORE_KEY_BYTES_MAX + 1)):
-        with pytest.raises(ValueError, match="bytes"):
-            store.write([(b"va", b""), (key, b"")])
+def test_a_key_of_no_bytes_is_refused(store: Store) -> None:
+    with pytest.raises(ValueError, match="byte"):
+        store.write([(b"va", b""), (b"", b"")])
     assert store.get(b"va") is None
-    store.write([(b"v" * rows.STORE_KEY_BYTES_MAX, b"1")])
-    assert store.get(b"v" * rows.STORE_KEY_BYTES_MAX) == b"1"
+
+
+_START = b"v" + b"p" * 600 + b"q" * 600
+_ends = st.sampled_from([b"", b"\0", b"\0\0", b"\xff", b"\xff\xff", b"x" * 1000]) | st.binary(max_size=3)
+#: Keys that share beginnings of all lengths, with ends that make the order difficult.
+_long_keys = st.builds(
+    lambda length, end, more: _START[:length] + end + more,
+    st.sampled_from([1, 2, 508, 509, 510, 511, 512, 600, 1011, 1012, 1013, 1201]),
+    _ends,
+    _ends,
+)
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.dictionaries(_long_keys, st.none() | st.binary(max_size=3), max_size=12), max_size=4),
+    bounds=st.lists(st.tuples(_long_keys | st.just(b""), st.none() | _long_keys), max_size=8),
+    many=st.booleans(),
+)
+def test_keys_of_any_length_are_found_in_order(opener: type[Store], steps: Any, bounds: Any, many: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder, closing(opener.open(Path(folder))) as store:
+        want: dict[bytes, bytes] = {}
+        with store.bulk() if many else contextlib.nullcontext():
+            for changes in steps:
+                store.write(changes)
+                want |= changes
+                want = {key: row for key, row in want.items() if row is not None}
+        keys = sorted({key for changes in steps for key in changes} | {end for pair in bounds for end in pair if end})
+        assert store.get_many(keys) == [want.get(key) for key in keys]
+        assert [store.get(key) for key in keys] == [want.get(key) for key in keys]
+        in_place: Any = lambda row: row if row is None else bytes(row)  # noqa: E731
+        assert [store.read_in_place(key, in_place) for key in keys] == [want.get(key) for key in keys]
+        ordered = sorted(want.items())
+        for low, high in [(b"", None), *bounds]:
+            wanted = [item for item in ordered if low <= item[0] and (high is None or item[0] < high)]
+            assert list(store.scan(low, high)) == wanted
+            assert list(store.scan(low, high, reverse=True)) == wanted[::-1]
+        assert store.checksum_holds()
+        assert store.row_count() == len(want)
+        with store.snapshot() as found:
+            assert list(found.items) == ordered
+        store.write(dict.fromkeys(want))
+        assert list(store.scan(b"")) == []
+        assert store.checksum_holds()
+        opener.remove(Path(folder))
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@settings(max_examples=20, deadline=None)
+@given(st.lists(_long_keys, unique=True, min_size=1, max_size=10), st.data())
+def test_new_rows_of_keys_of_any_length(opener: type[Store], keys: list[bytes], data: st.DataObject) -> None:
+    keys.sort()
+    at = data.draw(st.integers(0, len(keys)))
+    with tempfile.TemporaryDirectory() as folder, closing(opener.open(Path(folder))) as store:
+        assert store.write({key: key for key in keys[:at]}, {"marker": b"1"})
+        assert store.put_new(keys[at:], keys[at:], ("marker", b"1"))
+        assert list(store.scan(b"")) == [(key, key) for key in keys]
+        assert store.checksum_holds()
+        opener.remove(Path(folder))
+
+
+def test_many_long_keys_with_one_beginning_are_scanned_while_they_change(store: Store) -> None:
+    keys = [b"v" + b"p" * 2000 + b"%05d" % number + b"s" * 2000 for number in range(1500)]
+    store.write(dict.fromkeys(keys, b"old"))
+    seen = []
+    for at, (key, _) in enumerate(store.scan(b"v", b"w")):
+        if at == 10:
+            store.write({**dict.fromkeys(keys[:20]), b"vp": b"", keys[-1] + b"s": b"new"})
+        seen.append(key)
+    assert seen == sorted(seen)
+    assert set(keys[20:]) <= set(seen)
+    assert len(list(store.scan(keys[100], keys[200], reverse=True))) == 100
+    assert store.checksum_holds()
+
+
+def test_nodes_of_long_keys_are_deleted_with_their_last_row(tmp_path: Path) -> None:
+    with closing(LmdbStore.open(tmp_path)) as store:
+        environment = store._environment
+        for _ in range(3):
+            store.write({b"v" + b"k" * 3000: b"1", b"v" + b"k" * 3000 + b"2": b"2"})
+            store.write({b"v" + b"k" * 3000: None})
+            assert store.get(b"v" + b"k" * 3000 + b"2") == b"2"
+            store.write({b"v" + b"k" * 3000 + b"2": None})
+            for database in (environment.rows, environment.nodes):
+                assert environment.read(lambda txn, _, db=database: txn.stat(db)["entries"]) == 0
+
+
+@pytest.mark.parametrize("node", [b"", b"\0" * 7 + b"\1", b"\0" * 8, b"\0" * 7 + b"\2"])
+def test_a_reference_to_a_node_that_is_damaged_ends(tmp_path: Path, node: bytes) -> None:
+    """Not in an endless scan, even if a node refers to itself."""
+    with closing(LmdbStore.open(tmp_path)) as store:
+        store.write({b"v" + b"k" * 3000: b"1"})
+        environment = store._environment
+
+        def damage(txn: Any, _: Any) -> bool:
+            cursor = txn.cursor(environment.nodes)
+            assert cursor.first()
+            return bool(cursor.put(cursor.key(), node))
+
+        environment.write(damage, 1)
+        if node == b"\0" * 7 + b"\2":
+            assert store.checksum_holds()
+            return
+        with pytest.raises(StoreCorruptError, match="damaged"):
+            list(store.scan(b""))
+        with pytest.raises(StoreCorruptError, match="damaged"):
+            store.checksum_holds()
+
+
+def test_a_store_that_has_no_place_for_long_keys_is_restored(tmp_path: Path) -> None:
+    with closing(lmdb.open(str(tmp_path), max_dbs=2)) as environment, environment.begin(write=True) as txn:
+        txn.put(b"vk", b"1", db=environment.open_db(b"rows", txn=txn))
+    for read_only in (False, True):
+        with pytest.raises(StoreCorruptError, match="older version"):
+            LmdbStore.open(tmp_path, read_only=read_only)
 
 
 def test_blobs(store: Store) -> None:
@@ -473,7 +588,7 @@ def test_damage_that_does_not_show_in_the_rows_is_noticed(
     meta = read_meta(tmp_path / "whole" / "data.mdb")
     assert meta is not None
     raw = bytearray((tmp_path / "whole" / "data.mdb").read_bytes())
-    rows_node = nodes(raw, tree_root(meta.main))[1]
+    rows_node = nodes(raw, tree_root(meta.main))[2]
     damage(raw, meta, tree_root(bytes(raw[rows_node + 8 + 4 : rows_node + 8 + 4 + 48])))
     (tmp_path / "data.mdb").write_bytes(raw)
     with pytest.raises(StoreCorruptError):

@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import orjson
-
 from onceflow.admin.tally import digest_of
 from onceflow.errors import OptionError
+from onceflow.state.api import exact_json
 
 Headers = Sequence[tuple[str, "bytes | None"]]
 Identity = Callable[["bytes | None", "bytes | None", Headers], bytes]
@@ -51,11 +50,11 @@ def _of_header(name: str) -> Identity:
 def _of_field(names: Sequence[str]) -> Identity:
     def found(key: bytes | None, value: bytes | None, headers: Headers) -> bytes:
         try:
-            at: Any = orjson.loads(value or b"")
+            at: Any = exact_json.loads(value or b"")
             for name in names:
                 at = at[name]
-        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
+        except (ValueError, KeyError, TypeError, IndexError):
             return digest_of(key, value)
-        return digest_of(b"f", orjson.dumps(at))
+        return digest_of(b"f", exact_json.dumps(at))
 
     return found

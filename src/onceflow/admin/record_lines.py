@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from onceflow.state.api import exact_json
 from onceflow.state.api.record import Header, Record
 
 _BASE64 = "_base64"
@@ -18,6 +20,7 @@ _BASE64 = "_base64"
 _PLACE = frozenset({"topic", "partition", "offset"})
 _KNOWN = frozenset({"key", "key_base64", "value", "value_base64", "headers", "timestamp_ms"}) | _PLACE
 _MAX_TIMESTAMP_MS = 2**63 - 1
+_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
 
 Parser = Callable[[bytes], "Record | None"]
 """Parses a line, without its line end, into a record; None for a line without a record. Raises ValueError."""
@@ -83,7 +86,11 @@ def to_json(record: Record) -> str:
 
 def as_line(found: Any) -> str:
     """A document as one line of JSON in ASCII. Control characters are escaped."""
-    return json.dumps(found).replace("\x7f", "\\u007f")  # legal in JSON, but a terminal would interpret it
+    try:
+        text = json.dumps(found)
+    except TypeError:  # a Decimal
+        text = _BEYOND_ASCII.sub(_escaped, exact_json.dumps(found).decode())
+    return text.replace("\x7f", "\\u007f")  # legal in JSON, but a terminal would interpret it
 
 
 def load_json(text: str | bytes) -> Any:
@@ -93,7 +100,7 @@ def load_json(text: str | bytes) -> Any:
         ValueError: the text is not JSON in UTF-8, or is nested too deeply.
     """
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_no_number, parse_float=exact_json.number)
     except RecursionError:
         raise ValueError("it is not JSON that can be read: it is nested too deeply") from None
     except ValueError as error:  # also raised for invalid UTF-8
@@ -108,6 +115,8 @@ def compact_json(content: Any) -> str:
     """
     try:
         return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except TypeError:  # a Decimal
+        return exact_json.dumps(content).decode()
     except ValueError:
         raise ValueError("it has a number that is too large for a double") from None
 
@@ -172,6 +181,10 @@ def _timestamp(found: Any) -> int | None:
         raise ValueError('"timestamp_ms" is not a number of milliseconds since 1970')
     at_ms: int | None = found
     return at_ms
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]
 
 
 def _no_number(name: str) -> Any:

@@ -214,11 +214,11 @@ def _users(keys: Sequence[bytes | None], *, internal: bool) -> Sequence[bytes | 
     """The user's key of each record. None for records that no processor has written; a restore ignores these, too."""
     if internal:
         return [None if key is None or not _is_internal(key) else rows.split(key[1:])[0] for key in keys]
-    return [None if key is None or len(key) >= rows.ROW_KEY_BYTES_MAX else key for key in keys]
+    return keys
 
 
 def _is_internal(key: bytes) -> bool:
-    return key[:1] in (rows.MAP, rows.TIMER) and len(key) <= rows.ROW_KEY_BYTES_MAX and b"\0\0" in key
+    return key[:1] in (rows.MAP, rows.TIMER) and b"\0\0" in key
 
 
 def _user_of(row_key: bytes) -> bytes:

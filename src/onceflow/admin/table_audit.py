@@ -115,8 +115,6 @@ class _Partition:
             return "it has no key, so it is no row"
         if self._internal:
             return "" if is_internal_row(key, value) else "it is no row of a map, and no timer"
-        if len(key) >= rows.ROW_KEY_BYTES_MAX:
-            return f"its key has {len(key)} bytes, which is too long for a row"
         for name, raw in headers:
             if name == rows.EXPIRES_HEADER and not _is_number(raw):
                 return f"its header {name} is no number"

@@ -152,7 +152,7 @@ def _of_delta(folder: Path) -> State:
     found = table.to_pyarrow_table().to_pydict()
     rows = Counter(zip(found["partition"], found["offset"], found["key"], found["value"], strict=True))
     number = _last_transaction(folder, table.version())
-    entries = list(folder.glob(f"_onceflow/**/{number:020d}.json")) if number is not None else []
+    entries = list(folder.glob(f"_onceflow/*/{number:020d}-*.json")) if number is not None else []
     return State(rows, _ends(json.loads(entry.read_text())["progress"] for entry in entries))
 
 

@@ -91,7 +91,7 @@ class Opener:
                     check()
                 yield table, check
                 if table.ignored:
-                    click.echo(f"{counted(table.ignored)} left out: without a key, or with too long a one", err=True)
+                    click.echo(f"{counted(table.ignored)} left out: without a key", err=True)
             except DeadlineExceededError as error:
                 if "restore_timeout" not in error.next_step:
                     raise

@@ -80,7 +80,6 @@ KINDS: Mapping[str, Kind] = {
     "number": Kind(where="record", error="LinkError", message="not like .*"),
     "no link": Kind(where="record", error="LinkError", message="not like .*"),
     "huge": Kind(0, where="record", error="LinkError", message="more than 10000 bytes"),
-    "too long": Kind(where="record", error="ValueError", message="the key has .* bytes, at most 470 are allowed"),
     "copy": Kind(8, where="copy"),
     "again": Kind(1, where="copy", error="StatusError", message="HTTP status 404"),
 }
@@ -134,7 +133,6 @@ class Links:
             "outside": f"../../{name}",
             "inner host": f"http://169.254.169.254/{name}",
             "scheme": f"ftp://127.0.0.1/{name}",
-            "too long": f"{self.base}/{name}?{'x' * 500}",
             "not JSON": "",
             "null": "",
             "no link": "",

@@ -22,7 +22,7 @@ from onceflow.demos.audit import Expected, Message, onceflow_headers, origin_hea
 from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display
 from onceflow.demos.generator import Input
-from onceflow.demos.pairs_bad_records import LONG_KEY, NO_TIME, NOT_JSON, TWICE, Bad
+from onceflow.demos.pairs_bad_records import NOT_JSON, TWICE, Bad
 from onceflow.demos.pairs_events import Moment
 from onceflow.demos.reading import read_topic
 from onceflow.demos.service_files import service_file
@@ -44,7 +44,7 @@ LINKS = {
 #: Spark remembers for five minutes longer than the halves; one row of an aggregation.
 ROWS_OF_A_MOMENT = {PROCESSOR: 3, JOIN: 6, GROUPED: 1}
 #: What `sort` says of what it does not tell apart.
-SORTED_AS = {LONG_KEY: NO_TIME, TWICE: NOT_JSON}
+SORTED_AS = {TWICE: NOT_JSON}
 #: Records keep the timestamps of the demo's own time, long ago: a broker would delete them for their age.
 KEPT = {"retention.ms": "-1"}
 
@@ -207,8 +207,6 @@ def expected_cause(bad: Bad, *, of_processor: bool) -> dict[str, str]:
     """What the headers of a dead letter must say is wrong. The processor's own errors have their own words."""
     if of_processor and bad.cause == NOT_JSON:
         return {"onceflow.error.class": "JSONDecodeError"}
-    if of_processor and bad.cause == LONG_KEY:
-        return {"onceflow.error.class": "ValueError"}
     # What the two find when they look at it in their own way.
     other = {TWICE: "the key is not its timestamp"} if of_processor else SORTED_AS
     return {"onceflow.error.class": "BadEvent", "onceflow.error.message": other.get(bad.cause, bad.cause)}

@@ -32,7 +32,6 @@ BAD = {
     "huge": "ValueError",
     "null value": "TypeError",
     "no key": "ValueError",
-    "long key": "ValueError",
     "attempt no number": "ValueError",
     "charged before": "AlreadyChargedError",
 }
@@ -136,8 +135,6 @@ def _bad(rng: random.Random, name: str, amount: int, charged: Order | None) -> O
         value = None
     elif kind == "no key":
         key = None
-    elif kind == "long key":
-        key = name.encode() + b"-" * rng.randint(470, 2000)
     elif kind == "attempt no number":
         headers = (("onceflow.attempt", rng.choice([b"many", b"1.5", b"\xff"])),)
     elif charged is not None:

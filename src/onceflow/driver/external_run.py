@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.deadline import Deadline
-from onceflow.client.topics import find_topics, max_message_bytes
+from onceflow.client.topics import find_topics, topic_limits
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.checkpoint_location import CheckpointLocation, scratch_folder
@@ -217,10 +217,10 @@ def _targets(
     session = startup.session
     cluster = session.cluster
     found = find_topics(cluster, named, deadline)
-    limits = max_message_bytes(cluster, named, deadline)
+    limits = topic_limits(cluster, named, deadline)
     warn_of_settings(cluster, [*named], deadline, flow=startup.flow)
     session.decide(named, kafka, deadline)
-    return {name: Target(found[name].partitions, limits[name]) for name in named}
+    return {name: Target(found[name].partitions, *limits[name]) for name in named}
 
 
 def _starts(startup: Startup, progress: Progress, flow: str) -> Mapping[str, dict[int, int]]:

@@ -63,8 +63,8 @@ def plan_external(
         progress,
         follows=True,
         is_behind=behind,
-        warning=f"{target} (progress row {identity!r}) is at batch {row.batch_id}, and progress in Kafka at batch {kafka.batch_id}: an older state "
-        f"of {target} was restored; the flow continues there"
+        warning=f"{target} (progress row {identity!r}) is at batch {row.batch_id}, and progress in Kafka at batch "
+        f"{kafka.batch_id}: an older state of {target} was restored; the flow continues there"
         if behind
         else "",
     )

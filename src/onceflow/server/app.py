@@ -31,6 +31,7 @@ from onceflow.server.requests import (
 )
 from onceflow.server.service import Service
 from onceflow.server.short_way import answer, one_key
+from onceflow.state.api import exact_json
 
 _KEYS_BODY = {
     "requestBody": {
@@ -174,8 +175,8 @@ def _add_changes(app: FastAPI, service: Service) -> None:
 
 def _keys(body: bytes, keys_max: int) -> list[Any]:
     try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as wrong:
+        document = exact_json.loads(body)
+    except ValueError as wrong:
         raise Problem(400, f"The body is not JSON: {wrong}", next_step='send {"keys": ["a", "b"]}') from wrong
     keys = document.get("keys") if isinstance(document, dict) else None
     if not isinstance(keys, list):

@@ -69,7 +69,7 @@ class TableDocument(BaseModel):
         description="default: keys are where Kafka's default partitioner puts them. other: they are not, so each key "
         "is looked for in all partitions. unknown: no partition is here yet."
     )
-    ignored: int = Field(description="Records that could not be kept here: without a key, or with too long a key.")
+    ignored: int = Field(description="Records that could not be kept here: without a key.")
     failure: str | None = Field(description="Why the table cannot be read any more.")
 
 

@@ -8,15 +8,14 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import orjson
 
 from onceflow.errors import OptionError
 from onceflow.server.problems import Problem
-from onceflow.state import rows
-
-KEY_BYTES_MAX = rows.ROW_KEY_BYTES_MAX - 1
+from onceflow.state.api import exact_json
 
 _LONG = struct.Struct(">q")
 _DIGITS = re.compile(r"-?[0-9]+")
@@ -24,6 +23,7 @@ _DIGITS_MAX = 20  # with the sign
 _KINDS = {
     int: "a number",
     float: "a number",
+    Decimal: "a number",
     bool: "a boolean",
     type(None): "null",
     list: "a list",
@@ -50,7 +50,7 @@ class KeyFormat:
         """The bytes of a key in a request.
 
         Raises:
-            Problem: 400, it is no such key, or longer than a table can keep.
+            Problem: 400, it is no such key.
         """
         try:
             if not isinstance(text, str) and not (self.numbers and type(text) is int):
@@ -59,10 +59,6 @@ class KeyFormat:
         except ValueError as wrong:
             detail = f"The {what} {_in_json(text)} is not {self.name}: {wrong}"
             raise Problem(400, detail, next_step=self.written) from wrong
-        if len(key) > KEY_BYTES_MAX:
-            raise Problem(
-                400, f"The {what} has {len(key):,} bytes", next_step=f"tables keep keys of up to {KEY_BYTES_MAX} bytes"
-            )
         return key
 
     def prefix(self, text: str) -> bytes:
@@ -117,7 +113,7 @@ def _to_base64(raw: bytes) -> str:
 
 def _in_json(value: Any) -> str:
     """As it stands in a JSON document, at most the beginning."""
-    return orjson.dumps(value).decode()[:100]
+    return exact_json.dumps(value).decode()[:100]
 
 
 def _parse_long(text: str) -> bytes:

@@ -32,16 +32,7 @@ from typing import NamedTuple
 
 VALUE, MAP, TIMER, TIMER_INDEX, EXPIRY_INDEX, SEGMENT, FILTER = b"v", b"m", b"t", b"T", b"X", b"S", b"F"
 
-#: LMDB's limit for a key.
-STORE_KEY_BYTES_MAX = 511
-
-#: The key of an index row is nine bytes longer than the key of its row: it has another letter and a time, and for a
-#: timer also the clock in place of the letter ``t``. Compare row keys of ``m`` and ``t`` with this limit, not their
-#: parts, because escaping adds bytes.
-ROW_KEY_BYTES_MAX = STORE_KEY_BYTES_MAX - 9
-
-#: Limit for a user's key. It leaves room for names and entry keys.
-KEY_BYTES_MAX = 470
+# Keys of rows may have any length: stores see to that.
 
 EXPIRES_HEADER = "onceflow.expires"
 VERSION_HEADER = "onceflow.version"

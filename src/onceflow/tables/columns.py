@@ -27,7 +27,7 @@ def column(values: Sequence[Any], serde: Any, what: str, topic: str) -> pa.Array
     known = _TYPES.get(serde) if isinstance(serde, serdes.Serde) else None
     try:
         return pa.array(values, known)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as mixed:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as mixed:
         raise BadRecordError(
             f"The {what}s of table {topic} have no common type, so they cannot be an Arrow column",
             topic=topic,

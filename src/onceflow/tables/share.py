@@ -76,7 +76,7 @@ class Share:
 
     @property
     def ignored(self) -> int:
-        """How many records could not be kept, because they have no key or too long a key."""
+        """How many records could not be kept, because they have no key."""
         return sum(copy.ignored for copy in list(self._copies.values()))
 
     @property

@@ -13,6 +13,7 @@ from onceflow.errors import OnceflowError, ProcessorError, SchemaError
 from onceflow.spark import queries
 from onceflow.spark.pickling import Pickled
 from onceflow.state.api import user_errors
+from onceflow.state.api.whole_numbers import NEXT_STEP, rounded, with_nullable_integers
 
 _UTC_TIMES = pa.timestamp("us", tz="UTC")
 # Types of one kind are cast to each other where no value changes.
@@ -91,7 +92,7 @@ class RowsMap:
         """
         if not batch.num_rows:
             return pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in self.schema.types], schema=self.schema)
-        given = _in_utc(batch)
+        given = with_nullable_integers(_in_utc(batch))
         try:
             result = self.function(given)
         except OnceflowError as error:
@@ -118,7 +119,8 @@ class RowsMap:
         for name in self.schema.names:
             if names.count(name) != 1:
                 problem = "without the column" if name not in names else "with several columns"
-                raise self._wrong(f"returned a batch {problem} {name!r}", given, self._columns())
+                has = f"; it has {', '.join(map(repr, names))}" if name not in names else ""
+                raise self._wrong(f"returned a batch {problem} {name!r}{has}", given, self._columns())
         extra = [name for name in names if name not in self.schema.names]
         if extra:
             raise self._wrong(f"returned a batch with the further column {extra[0]!r}", given, self._columns())
@@ -140,6 +142,14 @@ class RowsMap:
             if unknown:
                 raise self._wrong(
                     f"returned the column {field.name!r} with the fields {unknown}", given, self._columns()
+                )
+            large = rounded(column, field.type)
+            if large is not None:
+                raise self._wrong(
+                    f"returned the column {field.name!r} as {kind}, which cannot become {field.type}: {large!r} may be "
+                    "another number, rounded",
+                    given,
+                    NEXT_STEP,
                 )
             try:
                 return (column if kind is inner else column.dictionary_decode()).cast(field.type)

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from onceflow.state.api.user_errors import shown
+from onceflow.state.api.whole_numbers import with_nullable_integers
 
 _NEWLINE = pa.scalar("\n", pa.string())
 _NOTHING = pa.scalar("", pa.string())
@@ -77,7 +78,7 @@ def parse_json(values: Any, schema: pa.Schema) -> pa.Table:
             at = pc.index(pc.is_finite(table[field.name]), False).as_py()
             if at >= 0:  # the reader accepts NaN and numbers that are too large
                 raise _bad(column, at, f"{field.name} is not a finite number")
-    return table
+    return with_nullable_integers(table)
 
 
 def format_json(table: pa.Table) -> pa.Array:
@@ -88,7 +89,7 @@ def format_json(table: pa.Table) -> pa.Array:
         outputs = pa.table({"key": states["key"], "value": format_json(new_states.select(["balance", "count"]))})
 
     Args:
-        table: columns of integers, floats, booleans and text (bytes: UTF-8); nulls become ``null``.
+        table: columns of integers, floats, decimals, booleans and text (bytes: UTF-8); nulls become ``null``.
 
     Raises:
         JsonRowError: NaN or infinity, which do not exist in JSON.
@@ -215,7 +216,7 @@ def _formatted(column: Any, name: str) -> Any:
             bad = pc.index(pc.is_finite(column), False).as_py()
             raise JsonRowError(bad, f"{name} is {column[bad].as_py()}, which does not exist in JSON")
         text = column.cast(pa.string())
-    elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+    elif pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_decimal(kind):
         text = column.cast(pa.string())
     elif pa.types.is_null(kind):
         return pa.array(["null"] * len(column), pa.string())
@@ -223,7 +224,7 @@ def _formatted(column: Any, name: str) -> Any:
         quote = pa.scalar('"', pa.string())
         text = pc.binary_join_element_wise(quote, _escaped(column.cast(pa.string())), quote, _NOTHING)
     else:
-        raise TypeError(f"column {name} has type {kind}; JSON can contain integers, floats, booleans and text")
+        raise TypeError(f"column {name} has type {kind}; JSON can contain numbers, booleans and text")
     return text.fill_null("null") if text.null_count else text
 
 

@@ -48,7 +48,7 @@ class MapState:
             ttl: see `State.put`.
 
         Raises:
-            ValueError: the value is None, or the keys and the name are too long together.
+            ValueError: the value is None.
         """
         put(self, self._row_key(key), value, ttl)
 
@@ -82,7 +82,7 @@ class MapState:
             yield decode_key(row_key[len(self._prefix) :]), value
 
     def _row_key(self, key: Any) -> bytes:
-        return self._scope.checked(self._prefix + self._key_bytes(key))
+        return self._prefix + self._key_bytes(key)
 
     def _key_bytes(self, key: Any) -> bytes:
         if self._key_serde is not None:
@@ -124,7 +124,7 @@ class ListState:
         if self._next is None:
             last = next(scope.overlay.scan(prefix, _end(prefix), reverse=True), None)
             self._next = 0 if last is None else int.from_bytes(last[0][len(prefix) :], "big") + 1
-        put(self, scope.checked(prefix + self._next.to_bytes(8, "big")), value, ttl)
+        put(self, prefix + self._next.to_bytes(8, "big"), value, ttl)
         self._next += 1
 
     def extend(self, items: Iterable[Any], ttl: str | float | None = None) -> None:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
+from onceflow.state.api import exact_json
 from onceflow.state.api.structs import Struct, struct
 
 __all__ = ["BYTES", "DOUBLE", "JSON", "LONG", "STRING", "Serde", "Struct", "struct"]
@@ -97,8 +96,9 @@ BYTES = Serde(_to_bytes, _same, "bytes")
 """Bytes, unchanged."""
 STRING = Serde(_to_text_bytes, bytes.decode, "string")
 """Text in UTF-8."""
-JSON = Serde(orjson.dumps, orjson.loads, "json")
-"""JSON documents: dicts, lists, text, numbers, booleans."""
+JSON = Serde(exact_json.dumps, exact_json.loads, "json")
+"""JSON documents: dicts, lists, text, numbers, booleans. Integers of any size are exact. A decimal with more digits
+than a float holds is a ``decimal.Decimal``, in both directions. NaN and infinity, which JSON lacks, are refused."""
 LONG = Serde(_to_long, _of_long, "long")
 """A signed integer in eight big-endian bytes, as Kafka's LongSerializer writes it. Range scans use the order of the
 bytes, in which negative numbers come after positive ones."""

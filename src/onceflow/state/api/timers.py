@@ -51,7 +51,7 @@ class Timers:
                 it there is no watermark.
 
         Raises:
-            ValueError: an unknown clock, a time beyond 64 bits, or a name that is too long.
+            ValueError: an unknown clock, or a time beyond 64 bits.
         """
         code = _CODES.get(clock)
         if code is None:
@@ -83,7 +83,7 @@ class Timers:
         return None if row is None else Timer(name, *timer_of(row))
 
     def _row_key(self, name: str) -> bytes:
-        return self._scope.checked(rows.timer_key(self._key, name.encode()))
+        return rows.timer_key(self._key, name.encode())
 
 
 def timer_of(row: bytes) -> tuple[int, Clock]:

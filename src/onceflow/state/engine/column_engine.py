@@ -11,15 +11,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow.protocol import timestamps
 from onceflow.state import rows
 from onceflow.state.api import user_errors
 from onceflow.state.api.json_columns import JsonRowError
 from onceflow.state.api.processor import BadRows, ColumnContext, ColumnProcessor
 from onceflow.state.api.scope import ABSENT
 from onceflow.state.api.serdes import BYTES, Struct
+from onceflow.state.api.whole_numbers import NEXT_STEP, rounded, with_nullable_integers
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import one_chunk, output_batch
+from onceflow.state.engine.shapes import STATE_COLUMNS
 
 _PREFIX = pa.scalar(rows.VALUE, pa.binary())
 _NO_SEPARATOR = pa.scalar(b"", pa.binary())
@@ -39,7 +42,7 @@ class ColumnEngine(BaseEngine):
         self._struct = None if processor.state_fields is None else Struct(processor.state_fields)
         if self._struct is not None:
             self._scope.decode = self._struct.decode
-            reserved = {"key", "exists", "deleted"} & set(self._struct.fields)
+            reserved = STATE_COLUMNS & set(self._struct.fields)
             if reserved:
                 raise ValueError(f"state_fields cannot be named {', '.join(sorted(reserved))}")
         self._fields = pa.schema([("value", pa.binary())]) if self._struct is None else self._struct.schema
@@ -94,7 +97,9 @@ class ColumnEngine(BaseEngine):
     def _without(self, batch: pa.RecordBatch, bad: BadRows) -> pa.RecordBatch:
         """Returns the records that are not bad, and writes dead letters for the others."""
         numbers = sorted(bad.causes)
-        for record, row in zip(self._raw(batch.take(pa.array(numbers, pa.int64()))), numbers, strict=True):
+        away = batch.take(pa.array(numbers, pa.int64()))
+        self.untimed.update(input_batch.places(away, self._source_topic, self.partition))
+        for record, row in zip(self._raw(away), numbers, strict=True):
             self._reject(record, bad.causes[row])
         others = np.ones(batch.num_rows, dtype=bool)
         others[numbers] = False
@@ -108,10 +113,14 @@ class ColumnEngine(BaseEngine):
             columns["timestamp_ms"] = columns.pop("timestamp")
         if self.uses_event_time:
             self._asked = self.processor.event_time
-            times = self._asked(pa.table(columns))
+            times = self._asked(with_nullable_integers(pa.table(columns)))
             if times is not None:
                 array = times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times)
-                in_time = self._see_times(batch, input_batch.milliseconds(one_chunk(array)))
+                known = timestamps.known_times(input_batch.milliseconds(one_chunk(array)))
+                far = self._far_ahead(known)
+                if far is not None:
+                    raise BadRows({row: self._ahead(known[row].as_py()) for row in np.flatnonzero(far).tolist()})
+                in_time = self._see_times(batch, known)
                 if in_time is not None:
                     mask = pa.array(in_time)
                     places = places[in_time]
@@ -127,7 +136,7 @@ class ColumnEngine(BaseEngine):
         result: Any
         self._asked = self.processor.process
         try:
-            result = self._asked(pa.table(columns), states, self._context)
+            result = self._asked(with_nullable_integers(pa.table(columns)), states, self._context)
         except BadRows as bad:
             raise _of_batch(bad, places.tolist()) from bad
         if result is None:
@@ -163,7 +172,7 @@ class ColumnEngine(BaseEngine):
             exists = np.fromiter((payload is not None for payload in payloads), dtype=bool, count=len(payloads))
             places = pa.array(np.cumsum(exists) - 1, mask=~exists)
             columns = {name: column.take(places) for name, column in columns.items()}
-        return pa.table({"key": keys, **columns, "exists": pa.array(exists)})
+        return with_nullable_integers(pa.table({"key": keys, **columns, "exists": pa.array(exists)}))
 
     def _payloads(self, found: list[bytes | None]) -> tuple[list[bytes | None], int]:
         """The rows, with None for expired ones, and how many bytes of each row come before the payload."""
@@ -285,6 +294,12 @@ def as_table(given: Any, what: str) -> pa.Table:
 def _cast(column: Any, field: Any) -> Any:
     if column.type == field.type:
         return column
+    large = rounded(column, field.type)
+    if large is not None:
+        raise ValueError(
+            f"state field {field.name} is {field.type}, got the float {large!r}, which may be another number, rounded: "
+            + NEXT_STEP
+        )
     try:
         return column.cast(field.type)
     except pa.ArrowException as error:

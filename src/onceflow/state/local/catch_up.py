@@ -34,7 +34,7 @@ from onceflow.state.local.format import (
     is_snapshot,
     rows_of_snapshot,
 )
-from onceflow.state.local.row_columns import RowColumns
+from onceflow.state.local.row_columns import TO_THE_END, RowColumns
 from onceflow.state.local.row_fields import index_of
 from onceflow.state.local.sorted_rows import sorted_rows
 from onceflow.state.local.spool import Spool
@@ -279,7 +279,7 @@ class CatchUp:
         ids: list[bytes] = []
         found: list[bytes] = []
         for kept in map(_kept, blocks):
-            ids += pc.binary_slice(kept.keys, len(rows.VALUE), rows.STORE_KEY_BYTES_MAX).to_pylist()
+            ids += pc.binary_slice(kept.keys, len(rows.VALUE), TO_THE_END).to_pylist()
             found += kept.rows.to_pylist()
         if ids:
             self._put_block(store, raw, *segments.first(ids, found))

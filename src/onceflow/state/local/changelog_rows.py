@@ -54,12 +54,7 @@ def _are_internal(keys: pa.BinaryArray, found: pa.BinaryArray) -> bool:
     if not len(keys) or keys.null_count or found.null_count:
         return False
     key_bytes, row_bytes = (pc.binary_length(each).to_numpy() for each in (keys, found))
-    if (
-        not key_bytes.all()
-        or key_bytes.max() > rows.ROW_KEY_BYTES_MAX
-        or not row_bytes.all()
-        or first_bytes(found).any()
-    ):
+    if not key_bytes.all() or not row_bytes.all() or first_bytes(found).any():
         return False
     kinds = first_bytes(keys)
     fits = (kinds == rows.MAP[0]) | ((kinds == rows.TIMER[0]) & (row_bytes == TIMER_ROW_BYTES))
@@ -68,9 +63,9 @@ def _are_internal(keys: pa.BinaryArray, found: pa.BinaryArray) -> bool:
 
 def _value_rows(records: RecordColumns, found: pa.BinaryArray) -> RowColumns:
     keys = records.keys
-    fits = pc.fill_null(pc.less(pc.binary_length(keys), rows.ROW_KEY_BYTES_MAX), False)
-    ignored = len(keys) - int(pc.sum(fits, min_count=0).as_py())
+    ignored = keys.null_count
     if ignored:
+        fits = keys.is_valid()
         keys, found = keys.filter(fits), found.filter(fits)
     return RowColumns(_with_prefix(_VALUE, keys), found, ignored)
 

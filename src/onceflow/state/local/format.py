@@ -233,10 +233,10 @@ Changes = dict[bytes, bytes | None]
 def table_changes(chunk: Chunk, changes: Changes) -> int:
     """Adds the rows of records of the table topic. Returns how many records were not written by a processor."""
     keys, packed = chunk.keys, packed_values(chunk)
-    if None not in keys and max(map(len, keys), default=0) < rows.ROW_KEY_BYTES_MAX:  # type: ignore[arg-type]
+    if None not in keys:
         changes.update(zip([rows.VALUE + key for key in keys], packed, strict=True))  # type: ignore[operator]
         return 0
-    fit = [(at, key) for at, key in enumerate(keys) if key is not None and len(key) < rows.ROW_KEY_BYTES_MAX]
+    fit = [(at, key) for at, key in enumerate(keys) if key is not None]
     changes.update({rows.VALUE + key: packed[at] for at, key in fit})
     return len(keys) - len(fit)
 
@@ -258,7 +258,7 @@ def packed_values(chunk: Chunk) -> list[bytes | None]:
 def is_internal_row(key: bytes, row: bytes | None) -> bool:
     """Whether a processor can have written this row. A restore must not fail because of records of other programs."""
     kind = key[:1]
-    if len(key) > rows.ROW_KEY_BYTES_MAX or kind not in (rows.MAP, rows.TIMER):
+    if kind not in (rows.MAP, rows.TIMER):
         return False
     if row is None or kind == rows.MAP:
         return row is None or (row[:1] in _MIN_ROW_BYTES and len(row) >= _MIN_ROW_BYTES[row[:1]])

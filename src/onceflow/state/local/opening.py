@@ -106,7 +106,7 @@ def open_partition(
         )
     if run.ignored:
         log.warning(
-            "table %s-%d: %d records ignored that no processor wrote (no key, or too long a key)",
+            "table %s-%d: %d records ignored that no processor wrote (for example without a key)",
             goal.table,
             goal.partition,
             run.ignored,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 NOTHING = pa.scalar(b"", pa.binary())
+TO_THE_END = (1 << 31) - 1  # Arrow cuts binary values to their end only if it is given (26.0)
 
 
 class RowColumns(NamedTuple):

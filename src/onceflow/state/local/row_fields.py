@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.state import rows
-from onceflow.state.local.row_columns import NOTHING, RowColumns, first_bytes
+from onceflow.state.local.row_columns import NOTHING, TO_THE_END, RowColumns, first_bytes
 
 _SIGN = np.uint64(1 << 63)
 _FIELDS = 1 + 8 + 4  # the most that a row begins with: flags, expiry, version
@@ -73,8 +73,7 @@ def index_of(block: RowColumns) -> RowColumns | None:
             items = list(rows.new_index(zip(keys.to_pylist(), found_rows.to_pylist(), strict=True)))
             found.append(pa.array([key for key, _ in items], pa.binary()))
         else:
-            # Arrow cuts binary values to their end only if it is given (26.0).
-            names = pc.binary_slice(keys, 1, rows.STORE_KEY_BYTES_MAX)
+            names = pc.binary_slice(keys, 1, TO_THE_END)
             found.append(_joined(rows.TIMER_INDEX, pc.binary_slice(found_rows, 1, 10), names))
     if expiring.any():
         keys, found_rows = _chosen(block, expiring)

@@ -43,8 +43,6 @@ class StoredRows:
     def get(self, key: bytes) -> bytes | None:
         """The value of a key, or None."""
         row_key = rows.value_key(key)
-        if len(row_key) > rows.ROW_KEY_BYTES_MAX:
-            return None
         now_ms = self._clock_ms()
         with self._stores() as stores:
             if self._partitions is None or len(stores) > _FEW_PARTITIONS:
@@ -62,7 +60,7 @@ class StoredRows:
         """The value of each key, or None, in the order of the keys."""
         now_ms = self._clock_ms()
         found: list[bytes | None] = [None] * len(keys)
-        missing = [at for at, key in enumerate(keys) if len(key) < rows.ROW_KEY_BYTES_MAX]
+        missing = range(len(keys))
         with self._stores() as stores:
             for store, wanted in self._spread(stores, keys, missing):
                 wanted = sorted((at for at in wanted if found[at] is None), key=keys.__getitem__)

@@ -164,8 +164,8 @@ def plan(
     if index and (placed := segments.placed(changes, fetch, scan, flags)) is not None:
         (changes, known), index = placed, False
     keys = sorted(changes)
-    if keys and not (keys[0] and max(map(len, changes)) <= rows.STORE_KEY_BYTES_MAX):
-        raise ValueError(f"row keys have 1 to {rows.STORE_KEY_BYTES_MAX} bytes")
+    if keys and not keys[0]:
+        raise ValueError("row keys have at least one byte")
     old = {}
     if tally.rows:
         old = _found([key for key in keys if key not in known] if known else keys, fetch)

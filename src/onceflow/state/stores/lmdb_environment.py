@@ -75,11 +75,22 @@ class Environment:
                 self._open_with_new_lock()
             self.rows = self._env.open_db(b"rows", create=not read_only)
             self.blobs = self._env.open_db(b"blobs", create=not read_only)
+            self.nodes = self._open_nodes(create=not read_only)
         except BaseException as error:
             self._env.close()
             if read_only and isinstance(error, lmdb.NotFoundError):
                 raise FileNotFoundError(self.folder / DATA) from error  # created, and nothing is written yet
             raise
+
+    def _open_nodes(self, *, create: bool) -> Any:
+        """The database of `lmdb_long_keys`."""
+        try:
+            return self._env.open_db(b"nodes", create=False)
+        except lmdb.NotFoundError:
+            with self._env.begin() as txn:
+                if txn.stat(self.rows)["entries"]:
+                    raise StoreCorruptError("an older version has written the local store") from None
+            return self._env.open_db(b"nodes", create=create)
 
     def _open(self) -> None:
         data = self.folder / DATA
@@ -102,7 +113,7 @@ class Environment:
             metasync=False,
             mode=0o644,
             max_readers=_READERS_MAX,
-            max_dbs=2,
+            max_dbs=3,
             max_spare_txns=2,
         )
 

@@ -122,7 +122,7 @@ class _Walk:
     def check(self) -> None:
         # The file may have more pages than its last commit. The rest does not matter, because nothing refers to it.
         for _, name, raw in self._leaf_nodes(self._meta.main, subtrees=True):
-            if name not in (b"rows", b"blobs"):
+            if name not in (b"rows", b"blobs", b"nodes"):
                 raise StoreCorruptError("the data file holds an unknown table")
             for _ in self._leaf_nodes(raw):
                 pass

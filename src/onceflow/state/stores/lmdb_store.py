@@ -7,7 +7,7 @@ import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from onceflow.state.stores.base import (
 )
 from onceflow.state.stores.lmdb_environment import DATA, LOCK, Environment, acquire, forget, release
 from onceflow.state.stores.lmdb_lock import NAME as WRITER
+from onceflow.state.stores.lmdb_long_keys import SHORT_KEY_BYTES_MAX, LongKeys
 from onceflow.state.stores.lmdb_pages import check_pages
 
 _T = TypeVar("_T")
@@ -66,24 +67,27 @@ class LmdbStore(Store):
                 file.unlink(missing_ok=True)
 
     def get(self, key: bytes) -> bytes | None:
+        if len(key) > SHORT_KEY_BYTES_MAX:
+            return self._environment.read(lambda txn, _: self._keys(txn).get(key))
         row: bytes | None = self._environment.read(lambda txn, db: txn.get(key, db=db))
         return row
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         def read(txn: Any, db: Any) -> list[bytes | None]:
-            cursor = txn.cursor(db)
-            return list(map(cursor.get, keys))
+            if _are_short(keys):
+                return list(map(txn.cursor(db).get, keys))
+            return list(map(self._keys(txn).get, keys))
 
         return self._environment.read(read)
 
     def read_in_place(self, key: bytes, work: Callable[[bytes | memoryview | None], _T]) -> _T:
-        return self._environment.read(lambda txn, db: work(txn.get(key, db=db)), in_place=True)
+        return self._environment.read(lambda txn, _: work(self._keys(txn).get(key)), in_place=True)
 
     def scan(self, start: bytes, end: bytes | None = None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         # In parts: while a read transaction is open, free pages cannot be reused, and the map cannot grow.
         wanted = _SCANNED_FIRST
         while True:
-            part = self._environment.read(_part_read(start, end, reverse, wanted))
+            part = self._environment.read(self._part_read(start, end, reverse, wanted))
             for key, row in part:
                 if not (start <= key and (end is None or key < end)):
                     raise StoreCorruptError("keys of the local store are out of order")
@@ -115,16 +119,21 @@ class LmdbStore(Store):
             if expect is not None and txn.get(expect[0].encode(), db=environment.blobs) != expect[1]:
                 return False
             tally = Tally.decode(txn.get(TALLY.encode(), db=environment.blobs))
-            cursor = txn.cursor(db)
+            cursor, long = txn.cursor(db), self._keys(txn)
             last = cursor.key() if cursor.last() else b""
 
             def fetch(keys: Sequence[bytes]) -> Iterable[bytes | None]:
+                if not _are_short(keys):
+                    return map(long.get, keys)
                 return map(cursor.get, keys) if keys and keys[0] <= last else [None] * len(keys)
 
-            planned = plan(wanted, tally, fetch, lambda *ends: _between(cursor, *ends), index=index)
+            planned = plan(wanted, tally, fetch, long.scan, index=index)
             for key in planned.deletes:
-                txn.delete(key, db=db)
-            _put(cursor, planned.keys, planned.values)
+                if len(key) > SHORT_KEY_BYTES_MAX:
+                    long.delete(key)
+                else:
+                    txn.delete(key, db=db)
+            _put(cursor, long, planned.keys, planned.values)
             for name, blob in {**blobs, TALLY: planned.tally.with_blobs(blobs).encode()}.items():
                 if blob is None:
                     txn.delete(name.encode(), db=environment.blobs)
@@ -141,7 +150,7 @@ class LmdbStore(Store):
             if txn.get(expect[0].encode(), db=blobs) != expect[1]:
                 return False
             tally = Tally.decode(txn.get(TALLY.encode(), db=blobs))
-            _put(txn.cursor(db), keys, values)
+            _put(txn.cursor(db), self._keys(txn), keys, values)
             txn.put(TALLY.encode(), with_new(keys, values, tally).encode(), db=blobs)
             return True
 
@@ -208,7 +217,7 @@ class LmdbStore(Store):
         with environment.translated(), environment.reading() as txn:
             blobs = {name.decode(errors="replace"): blob for name, blob in txn.cursor(environment.blobs)}
             tally = Tally.decode(blobs.pop(TALLY, None))
-            yield Snapshot(tally, blobs, txn.cursor(environment.rows).iternext())
+            yield Snapshot(tally, blobs, self._all(txn))
 
     def check_pages(self) -> None:
         """Check that the pages of the file are consistent. Inside of a `snapshot`, another process may write.
@@ -224,6 +233,24 @@ class LmdbStore(Store):
             self._closed = True
             release(self._environment)
 
+    def _keys(self, txn: Any) -> LongKeys:
+        return LongKeys(txn, self._environment.rows, self._environment.nodes)
+
+    def _all(self, txn: Any) -> Iterator[tuple[bytes, bytes]]:
+        long = self._keys(txn)
+        return long.scan() if long.are_there else txn.cursor(self._environment.rows).iternext()
+
+    def _part_read(
+        self, start: bytes, end: bytes | None, reverse: bool, wanted: int
+    ) -> Callable[[Any, Any], list[tuple[bytes, bytes]]]:
+        def read(txn: Any, db: Any) -> list[tuple[bytes, bytes]]:
+            long = self._keys(txn)
+            if not long.are_there:
+                return _part(txn.cursor(db), start, end, reverse, wanted)
+            return list(islice((long.scan_back if reverse else long.scan)(start, end), wanted))
+
+        return read
+
     def _tally(self) -> Tally:
         return Tally.decode(self.blob(TALLY))
 
@@ -232,7 +259,7 @@ class LmdbStore(Store):
         # One transaction and one cursor, so that reading ends even if the tree is damaged.
         environment = self._environment
         with environment.translated(), environment.reading() as txn:
-            yield txn.cursor(environment.rows).iternext()
+            yield self._all(txn)
 
     def _blobs(self) -> dict[str, bytes]:
         def read(txn: Any, _: Any) -> dict[str, bytes]:
@@ -243,27 +270,35 @@ class LmdbStore(Store):
         return found
 
 
-def _part_read(start: bytes, end: bytes | None, reverse: bool, wanted: int) -> Callable[[Any, Any], list[Any]]:
-    def read(txn: Any, db: Any) -> list[tuple[bytes, bytes]]:
-        cursor = txn.cursor(db)
-        if not reverse:
-            if not _seek(cursor, start):
-                return []
-            part = list(islice(cursor.iternext(), wanted))
-            if end is not None and part[-1][0] >= end:
-                part = [(key, row) for key, row in part if key < end]
-            return part
-        if not (cursor.prev() if end is not None and _seek(cursor, end) else cursor.last()):
+def _part(cursor: Any, start: bytes, end: bytes | None, reverse: bool, wanted: int) -> list[tuple[bytes, bytes]]:
+    """The next rows of a scan over short keys."""
+    if not reverse:
+        if not _seek(cursor, start):
             return []
-        part = list(islice(cursor.iterprev(), wanted))
-        return part if part[-1][0] >= start else [(key, row) for key, row in part if key >= start]
+        part = list(islice(cursor.iternext(), wanted))
+        if end is not None and part[-1][0] >= end:
+            part = [(key, row) for key, row in part if key < end]
+        return part
+    if not (cursor.prev() if end is not None and _seek(cursor, end) else cursor.last()):
+        return []
+    part = list(islice(cursor.iterprev(), wanted))
+    return part if part[-1][0] >= start else [(key, row) for key, row in part if key >= start]
 
-    return read
+
+def _are_short(keys: Sequence[bytes]) -> bool:
+    return not keys or max(map(len, keys)) <= SHORT_KEY_BYTES_MAX
 
 
-def _put(cursor: Any, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
+def _put(cursor: Any, long: LongKeys, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
     """Put sorted rows. Those behind the last row are appended: that fills each page. Otherwise full pages are split in
     halves."""
+    if not _are_short(keys):
+        pairs = list(zip(keys, values, strict=True))
+        for key, row in pairs:
+            if len(key) > SHORT_KEY_BYTES_MAX:
+                long.put(key, row)
+        pairs = [pair for pair in pairs if len(pair[0]) <= SHORT_KEY_BYTES_MAX]
+        keys, values = [key for key, _ in pairs], [row for _, row in pairs]
     at = bisect_right(keys, cursor.key()) if cursor.last() else 0
     if at:
         cursor.putmulti(zip(keys[:at], values[:at], strict=True))
@@ -275,15 +310,9 @@ def _size(payloads: Iterable[bytes | None]) -> int:
     return sum(map(len, filter(None, payloads)))
 
 
-def _between(cursor: Any, start: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Rows with ``start <= key < end`` that a write transaction sees."""
-    if _seek(cursor, start):
-        yield from takewhile(lambda item: item[0] < end, cursor.iternext())
-
-
 def _seek(cursor: Any, key: bytes) -> bool:
     """Moves to the first key that is not less than this one. This one may be longer than LMDB allows."""
     if not key:
         return bool(cursor.first())
-    found = cursor.set_range(key[: rows.STORE_KEY_BYTES_MAX])
+    found = cursor.set_range(key[:SHORT_KEY_BYTES_MAX])
     return bool(cursor.next() if found and cursor.key() < key else found)

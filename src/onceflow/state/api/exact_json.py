@@ -1,0 +1,236 @@
+"""JSON in which every number keeps its value: integers of any size, and decimals with more digits than a float has.
+
+`orjson` is fast, but it reads an integer beyond 64 bits as a float, shortens long decimals, and writes NaN and infinity
+as null. So what it reads is checked for long numbers, and what it writes is checked for nulls. Both checks take little
+time, and few documents need more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from decimal import Decimal, InvalidOperation
+from enum import Enum
+from typing import Any
+
+import orjson
+
+__all__ = ["canonical", "dumps", "loader", "loads", "number"]
+
+# Digits and points become 0, so that a long number is found as a row of them. What a negative exponent begins with is
+# kept, what may follow a number becomes a space, and everything else an x.
+_KEPT = {**dict.fromkeys(b"0123456789.", b"0"), **dict.fromkeys(b"eE", b"e"), **dict.fromkeys(b",]} \t\r\n", b" ")}
+_OUTLINE = bytes({**_KEPT, ord("-"): b"-"}.get(code, b"x")[0] for code in range(256))
+# A number of at most 15 digits is a float without loss, unless its exponent is below that of the smallest normal float.
+_LONG, _SMALL = b"0" * 16, b"0e-000"
+_LONG_NUMBERS = re.compile(rb"[0-9][0-9.]{15,}(?:[eE][+-]?[0-9]+)?")  # those in texts do no harm
+_SMALLEST = 2.2250738585072014e-308
+_FLOAT_DIGITS = 15  # a float holds every decimal number of so many digits
+_INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
+
+
+def loads(raw: bytes | bytearray | memoryview | str) -> Any:
+    """The value of a JSON document.
+
+    Integers become ``int``, whatever their size. Other numbers become ``float`` if that is the number of the document:
+    written again with the fewest digits, or with 17 digits, it is the same number. Otherwise they become ``Decimal``.
+
+    Raises:
+        ValueError: it is not JSON, or it has a number that is too large for a float and no integer.
+    """
+    value = orjson.loads(raw)
+    if type(raw) is bytes:
+        outline = raw.translate(_OUTLINE)  # as `has_only_short_numbers`, without another call
+        if outline.find(_LONG) < 0 and outline.find(_SMALL) < 0:
+            return value
+    return _exactly(raw, value)
+
+
+def has_only_short_numbers(raw: bytes) -> bool:
+    """Whether `orjson` reads every number of a document, or of many documents one after the other, as it is.
+
+    False means that it has to be looked at more closely.
+    """
+    outline = raw.translate(_OUTLINE)
+    if outline.find(_LONG) >= 0:  # faster than `in`
+        return False
+    at = outline.find(_SMALL)
+    while at >= 0:
+        if outline[at + 1 : at + 32].lstrip(b"e-0")[:1] in b" ":  # otherwise it is in a text, for example in a UUID
+            return False
+        at = outline.find(_SMALL, at + 1)
+    return True
+
+
+def loader(raws: Sequence[bytes | None]) -> Callable[[bytes], Any]:
+    """What reads these documents as `loads` does. To check all of them at once takes less time."""
+    try:
+        whole = b",".join(raws)  # type: ignore[arg-type]  # most often there is no None
+    except TypeError:
+        whole = b",".join([raw for raw in raws if raw is not None])
+    return orjson.loads if has_only_short_numbers(whole) else loads
+
+
+def dumps(value: Any) -> bytes:
+    """A JSON document of a value that `loads` returns, and of whatever else `orjson` can write.
+
+    Raises:
+        ValueError: it has a number that JSON does not have: NaN or infinity.
+        TypeError: it has an object that is no JSON.
+    """
+    try:
+        raw = orjson.dumps(value)
+    except TypeError:
+        return orjson.dumps(_writable(value), default=_decimal)
+    if raw.find(b"null") >= 0 and not _has_nulls(value, raw.count(b"null")):
+        _check(value)
+    return raw
+
+
+def canonical(raw: bytes) -> bytes:
+    """A document in the form in which documents of the same value are the same bytes: the fields of objects in order,
+    no spaces, texts and numbers in one form.
+
+    Raises:
+        ValueError: as `loads`.
+    """
+    value = loads(raw)
+    found = orjson.dumps(_writable(value), default=_decimal, option=orjson.OPT_SORT_KEYS)
+    if b"." in found or b"e" in found or b"E" in found:  # as every number has that is not an integer
+        found = orjson.dumps(_writable(value, _in_one_form), option=orjson.OPT_SORT_KEYS)
+    return found
+
+
+def number(text: str) -> float | Decimal:
+    """The value of a number with a point or an exponent: a float if that is the same number.
+
+    Raises:
+        ValueError: it is too large for a float.
+    """
+    value = float(text)
+    if len(text) <= _FLOAT_DIGITS and "e" not in text and "E" not in text:
+        return value
+    if math.isinf(value):
+        raise ValueError(f"{text:.50} is too large for a double")
+    try:
+        exact = Decimal(text)
+    except InvalidOperation:
+        raise ValueError(f"{text:.50} is too small for a double") from None
+    return value if exact == Decimal(repr(value)) or exact == Decimal(f"{value:.17g}") else exact
+
+
+def _exactly(raw: bytes | bytearray | memoryview | str, value: Any) -> Any:
+    """The value of a document that may have numbers which ``value``, read by `orjson`, does not have."""
+    text = raw.encode() if isinstance(raw, str) else bytes(raw)
+    with suppress(TypeError):  # nested more deeply than it writes
+        if orjson.dumps(value) == text:  # as most programs write it, and this one: each number is the same
+            return value
+    if text.translate(_OUTLINE).find(_SMALL) < 0 or not _has_tiny(value):
+        found = _LONG_NUMBERS.finditer(text)
+        if all(_is_held(each[0].decode(), text[each.start() - 1 : each.start()] == b"-") for each in found):
+            return value
+    return json.loads(text.decode(), parse_float=number)
+
+
+def _is_held(text: str, negative: bool) -> bool:
+    """Whether `orjson` reads a long number as it is. False for a part of a text that is no number."""
+    try:
+        if text.isdigit():
+            return int(text) <= (-_INT64_MIN if negative else _UINT64_MAX)
+        return repr(float(text)) == text or type(number(text)) is float
+    except ValueError:
+        return False
+
+
+def _has_tiny(value: Any) -> bool:
+    """Whether there is a float in the value that may be a rounded one because it is so small."""
+    if type(value) is float:
+        return -_SMALLEST < value < _SMALLEST
+    if type(value) is dict:
+        return any(map(_has_tiny, value.values()))
+    return type(value) is list and any(map(_has_tiny, value))
+
+
+def _writable(value: Any, write: Callable[[Any], Any] | None = None) -> Any:
+    """The value with numbers as `orjson.Fragment` that `orjson` does not write, or all of them with ``write``."""
+    if isinstance(value, dict):
+        return {name: _writable(each, write) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_writable(each, write) for each in value]
+    kind = type(value)
+    if kind is int or kind is float or kind is Decimal:
+        if write is not None:
+            return write(value)
+        if kind is int:
+            return value if _INT64_MIN <= value <= _UINT64_MAX else orjson.Fragment(str(value))
+        return _decimal(value) if kind is Decimal else _finite(value)
+    if kind not in (str, bool, type(None)):
+        _check(value)
+    return value
+
+
+def _decimal(value: Any) -> orjson.Fragment:
+    """A Decimal in its own digits. `orjson` calls it for objects that it cannot write."""
+    if not isinstance(value, Decimal):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return orjson.Fragment(str(_finite(value)))
+
+
+def _finite(value: Any) -> Any:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} does not exist in JSON: give None, a text, or leave it out")
+    return value
+
+
+def _has_nulls(value: Any, count: int) -> bool:
+    """Whether a dict has so many values that are None: then no other value was written as null."""
+    return type(value) is dict and list(value.values()).count(None) == count
+
+
+def _check(value: Any) -> None:
+    """Refuse NaN and infinity, wherever in the value they are."""
+    kind = type(value)
+    if kind is dict:
+        value = value.values()
+    elif kind is float:
+        if value - value != 0:
+            _finite(value)
+        return
+    elif kind is not list and kind is not tuple:
+        if kind is str or kind is int or kind is bool or value is None:
+            return
+        if isinstance(value, dict):
+            value = value.values()
+        elif is_dataclass(value) and not isinstance(value, type):
+            value = [getattr(value, field.name, None) for field in fields(value)]
+        elif isinstance(value, Enum):
+            value = [value.value]
+        elif not isinstance(value, (list, tuple)):
+            return
+    for each in value:
+        kind = type(each)
+        if kind is float:
+            if each - each != 0:
+                _finite(each)
+        elif kind is not str and kind is not int and kind is not bool and each is not None:
+            _check(each)
+
+
+def _in_one_form(value: int | float | Decimal) -> orjson.Fragment:
+    """The digits of a number without zeros at the end, and the exponent of ten if it is not 0."""
+    if type(value) is not int:
+        sign, digits, exponent = Decimal(repr(value) if type(value) is float else value).as_tuple()
+        assert isinstance(exponent, int)  # NaN and infinity are not read
+        whole = "".join(map(str, digits))
+        short = whole.rstrip("0")
+        exponent += len(whole) - len(short)
+        if not short.strip("0"):
+            return orjson.Fragment("0")
+        if not 0 <= exponent <= 40:
+            return orjson.Fragment(f"{'-' if sign else ''}{short.lstrip('0')}e{exponent}")
+        value = int(short) * 10**exponent * (-1 if sign else 1)
+    return orjson.Fragment(str(value))

@@ -1,0 +1,193 @@
+"""Keys that are longer than LMDB allows (511 bytes), in their place in the order of all keys.
+
+A key of up to `SHORT_KEY_BYTES_MAX` bytes is stored as it is. Of a longer one, the first part is stored with a zero
+byte behind it, and its row is the number of a node. In the database of nodes, the key goes on behind the number of its
+node: as it is if that is short enough, or else again with its first part and the number of another node.
+
+So a stored key of the greatest length always refers to a node. Such a key comes behind all shorter ones that are a
+beginning of it, and before all others that are greater: the whole is a tree in the order of the keys.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from onceflow.state.stores.base import StoreCorruptError
+
+#: Longer keys are stored in parts.
+SHORT_KEY_BYTES_MAX = 510
+
+_REFERENCE = b"\0"
+_NODE = struct.Struct(">Q")
+
+
+@dataclass
+class _Level:
+    """A node in which a scan is, or the rows themselves.
+
+    Args:
+        items: stored keys and values from the place of the scan on.
+        node: what the keys of this node begin with.
+        prefix: what all keys in it begin with.
+        bound: where the scan begins in the node to which the next item refers; None: it has no bound in it.
+    """
+
+    items: Iterator[tuple[Any, Any]]
+    node: bytes
+    prefix: bytes
+    bound: bytes | None
+
+
+class LongKeys:
+    """Rows of short and long keys in one transaction.
+
+    Args:
+        rows, nodes: the databases.
+    """
+
+    def __init__(self, txn: Any, rows: Any, nodes: Any) -> None:
+        self._txn = txn
+        self._rows, self._nodes = rows, nodes
+        self._last_node: int | None = None
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there is any long key."""
+        return bool(self._txn.stat(self._nodes)["entries"])
+
+    def get(self, key: bytes) -> Any:
+        """The row, or None."""
+        database = self._rows
+        while len(key) > SHORT_KEY_BYTES_MAX:
+            node = self._txn.get(key[:SHORT_KEY_BYTES_MAX] + _REFERENCE, db=database)
+            if node is None:
+                return None
+            key, database = bytes(node) + key[SHORT_KEY_BYTES_MAX:], self._nodes
+        return self._txn.get(key, db=database)
+
+    def put(self, key: bytes, row: bytes) -> None:
+        database = self._rows
+        while len(key) > SHORT_KEY_BYTES_MAX:
+            reference = key[:SHORT_KEY_BYTES_MAX] + _REFERENCE
+            node = self._txn.get(reference, db=database)
+            if node is None:
+                node = self._new_node()
+                self._txn.put(reference, node, db=database)
+            key, database = node + key[SHORT_KEY_BYTES_MAX:], self._nodes
+        self._txn.put(key, row, db=database)
+
+    def delete(self, key: bytes) -> None:
+        """Delete a row, and the nodes that are empty without it."""
+        database = self._rows
+        path = []
+        while len(key) > SHORT_KEY_BYTES_MAX:
+            reference = key[:SHORT_KEY_BYTES_MAX] + _REFERENCE
+            node = self._txn.get(reference, db=database)
+            if node is None:
+                return
+            path.append((database, reference, node))
+            key, database = node + key[SHORT_KEY_BYTES_MAX:], self._nodes
+        self._txn.delete(key, db=database)
+        cursor = self._txn.cursor(self._nodes)
+        for database, reference, node in reversed(path):
+            if cursor.set_range(node) and cursor.key().startswith(node):
+                return
+            self._txn.delete(reference, db=database)
+
+    def scan(self, start: bytes = b"", end: bytes | None = None) -> Iterator[tuple[bytes, Any]]:
+        """Rows with ``start <= key < end``."""
+        levels = [self._from(self._rows, b"", b"", start)]
+        while levels:
+            level = levels[-1]
+            key, value = self._next(level)
+            if key is None:
+                levels.pop()
+            elif len(key) <= SHORT_KEY_BYTES_MAX:
+                whole = level.prefix + key[len(level.node) :]
+                if end is not None and whole >= end:
+                    return
+                yield whole, value
+            else:
+                bound, level.bound = level.bound, None
+                levels.append(self._from(self._nodes, *_referred(level, key, value), bound or b""))
+
+    def scan_back(self, start: bytes = b"", end: bytes | None = None) -> Iterator[tuple[bytes, Any]]:
+        """As `scan`, from the last row to the first."""
+        levels = [self._before(self._rows, b"", b"", end)]
+        while levels:
+            level = levels[-1]
+            key, value = self._next(level)
+            if key is None:
+                levels.pop()
+            elif len(key) <= SHORT_KEY_BYTES_MAX:
+                whole = level.prefix + key[len(level.node) :]
+                if whole < start:
+                    return
+                yield whole, value
+            else:
+                bound, level.bound = level.bound, None
+                levels.append(self._before(self._nodes, *_referred(level, key, value), bound))
+
+    def _from(self, database: Any, node: bytes, prefix: bytes, start: bytes) -> _Level:
+        """A level at its first key that is not less than this one."""
+        cursor = self._txn.cursor(database)
+        place, bound = _place(node + start)
+        found = cursor.set_range(place) if place else cursor.first()
+        if bound is not None and found and cursor.key() != place:
+            bound = None
+        return _Level(cursor.iternext() if found else iter(()), node, prefix, bound)
+
+    def _before(self, database: Any, node: bytes, prefix: bytes, end: bytes | None) -> _Level:
+        """A level at its last key that is less than this one."""
+        cursor = self._txn.cursor(database)
+        bound = None
+        if end is not None:
+            place, bound = _place(node + end)
+            found = bool(place) and cursor.set_range(place)
+            if not (found and bound is not None and cursor.key() == place):
+                bound = None
+                found = bool(place) and (cursor.prev() if found else cursor.last())
+        else:
+            behind = _NODE.pack(_NODE.unpack(node)[0] + 1) if node else b""
+            found = cursor.prev() if behind and cursor.set_range(behind) else cursor.last()
+        return _Level(cursor.iterprev() if found else iter(()), node, prefix, bound)
+
+    @staticmethod
+    def _next(level: _Level) -> tuple[Any, Any]:
+        """The next stored key and value of a level, or None."""
+        found = next(level.items, None)
+        if found is None:
+            return None, None
+        key, value = found
+        key = bytes(key)
+        return (key, value) if key.startswith(level.node) else (None, None)
+
+    def _new_node(self) -> bytes:
+        """A number that is greater than all that are there: so a node only refers to later ones."""
+        if self._last_node is None:
+            cursor = self._txn.cursor(self._nodes)
+            self._last_node = _NODE.unpack(cursor.key()[: _NODE.size])[0] if cursor.last() else 0
+        self._last_node = self._last_node + 1
+        return _NODE.pack(self._last_node)
+
+
+def _place(key: bytes) -> tuple[bytes, bytes | None]:
+    """The stored key at which a key is, and what follows in the node to which that one refers."""
+    if len(key) <= SHORT_KEY_BYTES_MAX:
+        return key, None
+    return key[:SHORT_KEY_BYTES_MAX] + _REFERENCE, key[SHORT_KEY_BYTES_MAX:]
+
+
+def _referred(level: _Level, key: bytes, value: Any) -> tuple[bytes, bytes]:
+    """The node to which a stored key refers, and what all keys in it begin with.
+
+    Raises:
+        StoreCorruptError: it is no later node, so that a scan might not end.
+    """
+    node = bytes(value)
+    if len(node) != _NODE.size or node <= level.node or not key.endswith(_REFERENCE):
+        raise StoreCorruptError("a long key of the local store is damaged")
+    return node, level.prefix + key[len(level.node) : -1]

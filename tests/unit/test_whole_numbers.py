@@ -1,0 +1,141 @@
+"""Integers beyond 2^53 through pandas, in which integers that are missing used to make floats of the others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onceflow.errors import OnceflowError, SchemaError
+from onceflow.state.api.json_columns import format_json, parse_json
+from onceflow.state.api.processor import ColumnProcessor
+from onceflow.state.api.whole_numbers import rounded
+from onceflow.task.map_rows import RowsMap
+from onceflow.testing.processor_driver import ProcessorDriver
+
+BIG = 9007199254740993
+KINDS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
+
+
+def batch_of(columns: dict[str, Any]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+
+@st.composite
+def batches(draw: Any) -> pa.RecordBatch:
+    columns = {}
+    for at, kind in enumerate(draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))):
+        low, high = (
+            (0, 2**kind.bit_width) if str(kind)[0] == "u" else (-(2 ** (kind.bit_width - 1)), 2 ** (kind.bit_width - 1))
+        )
+        values = draw(st.lists(st.none() | st.integers(low, high - 1), min_size=3, max_size=3))
+        columns[f"c{at}"] = pa.array(values, kind)
+    return batch_of({**columns, "text": pa.array(["a", None, "b"])})
+
+
+@given(batches())
+def test_flow_map_through_pandas_keeps_every_integer(batch: pa.RecordBatch) -> None:
+    for back in (lambda df: pa.RecordBatch.from_pandas(df, preserve_index=False), pa.Table.from_pandas):
+        made = RowsMap(lambda given, back=back: back(given.to_pandas()), "f", 1, batch.schema, "flow").apply(batch)
+        assert made.to_pydict() == batch.to_pydict()
+
+
+class ThroughPandas(ColumnProcessor):
+    """Stores what it is sent, and later what it got from pandas."""
+
+    state_fields = {"n": "int64", "u": "uint64"}  # noqa: RUF012
+
+    def __init__(self, change: Any = lambda df: df) -> None:
+        self.change = change
+
+    def process(self, records: Any, states: Any, context: Any) -> Any:
+        kept = states.to_pandas()
+        first = [json.loads(value) for value in records["value"].to_pylist()]
+        if any(first):
+            new = pa.table({"key": states["key"], "n": pa.array(first, pa.int64()), "u": pa.array(first, pa.uint64())})
+        else:
+            new = self.change(kept[["key", "n", "u"]])
+        return pd.DataFrame({"key": kept["key"], "value": [str(each).encode() for each in kept["n"]]}), new
+
+
+def test_states_through_pandas_beside_a_new_key() -> None:
+    driver = ProcessorDriver(ThroughPandas())
+    driver.send("a", BIG)
+    outputs = driver.send_many([("a", 0), ("b", 0)])
+    assert sorted((each.key, each.value) for each in outputs) == [(b"a", b"%d" % BIG), (b"b", b"<NA>")]
+    assert driver.state("a") == {"n": BIG, "u": BIG}
+    assert driver.state("b") == {"n": None, "u": None}
+
+
+def test_a_state_that_has_been_a_float_is_refused() -> None:
+    driver = ProcessorDriver(ThroughPandas(lambda df: df.astype({"n": "float64"})))
+    driver.send("a", BIG)
+    with pytest.raises(OnceflowError, match=r"state field n is int64, got the float 9007199254740992\.0.*Int64"):
+        driver.send_many([("a", 0), ("b", 0)])
+    assert driver.state("a") == {"n": BIG, "u": BIG}
+
+
+def test_smaller_floats_become_integers() -> None:
+    driver = ProcessorDriver(ThroughPandas(lambda df: df.astype({"n": "float64"})))
+    driver.send("a", 2**53 - 1)
+    driver.send("a", 0)
+    assert driver.state("a")["n"] == 2**53 - 1
+
+
+LARGE = [float(BIG), -1e18]
+
+
+@pytest.mark.parametrize(
+    "column, kind",
+    [
+        (pa.array(LARGE), pa.int64()),
+        (pa.array([None, *LARGE]), pa.uint64()),
+        (pa.array(LARGE, pa.float32()), pa.int64()),
+        (pa.array(LARGE), pa.decimal128(38, 2)),
+        (pa.array(LARGE).dictionary_encode(), pa.int64()),
+        (pa.array([LARGE, None]), pa.list_(pa.int64())),
+        (pa.array([[[1.0]], [LARGE]]), pa.large_list(pa.list_(pa.int64()))),
+        (pa.array([{"a": 1, "b": LARGE[0]}]), pa.struct([("b", pa.int64()), ("a", pa.int64())])),
+        (pa.array([[("k", LARGE[0])]], pa.map_(pa.string(), pa.float64())), pa.map_(pa.string(), pa.int64())),
+    ],
+)
+def test_flow_map_refuses_floats_that_may_be_rounded_integers(column: pa.Array, kind: pa.DataType) -> None:
+    assert rounded(column, kind) is not None
+    made = RowsMap(lambda given: batch_of({"n": column}), "f", 1, pa.schema([("n", kind)]), "flow")
+    with pytest.raises(SchemaError, match="another number, rounded") as refused:
+        made.apply(batch_of({"n": pa.array([1])}))
+    assert "Int64" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "column, kind",
+    [
+        (pa.array([2.0**53 - 1, None]), pa.int64()),
+        (pa.array([float("inf"), 1e300]), pa.float32()),
+        (pa.array([[1.0], None]), pa.list_(pa.int32())),
+        (pa.array([1e300]), pa.float64()),
+    ],
+)
+def test_other_floats_are_not_refused_for_that(column: pa.Array, kind: pa.DataType) -> None:
+    assert rounded(column, kind) is None
+
+
+def test_parsed_json_through_pandas() -> None:
+    parsed = parse_json(pa.array([b'{"n": %d}' % BIG, b"{}"]), pa.schema([("n", pa.int64())]))
+    frame = parsed.to_pandas()
+    assert frame["n"][0] == BIG
+    assert format_json(pa.Table.from_pandas(frame, preserve_index=False)).to_pylist() == [
+        b'{"n":%d}' % BIG,
+        b'{"n":null}',
+    ]
+
+
+def test_decimals_of_json_columns_keep_their_digits() -> None:
+    raw = [b'{"n":123456789012345678901234567890}', b'{"n":-7}', b'{"n":null}']
+    parsed = parse_json(pa.array(raw), pa.schema([("n", pa.decimal128(38, 0))]))
+    assert format_json(parsed).to_pylist() == raw
