@@ -317,7 +317,7 @@ def _progress(content: dict[str, Any], name: str, version: int) -> Progress:
 
 
 def _version(content: dict[str, Any], flow: str) -> int:
-    version = take(content, flow, "format", int)
+    version: int = take(content, flow, "format", int)
     if version > PROGRESS_FORMAT:
         raise ProgressConflictError(
             "the flow's progress was written by a newer onceflow",
