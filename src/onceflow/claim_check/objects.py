@@ -2,7 +2,8 @@
 
 An object is written as a whole or not at all, and is never changed. Its name is the day on which it was stored and the
 hash of its content. A writer reuses an object only on its day. So nothing refers anew to an object that is older, and
-one that is old enough may be deleted when nobody refers to it.
+one that is old enough may be deleted when nobody refers to it. An object whose content may have references itself has a
+name that says so: whoever looks for references reads it, too.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from onceflow.claim_check.reference import NAME, Reference
+from onceflow.claim_check.reference import NAME, REFERS, Reference
+from onceflow.claim_check.scan import MARK_BYTES, may_refer
 from onceflow.clock import clock_ms
 from onceflow.errors import ClaimCheckError, EnvironmentUnusableError, OptionError, StorageUnavailableError
 
@@ -39,6 +41,19 @@ _UPLOADS_AT_ONCE = 4
 _CHANGED = "the file was changed while it was read"
 # Of botocore: its own are a minute each, several times.
 _S3_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 30}
+
+
+class Remembered(NamedTuple):
+    """Where a collection has looked for references.
+
+    Args:
+        topics: those that were given to it. flows: those whose rows in other systems it has read.
+        found: further topics in which there were references.
+    """
+
+    topics: tuple[str, ...] = ()
+    flows: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
 
 
 class ObjectStore:
@@ -73,7 +88,7 @@ class ObjectStore:
         Raises:
             StorageUnavailableError: the store cannot be written.
         """
-        reference = _reference(hashlib.sha256(data).hexdigest(), len(data))
+        reference = _reference(hashlib.sha256(data).hexdigest(), len(data), may_refer(data))
         with self._storing(reference.name):
             if not self._has(reference):
                 if self.local:
@@ -84,12 +99,14 @@ class ObjectStore:
 
     def put_file(self, path: str | os.PathLike[str]) -> Reference:
         """Store the content of a local file, in bounded memory. As `put`."""
-        checksum, size = hashlib.sha256(), 0
+        checksum, size, refers, last = hashlib.sha256(), 0, False, b""
         with Path(path).open("rb") as file:
             for chunk in _chunks(file):
                 checksum.update(chunk)
                 size += len(chunk)
-            reference = _reference(checksum.hexdigest(), size)
+                refers = refers or may_refer(last + chunk)
+                last = chunk[-MARK_BYTES:]
+            reference = _reference(checksum.hexdigest(), size, refers)
             with self._storing(reference.name):
                 if not self._has(reference):
                     file.seek(0)
@@ -192,18 +209,18 @@ class ObjectStore:
         except Exception as error:
             raise self.failed("read", reference.name, error) from error
 
-    def check(self) -> list[str]:
+    def check(self) -> Remembered:
         """Check that this is a store, and that it can be reached.
 
         Returns:
-            The topics whose references have kept objects so far, see `remember`.
+            Where the last collection has looked for references.
 
         Raises:
             StorageUnavailableError: it is not.
         """
         try:
             document = json.loads(self._files.cat_file(self._path(MARKER)))
-            return [str(topic) for topic in document.get("topics", ())]
+            return Remembered(*(tuple(map(str, document.get(what, ()))) for what in Remembered._fields))
         except FileNotFoundError:
             raise StorageUnavailableError(
                 f"There is no store of a claim check at {self.url}: the object {MARKER} is not there",
@@ -213,14 +230,28 @@ class ObjectStore:
         except Exception as error:
             raise self.failed("read", MARKER, error) from error
 
-    def remember(self, topics: Sequence[str]) -> None:
-        """Keep in the store which topics a collection has read, so that a later one does not forget any."""
+    def remember(self, found: Remembered) -> None:
+        """Keep in the store where a collection has looked, so that a later one does not forget any of it."""
         with self._storing(MARKER):
-            self._write_marker({"format": 1, "topics": sorted(topics)})
+            self._write_marker({"format": 1, **{what: sorted(names) for what, names in found._asdict().items()}})
+
+    def content(self, name: str) -> Iterator[bytes]:
+        """The bytes of an object in pieces, not verified; none if it was deleted meanwhile.
+
+        Raises:
+            StorageUnavailableError: the store cannot be read.
+        """
+        try:
+            with self._files.open(self._path(name), "rb", block_size=CHUNK_BYTES) as file:
+                yield from _chunks(file)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise self.failed("read", name, error) from error
 
     # ---- collecting ----------------------------------------------------------------------------------
 
-    def days(self, until_ms: int) -> list[str]:
+    def days(self, until_ms: float = float("inf")) -> list[str]:
         """The days whose objects were all stored before a time (epoch milliseconds), the earliest first."""
         names = (entry["name"].rstrip("/").rpartition("/")[2] for entry in self._listed(""))
         return sorted(name for name in names if _DAY.fullmatch(name) and _end_ms(name) <= until_ms)
@@ -319,9 +350,9 @@ def altered(url: str, reference: Reference, how: str) -> ClaimCheckError:
     )
 
 
-def _reference(checksum: str, size: int) -> Reference:
+def _reference(checksum: str, size: int, refers: bool) -> Reference:
     day = datetime.datetime.fromtimestamp(clock_ms() / 1000, datetime.timezone.utc).date()
-    return Reference.of(f"{day.isoformat()}/{checksum}", size, checksum)
+    return Reference.of(f"{day.isoformat()}/{checksum}{REFERS if refers else ''}", size, checksum)
 
 
 def _end_ms(day: str) -> float:

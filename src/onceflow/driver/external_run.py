@@ -162,7 +162,8 @@ def _take_over(
         if decided.letters is not None and not start.is_behind:
             left = LettersToWrite(session, decided.letters, decided.targets, start.progress.batch_id)
         commit_progress(session, start.progress, startup.sources, deadline, left)
-    progress = replace(start.progress, letters=letter_topics({}, [write.dead_letter_topic]))
+    letters = letter_topics({}, [write.dead_letter_topic])
+    progress = replace(start.progress, letters=letters, external=sink.target)
     owned = Ownership(identity, owner, opened.generation, opened.progress, progress)
     return owned, decided.starts, decided.targets
 
