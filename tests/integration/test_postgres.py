@@ -23,7 +23,7 @@ from onceflow import (
     SchemaError,
     UnsupportedQueryError,
 )
-from onceflow.external.postgres_columns import shows_order
+from onceflow.external.postgres_columns import relation_of, shows_order
 from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.spark.collect import arrow_schema
 from onceflow.testing import faults, independent
@@ -33,26 +33,13 @@ from onceflow.testing.postgres import LocalPostgres
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[LocalPostgres]:
-    """A server of this session."""
-    with LocalPostgres() as server:
-        yield server
-
-
 @pytest.fixture
-def database(postgres: LocalPostgres) -> str:
-    """The DSN of an empty schema."""
-    return postgres.schema()
-
-
-@pytest.fixture
-def made(database: str) -> Callable[..., str]:
+def made(dsn: str) -> Callable[..., str]:
     def make(*statements: str) -> str:
-        with psycopg.connect(database) as connection:
+        with psycopg.connect(dsn) as connection:
             for statement in statements:
                 connection.execute(statement)
-        return database
+        return dsn
 
     return make
 
@@ -107,10 +94,10 @@ def test_modes(made: Callable[..., str]) -> None:
 def test_rows_are_inserted_in_order_where_that_shows(made: Callable[..., str], more: str, ordered: bool) -> None:
     dsn = made(f"CREATE TABLE t (a int{', ' if more else ''}{more})")
     with psycopg.connect(dsn) as connection:
-        assert shows_order(connection, "t", ["a"]) == ordered
+        assert shows_order(connection, relation_of(connection, "t"), ["a"]) == ordered
         connection.execute("CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'")
         connection.execute("CREATE TRIGGER g BEFORE INSERT ON t FOR EACH ROW EXECUTE FUNCTION f()")
-        assert shows_order(connection, "t", ["a"])
+        assert shows_order(connection, relation_of(connection, "t"), ["a"])
     sink = PostgresSink(dsn, "t")
     sink.check(pa.schema([("a", pa.int64())]))
     attempt = BatchAttempt("f", sink.open("f", None).generation, 1, 1)
