@@ -185,6 +185,7 @@ def test_a_row_that_the_table_does_not_take(
         ({"table": "zebra"}, ["k"], "create it, or check the search_path"),
         ({"table": "t"}, ["k", "amuont"], "(?s)no columns amuont.*did you mean amount for amuont"),
         ({"table": "t"}, ["k", "x"], r"(?s)has no columns x.*next step: add them"),
+        ({"table": "t"}, ["k", "a", "a"], "have several columns a"),
         (
             {"table": "t"},
             ["k", "n"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
+from decimal import Decimal, localcontext
 from typing import Any
 
 import psycopg
@@ -391,3 +391,64 @@ def test_arrays_follow_the_rules_of_scalars(dsn: str) -> None:
     sound = (f"{{{_UUID},NULL}}", '{"{\\"a\\": 1}"}', "{sad}", "{1.3}", '{abc,NULL,""}', ["a", None], "{ab}",
              '{"2025-03-09 07:30:00+00"}', ["abc"])  # fmt: skip
     assert found == [sound, (None,) * 9, (*sound[:4], "{}", *sound[5:])]
+
+
+# ---- values ----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def decimals(draw: st.DrawFn) -> tuple[pa.DataType, list[Decimal | None]]:
+    """A type of decimals, and some of them. Few digits that are not 0 are where drivers had faults."""
+    digits = draw(st.integers(1, 38))
+    scale = draw(st.integers(0, digits))
+    most = 10**digits - 1
+    sparse = st.builds(lambda a, b, sign: sign * min(most, 10**a + 10**b), st.integers(0, digits - 1),
+                       st.integers(0, digits - 1), st.sampled_from([1, -1]))  # fmt: skip
+    numbers = draw(st.lists(st.none() | st.integers(-most, most) | sparse, min_size=1, max_size=20))
+    with localcontext(prec=40):
+        return pa.decimal128(digits, scale), [
+            None if each is None else Decimal(each).scaleb(-scale) for each in numbers
+        ]
+
+
+_TIMES = st.datetimes(dt.datetime(1, 1, 1), dt.datetime(9999, 12, 31, 23, 59, 59, 999999))
+_WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
+_VALUES: dict[str, tuple[str, pa.DataType, st.SearchStrategy[Any]]] = {
+    "f": ("float8", pa.float64(), st.floats(allow_nan=False)),
+    "r": ("real", pa.float32(), st.floats(width=32, allow_nan=False)),
+    "i": ("bigint", pa.int64(), st.integers(-(2**63), 2**63 - 1)),
+    "x": ("text", pa.string(), _WORDS),
+    "y": ("bytea", pa.binary(), st.binary(max_size=8)),
+    "w": ("text[]", pa.list_(pa.string()), st.lists(st.none() | _WORDS, max_size=3)),
+    "b": ("boolean[]", pa.list_(pa.bool_()), st.lists(st.none() | st.booleans(), max_size=3)),
+    "e": ("date", pa.date32(), st.dates()),
+    "t": ("timestamp", pa.timestamp("us"), _TIMES),
+    "z": ("timestamptz", pa.timestamp("us", tz="UTC"), _TIMES.map(lambda at: at.replace(tzinfo=dt.timezone.utc))),
+    "u": ("timestamp[]", pa.list_(pa.timestamp("us")), st.lists(st.none() | _TIMES, max_size=3)),
+    "v": ("interval", pa.duration("us"), st.timedeltas(dt.timedelta(-9999), dt.timedelta(9999))),
+}
+
+
+@pytest.fixture(scope="module")
+def with_values(postgres: LocalPostgres) -> str:
+    dsn = postgres.schema()
+    columns = ", ".join(f"{name} {kind}" for name, (kind, _, _) in _VALUES.items())
+    run(dsn, f"CREATE TABLE t (n int, d numeric, a numeric[], {columns})")
+    return dsn
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_values_are_stored_as_they_are(with_values: str, data: st.DataObject) -> None:
+    kind, numbers = data.draw(decimals())
+    rows = [
+        {"n": n, "d": number, "a": [number, number] if n % 2 else [],
+         **{name: data.draw(st.none() | values) for name, (_, _, values) in _VALUES.items()}}
+        for n, number in enumerate(numbers)
+    ]  # fmt: skip
+    schema = pa.schema([("n", pa.int32()), ("d", kind), ("a", pa.list_(kind)),
+                        *((name, arrow) for name, (_, arrow, _) in _VALUES.items())])  # fmt: skip
+    run(with_values, "TRUNCATE t")
+    Written(with_values, sets_aside=False).write(rows, schema)
+    exact = ", ".join(f"{name}::float8" if name == "r" else name for name in schema.names)
+    assert run(with_values, f"SELECT {exact} FROM t ORDER BY n") == [tuple(row.values()) for row in rows]

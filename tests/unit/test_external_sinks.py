@@ -154,6 +154,7 @@ def test_a_row_that_the_table_does_not_take(tmp_path: Path, rows: list[dict[str,
     [
         ({"table": "tt"}, ["k"], "no table 'tt'"),
         ({"table": "t"}, ["k", "x"], "has no columns x"),
+        ({"table": "t"}, ["k", "a", "a"], "have several columns a\n.*different names"),
         ({"table": "t"}, ["a"], "Columns k of table t must not be null"),
         ({"table": "t", "mode": "upsert", "key": ["a"]}, ["k", "a"], "primary key, or of a unique index"),
         ({"table": "t", "mode": "upsert", "key": ["q"]}, ["k", "a"], "lack the columns q"),
