@@ -340,6 +340,7 @@ def test_rows_that_refer_to_others_are_checked_at_the_end(tmp_path: Path, monkey
     [
         ({"table": "tt"}, ["k"], "no table 'tt'"),
         ({"table": "t"}, ["k", "x"], "has no columns x"),
+        ({"table": "t"}, ["k", "a", "a"], "have several columns a\n.*different names"),
         ({"table": "t"}, ["a"], "Columns k of table t must not be null"),
         ({"table": "t", "mode": "upsert", "key": ["a"]}, ["k", "a"], "primary key, or of a unique index"),
         ({"table": "t", "mode": "upsert", "key": ["q"]}, ["k", "a"], "lack the columns q"),

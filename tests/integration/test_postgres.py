@@ -34,26 +34,13 @@ from onceflow.testing.postgres_proxy import PostgresProxy
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[LocalPostgres]:
-    """A server of this session."""
-    with LocalPostgres() as server:
-        yield server
-
-
 @pytest.fixture
-def database(postgres: LocalPostgres) -> str:
-    """The DSN of an empty schema."""
-    return postgres.schema()
-
-
-@pytest.fixture
-def made(database: str) -> Callable[..., str]:
+def made(dsn: str) -> Callable[..., str]:
     def make(*statements: str) -> str:
-        with psycopg.connect(database) as connection:
+        with psycopg.connect(dsn) as connection:
             for statement in statements:
                 connection.execute(statement)
-        return database
+        return dsn
 
     return make
 
@@ -224,6 +211,7 @@ def test_a_row_that_the_table_does_not_take(
         ({"table": "zebra"}, ["k"], "create it, or check the search_path"),
         ({"table": "t"}, ["k", "amuont"], "(?s)no columns amuont.*did you mean amount for amuont"),
         ({"table": "t"}, ["k", "x"], r"(?s)has no columns x.*next step: add them"),
+        ({"table": "t"}, ["k", "a", "a"], "have several columns a"),
         (
             {"table": "t"},
             ["k", "n"],

@@ -42,7 +42,15 @@ from onceflow.external.postgres_columns import (
     shows_order,
     staged_types,
 )
-from onceflow.external.postgres_connection import completed, connect, dataset_of, pin, reason, suppress_race
+from onceflow.external.postgres_connection import (
+    completed,
+    connect,
+    dataset_of,
+    may_be_of_a_row,
+    pin,
+    reason,
+    suppress_race,
+)
 from onceflow.external.postgres_key import Key, key_of
 from onceflow.external.postgres_moves import HEADERS, PROBLEM, RECEIPT, ROW, Moves, Staged
 from onceflow.external.postgres_staging import check_driver, storable
@@ -385,13 +393,13 @@ class PostgresSink(ExternalSink):
                 detail=str(error).splitlines()[0],
                 next_step="key= must name the columns of its primary key, or of a unique index",
             ) from error
-        except psycopg.ProgrammingError as error:
-            if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        except psycopg.Error as error:
+            if not may_be_of_a_row(error):
                 raise
             raise SchemaError(
                 f"Rows cannot be written to table {self._write.table}",
                 detail=str(error).splitlines()[0],
-                next_step="cast the columns in the query to the types of the table",
+                next_step="cast the columns in the query to the types of the table, if it is about types",
             ) from error
 
     def _checked(self, connection: psycopg.Connection[Any], staged: Staged, expected: int) -> Staged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ HEADERS = {"onceflow_header_names": "text[]", "onceflow_header_values": "bytea[]
 _PLACE = "place"
 # Rows are tried in ranges of this many, which are divided until the refused rows are found.
 _RANGE = 1_000
+_LACKS_ANOTHER = "ForeignKeyViolation"  # the error of a row that another row may cure
 _CHECK_CONSTRAINTS = "SET CONSTRAINTS ALL IMMEDIATE"  # else deferred ones would fail in the commit
 
 
@@ -85,13 +86,8 @@ class Moves:
 
     def all_of(self, connection: psycopg.Connection[Any], staged: Staged) -> None:
         """Move all rows, none of which has a problem. They are in the transaction, or it is as it was before."""
-        from psycopg import sql
-
-        rows = sql.SQL("{} WHERE {} = ANY(%(receipts)s)").format(named(staged.schema, staged.table), named(RECEIPT))
         with connection.transaction():
-            order = _in_order_of_tasks(sql.SQL("%(receipts)s"))
-            self._run(connection, self._statements(rows, order), {"receipts": list(staged.receipts)})
-            connection.execute(_CHECK_CONSTRAINTS)
+            self._all_of(connection, staged)
 
     def all_accepted(self, connection: psycopg.Connection[Any], staged: Staged) -> list[RefusedRow]:
         """Move the rows that the table takes. Returns the others.
@@ -128,6 +124,14 @@ class Moves:
 
     # ---- inside --------------------------------------------------------------------------------------
 
+    def _all_of(self, connection: psycopg.Connection[Any], staged: Staged) -> None:
+        from psycopg import sql
+
+        rows = sql.SQL("{} WHERE {} = ANY(%(receipts)s)").format(named(staged.schema, staged.table), named(RECEIPT))
+        order = _in_order_of_tasks(sql.SQL("%(receipts)s"))
+        self._run(connection, self._statements(rows, order), {"receipts": list(staged.receipts)})
+        connection.execute(_CHECK_CONSTRAINTS)
+
     def _took_all(self, connection: psycopg.Connection[Any], staged: Staged) -> bool:
         """Whether the rows are moved. If not, a row is to blame.
 
@@ -136,45 +140,73 @@ class Moves:
         """
         import psycopg
 
-        if staged.problems:
-            return False
-        try:
-            self.all_of(connection, staged)
-            return True
-        except psycopg.Error as error:
-            if not may_be_of_a_row(error):
-                raise
+        failed = None
+        if not staged.problems:
             try:
-                with connection.transaction(force_rollback=True):
-                    self.all_of(connection, Staged(staged.schema, staged.table, []))
-            except psycopg.Error:
-                raise error from None
-            return False
+                self.all_of(connection, staged)
+                return True
+            except psycopg.Error as error:
+                if not may_be_of_a_row(error):
+                    raise
+                failed = error
+        try:
+            # In one savepoint: if it is rolled back, and only then, constraints are deferred again. (What a savepoint
+            # in it has set, and kept, stays.)
+            with connection.transaction(force_rollback=True):
+                self._all_of(connection, replace(staged, receipts=[]))
+        except psycopg.Error as error:
+            raise failed or error from None
+        return False
 
     def _moved(
         self, connection: psycopg.Connection[Any], numbered: _Numbered, *, only_first: bool = False
     ) -> dict[int, _Refusal]:
         """Move numbered rows that the table takes. Returns the numbers of the others; or only the first one.
 
-        Deferred constraints are checked at the end, because a row may need a later one. If they fail, there is no way
-        to know for which row, so rows are tried once more, with a check of each range.
+        A row may need a later one, by a foreign key or by a constraint that is deferred. So constraints are checked
+        when all rows were tried, and rows that lack others are tried once more, together with these. If that fails,
+        there is no way to know for which row, and each range of rows is checked by itself.
         """
         import psycopg
 
-        for checked in False, True:
-            try:
-                with connection.transaction():
-                    found: dict[int, _Refusal] = {}
-                    for number, refusal in self._refused(connection, numbered, checked=checked):
-                        found[number] = refusal
-                        if only_first:
-                            return found
-                    connection.execute(_CHECK_CONSTRAINTS)
+        found: dict[int, _Refusal] = {}
+        try:
+            with connection.transaction() as transaction:
+                for number, refusal in self._refused(connection, numbered, checked=False):
+                    found[number] = refusal
+                    if only_first and refusal.kind != _LACKS_ANOTHER:
+                        return {number: refusal}
+                connection.execute(_CHECK_CONSTRAINTS)
+                if all(each.kind != _LACKS_ANOTHER for each in found.values()):
                     return found
-            except psycopg.Error as error:
-                if checked or not may_be_of_a_row(error):
-                    raise
-        raise AssertionError("the second turn returns or raises")
+                raise psycopg.Rollback(transaction)
+        except psycopg.Error as error:
+            if not may_be_of_a_row(error):
+                raise
+        bad = {number: each for number, each in found.items() if each.kind != _LACKS_ANOTHER}
+        if self._took_others(connection, numbered, bad):
+            return bad
+        with connection.transaction():
+            refused = self._refused(connection, numbered, checked=True)
+            return dict([each] if only_first and (each := next(refused, None)) else refused)
+
+    def _took_others(
+        self, connection: psycopg.Connection[Any], numbered: _Numbered, bad: Mapping[int, _Refusal]
+    ) -> bool:
+        """Move all rows but these at once. Returns whether the table takes them."""
+        import psycopg
+        from psycopg import sql
+
+        rows = sql.SQL("{} WHERE {} <> ALL(%(bad)s::bigint[])").format(numbered.sql, named(_PLACE))
+        try:
+            with connection.transaction():
+                self._run(connection, self._statements(rows, [sql.Composed([named(_PLACE)])]), {"bad": [*bad]})
+                connection.execute(_CHECK_CONSTRAINTS)
+            return True
+        except psycopg.Error as error:
+            if not may_be_of_a_row(error):
+                raise
+            return False
 
     def _refused(
         self, connection: psycopg.Connection[Any], numbered: _Numbered, *, checked: bool

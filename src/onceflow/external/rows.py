@@ -46,8 +46,14 @@ class TableWrite:
         """Those of the DataFrame's columns that are columns of the table.
 
         Raises:
-            SchemaError: a key column, or that with the flag, is missing.
+            SchemaError: a key column, or that with the flag, is missing; or two columns have one name.
         """
+        twice = sorted({name for name in given if given.count(name) > 1})
+        if twice:
+            raise SchemaError(
+                f"The rows for table {self.table} have several columns {', '.join(twice)}",
+                next_step="give them different names in the query, or select one of them",
+            )
         wanted = [*self.key, self.flag] if self.mode == DELETE_BY_FLAG else [*self.key]
         missing = [name for name in wanted if name not in given]
         if missing:
