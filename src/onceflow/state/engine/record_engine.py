@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.errors import ProcessorError
-from onceflow.state import rows
-from onceflow.state.api import exact_json, user_errors
+from onceflow.state import exact_json, rows
+from onceflow.state.api import user_errors
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
