@@ -117,7 +117,7 @@ class Flow:
         self.goal = Goal("flow", "table", 3, "id-t", "id-i", 0, 0)
 
     def changes(self, count: int = 30) -> Changes:
-        """Of values, map entries and timers; some with expiry or version, some deletes. Some keys are JSON, some long."""
+        """Of values, map entries and timers; some with expiry or version, some deletes. Keys are plain, JSON, long."""
         dice, found = self.dice, {}
         for _ in range(count):
             number = dice.randrange(self.keys)
