@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from typing import Any
 
 from onceflow.state.api.record import Record
@@ -138,10 +137,7 @@ def _one(record: Record) -> int:
 
 
 def _number(value: Any, of: Source) -> Any:
-    if isinstance(value, Decimal):
-        name = of if isinstance(of, str) else "the value"
-        raise ValueError(f"{name} is {value!s:.100}, which has more digits than a float holds")
-    # JSON has no infinity.
+    # JSON has no infinity: it would come back from the state as null.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{of if isinstance(of, str) else 'the value'} is {value!r:.100}, not a finite number")
     return value
