@@ -45,11 +45,8 @@ if TYPE_CHECKING:
         UnsupportedQueryError,
     )
     from onceflow.external.delta import DeltaSink
-    from onceflow.external.parquet import ParquetSink
-    from onceflow.external.parquet_table import ParquetTable
     from onceflow.external.postgres import PostgresSink
     from onceflow.external.sink import ExternalSink
-    from onceflow.external.sqlite import SqliteSink
     from onceflow.flow import Flow
     from onceflow.flow_chain import FlowChain
     from onceflow.json_logs import JsonLogFormatter
@@ -105,8 +102,6 @@ __all__ = [
     "OnceflowError",
     "OptionError",
     "Outcome",
-    "ParquetSink",
-    "ParquetTable",
     "PermissionDeniedError",
     "PostgresSink",
     "Processor",
@@ -116,7 +111,6 @@ __all__ = [
     "Record",
     "Retry",
     "SchemaError",
-    "SqliteSink",
     "State",
     "StorageUnavailableError",
     "StoredValue",
@@ -155,13 +149,10 @@ _HOMES = {
     "Lineage": "onceflow.metrics.lineage",
     "MetricsEndpoint": "onceflow.metrics.endpoint",
     "Outcome": "onceflow.calls.target",
-    "ParquetSink": "onceflow.external.parquet",
-    "ParquetTable": "onceflow.external.parquet_table",
     "PostgresSink": "onceflow.external.postgres",
     "Processor": "onceflow.state.api.processor",
     "Record": "onceflow.state.api.record",
     "Retry": "onceflow.state.retry",
-    "SqliteSink": "onceflow.external.sqlite",
     "State": "onceflow.state.api.handle",
     "StoredValue": "onceflow.claim_check.stored_value",
     "Telemetry": "onceflow.metrics.telemetry",

@@ -223,6 +223,22 @@ def data_loss(place: str, lost: str, flow: str | None = None) -> DataLossError:
     )
 
 
+def log_replaced(place: str, end: int, read: int, flow: str | None = None) -> DataLossError:
+    """The error for a log whose end was replaced by other records. Args: place: topic and partition. end: the first
+    offset whose record may be another one. read: the first offset that was not read."""
+    topic, _, partition = place.rpartition("-")
+    return DataLossError(
+        f"The log was truncated at offset {end}, and may have other records there now: offsets {end} to {read - 1} "
+        "were read before that",
+        flow=flow,
+        topic=place,
+        detail="its leader does not know the records that were read (an unclean leader election, or a restored "
+        "backup): what was made of them is in the outputs, and the records in their place were not read",
+        next_step="find out what is missing. To read what is there now, also what was written since: `onceflow reset "
+        f"FLOW --to offsets={topic}:{partition}={end}`",
+    )
+
+
 def log_too_short(place: str, last: int, seen: str, detail: str) -> DataLossError:
     """The error for a log that has lost its end. Args: place: topic and partition. last: where it ends. seen: what was
     done with records after that."""

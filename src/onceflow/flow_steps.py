@@ -18,7 +18,7 @@ from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.spark import queries
 from onceflow.spark.master import is_local
 from onceflow.spark.pickling import pickled
-from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.processor import MAX_AHEAD, ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinTable
 from onceflow.state.stores.base import Store
 from onceflow.uncaught import fenced_ends_program
@@ -45,6 +45,7 @@ class FlowSteps(FlowOperators):
         state_dir: str | Path | None = None,
         adopt_existing: bool = False,
         idle_timeout: str = "30 seconds",
+        max_ahead: str | float | None = MAX_AHEAD,
         max_dead_letters: int | float | None = None,
     ) -> DataFrame:
         """The first record of every id; records with an id that is remembered are duplicates, and are left out.
@@ -64,7 +65,8 @@ class FlowSteps(FlowOperators):
             duplicates_topic: the topic that duplicates go to; None: they are dropped. It must exist.
             event_time: the column with the time of a record: a timestamp, or epoch milliseconds. None: ``timestamp``.
             table: name of the table topic; None: ``<flow>-ids``.
-            on_error: what happens to a record without id or time, as in `process`.
+            max_ahead: how far the time of a record may be ahead of the clock; None: as far as it likes.
+            on_error: what happens to a record without id or time, or with a time too far ahead, as in `process`.
             partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, max_dead_letters: as in
                 `process`.
 
@@ -77,7 +79,7 @@ class FlowSteps(FlowOperators):
             OptionError, SchemaError: wrong arguments or columns.
             UnsupportedQueryError, ProgressConflictError, PermissionDeniedError: as in `process`.
         """
-        own = DedupOptions(id, within, records, late, duplicates_topic, event_time)
+        own = DedupOptions(id, within, records, late, duplicates_topic, event_time, max_ahead)
         options = StepOptions(
             f"{self.name}-ids" if table is None else table, partitions, on_error, dead_letter_topic, own.late_topic,
             None, False, store, state_dir, adopt_existing, idle_timeout, max_dead_letters=max_dead_letters,

@@ -130,7 +130,7 @@ class FlowWrites:
         Args:
             df: made from ``Flow.read`` of this flow, without process steps and without state in Spark. Its columns are
                 those that the sink takes.
-            sink: what is written, for example ``SqliteSink("ledger.db", "ledger")``.
+            sink: what is written, for example ``PostgresSink(dsn, "ledger")``.
             trigger: as of `write`.
             dead_letter_topic: the topic for rows that the system does not take, for example because of a unique index.
                 It must exist. None: such a row stops the flow. Columns of Spark's Kafka source (key, value, headers,

@@ -26,6 +26,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.errors import BatchAbortedError, OnceflowError
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import OwnTopics, TopicPartition
+from onceflow.protocol.timestamps import ANY_TIME, AcceptedTimes
 from onceflow.user_code import cut
 
 if TYPE_CHECKING:  # so that tasks that only write do not load ``state``
@@ -65,10 +66,15 @@ class Routing:
 
 @dataclass(frozen=True)
 class Target:
-    """An output topic as the driver saw it when the batch began; every task uses the same numbers."""
+    """An output topic as the driver saw it when the batch began; every task uses the same numbers.
+
+    Args:
+        times: the timestamps that it accepts.
+    """
 
     partitions: int
     max_message_bytes: int
+    times: AcceptedTimes = ANY_TIME
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from onceflow.client.topics import topic_config
 from onceflow.clock import clock_ms
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError
+from onceflow.protocol.timestamps import as_datetime
 from onceflow.state.api.record import Record
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def peek(
         options: connection options, as of `Flow`.
 
     Returns:
-        The columns of ``Flow.read(..., include_headers=True)``. ``timestampType`` is that of the topic's settings now;
-        null if they may not be read.
+        The columns of ``Flow.read(..., include_headers=True)``. ``timestamp`` is null if the record has none, or one
+        after the year 9999. ``timestampType`` is that of the topic's settings now; null if they may not be read.
 
     Raises:
         OptionError: an argument is invalid, there is no such partition, or there are more than 1,000,000 records.
@@ -125,8 +126,7 @@ def frame(spark: SparkSession, settings: ClientSettings, topic: str, wanted: Exc
 
 
 def _row(record: Record, kind: int | None) -> tuple[Any, ...]:
-    stamp = -1 if record.timestamp_ms is None else record.timestamp_ms
-    at = _EPOCH + timedelta(milliseconds=stamp)
+    at = as_datetime(record.timestamp_ms)
     headers = list(record.headers) or None  # Spark's source has null where there are none
     return record.key, record.value, record.topic, record.partition, record.offset, at, kind, headers
 

@@ -121,9 +121,9 @@ def test_a_look_sees_rows_without_progress(database: Database, audited: Callable
     database.finish()
     audited()
     with database.connect() as connection:
-        connection.execute("CREATE TABLE onceflow_progress (flow text, generation bigint, progress text)")
+        connection.execute("CREATE TABLE onceflow_progress (flow text, generation bigint, owner text, progress text)")
         row = '{"batch_id": 4, "offsets": {"deposits": {"0": 100, "1": 100, "2": 100, "3": 100, "4": 0}}}'
-        connection.execute("INSERT INTO onceflow_progress VALUES ('ledger-1', 1, %s)", [row])
+        connection.execute("INSERT INTO onceflow_progress VALUES ('onceflow.ledger-1@c', 1, 'o', %s)", [row])
     assert database._look() == 4
     assert database.torn == 0
     with database.connect() as connection:

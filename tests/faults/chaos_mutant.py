@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from onceflow.chaos import driver
-from onceflow.external.sqlite import SqliteSink
+from onceflow.chaos import driver, external
 
+SqliteSink = external.sqlite_sink()
 commit = SqliteSink.commit
 
 

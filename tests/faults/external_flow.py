@@ -1,4 +1,4 @@
-"""A flow that writes to a database (SQLite, or PostgreSQL by a DSN), Parquet files or a Delta table, for crash tests.
+"""A flow that writes to a database (SQLite, or PostgreSQL by a DSN) or a Delta table, for crash tests.
 
 ``drivers.py`` starts it in a process of its own.
 """
@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from pyspark import cloudpickle
 
 import onceflow
 
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "own-sink"))
 
-class LosesAnswers(onceflow.SqliteSink):
+from sqlite_sink import SqliteSink
+
+
+class LosesAnswers(SqliteSink):
     """The first commits of an instance fail, before or after they took effect; nobody is told which."""
 
     def __init__(self, *arguments: Any, applied: bool, times: int = 2) -> None:
@@ -28,17 +33,13 @@ class LosesAnswers(onceflow.SqliteSink):
             raise ConnectionError("the connection was lost")
 
 
-def sink_of(target: str, storage: dict[str, Any] | None = None) -> onceflow.ExternalSink:
-    """A database file, a table by a DSN, a Delta table, or a folder or bucket of Parquet files."""
+def sink_of(target: str, storage: dict[str, str] | None = None) -> onceflow.ExternalSink:
+    """A database file, a table by a DSN, or a Delta table."""
     if target.endswith(".delta"):
-        return onceflow.DeltaSink(target)
+        return onceflow.DeltaSink(target, storage_options=storage)
     if target.startswith("postgresql:"):
         return onceflow.PostgresSink(target, "ledger")
-    return (
-        onceflow.SqliteSink(target, "ledger")
-        if target.endswith(".db")
-        else onceflow.ParquetSink(target, storage_options=storage)
-    )
+    return SqliteSink(target, "ledger")
 
 
 def start(given: dict[str, Any], spark: Any) -> Any:
@@ -55,5 +56,6 @@ def start(given: dict[str, Any], spark: Any) -> Any:
 
 
 def use() -> None:
-    """Make tasks get this module's classes with their code."""
+    """Make tasks get the classes of this module, and of the sink, with their code."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    cloudpickle.register_pickle_by_value(sys.modules[SqliteSink.__module__])

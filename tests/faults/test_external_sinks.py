@@ -1,5 +1,5 @@
-"""Flows that write to a database, or to files: killed at every step, restarted, taken over, restored. A row has
-the place of its record, so the target alone shows what was lost or written twice.
+"""Flows that write to a database, or to a table of Delta Lake: killed at every step, restarted, taken over, restored.
+A row has the place of its record, so the target alone shows what was lost or written twice.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
+import pyarrow as pa
 import pytest
+from confluent_kafka.admin import AdminClient
 from deltalake import DeltaTable
-from pyarrow.fs import FileSelector, S3FileSystem
 from pyspark.errors import StreamingQueryException
+from sqlite_sink import SqliteSink
 
 import onceflow
 from onceflow import hooks
@@ -29,6 +30,17 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 _LEDGER = (
     'CREATE TABLE ledger (topic, "partition" INT, "offset" INT, value, attempt, PRIMARY KEY ("partition", "offset")'
+)
+
+
+_DELTA_LEDGER = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("value", pa.string()),
+        ("attempt", pa.string()),
+    ]
 )
 
 
@@ -45,6 +57,7 @@ class External:
     database: Path | str
     module: Any
     letters: str | None = None
+    letters_class = b"IntegrityError"
 
     @property
     def flow(self) -> str:
@@ -76,7 +89,7 @@ class External:
     def progress(self) -> dict[str, Any]:
         if not self.select("SELECT name FROM sqlite_master WHERE name = 'onceflow_progress'"):
             return {}
-        found = self.select(f"SELECT progress FROM onceflow_progress WHERE flow = '{self.flow}'")
+        found = self.select(f"SELECT progress FROM onceflow_progress WHERE flow LIKE '%.{self.flow}@%'")
         return json.loads(found[0][0]) if found and found[0][0] else {}
 
     def check_rows_iff_progress(self) -> None:
@@ -94,7 +107,7 @@ class External:
             return []
         letters = independent.read_topic(self.pipe.bootstrap, self.letters, decided=True)
         rows = [json.loads(letter.value or b"") for letter in letters]
-        assert {dict(letter.headers)["onceflow.error.class"] for letter in letters} <= {b"IntegrityError"}
+        assert {dict(letter.headers)["onceflow.error.class"] for letter in letters} <= {self.letters_class}
         return [(row["partition"], row["offset"], row["value"]) for row in rows]
 
     def check(self) -> None:
@@ -114,84 +127,52 @@ class External:
 
 
 @dataclass
-class Files(External):
-    """The same with Parquet files. Reads them as the page says, without onceflow."""
+class Delta(External):
+    """The same with a table of Delta Lake. Its own reader says which rows and which entry are committed."""
 
-    def log(self) -> list[bytes]:
-        return [path.read_bytes() for path in sorted(Path(self.database).glob(f"_onceflow/{self.flow}/*/*.json"))]
+    options: dict[str, str] = field(default_factory=dict)
+    letters_class = b"CheckViolation"
 
-    def open(self, path: str) -> Any:
-        return Path(self.database) / path
-
-    def entries(self) -> list[dict[str, Any]]:
-        found = [json.loads(entry) for entry in self.log()]
-        assert [entry["number"] for entry in found] == list(range(1, len(found) + 1))
-        return found
+    def table(self) -> DeltaTable | None:
+        root = str(self.database)
+        there = DeltaTable.is_deltatable(root, self.options)
+        return DeltaTable(root, storage_options=self.options) if there else None
 
     def rows(self) -> list[Any]:
-        columns = ["partition", "offset", "value"]
-        tables = [
-            pq.ParquetFile(self.open(file["path"])).read(columns) for entry in self.entries() for file in entry["files"]
-        ]
-        return [tuple(row.values()) for table in tables for row in table.to_pylist()]
+        table = self.table()
+        if table is None:
+            return []
+        found = table.to_pyarrow_table(columns=["partition", "offset", "value"])
+        return [tuple(row.values()) for row in found.to_pylist()]
 
     def progress(self) -> dict[str, Any]:
-        entries = self.entries()
-        return json.loads(entries[-1]["progress"]) if entries and entries[-1]["progress"] else {}
+        table = self.table()
+        cluster = AdminClient({"bootstrap.servers": self.pipe.bootstrap}).list_topics(timeout=60).cluster_id
+        number = None if table is None else table.transaction_version(f"onceflow.{self.flow}@{cluster}")
+        progress = None if number is None else json.loads(self.entry(number))["progress"]
+        return json.loads(progress) if progress else {}
+
+    def entry(self, number: int) -> bytes:
+        (path,) = Path(self.database).glob(f"_onceflow/*/{number:020d}-*.json")
+        return path.read_bytes()
 
 
 @dataclass
-class Bucket(Files):
-    """The same in a bucket, read with pyarrow's own client of S3."""
+class Bucket(Delta):
+    """The same in a bucket."""
 
     server: S3Server | None = None
 
     def arguments(self, **options: Any) -> dict[str, Any]:
+        return super().arguments(storage=self.options, **options)
+
+    def entry(self, number: int) -> bytes:
         assert self.server is not None
-        return super().arguments(storage=self.server.options, **options)
-
-    def client(self) -> S3FileSystem:
-        assert self.server is not None
-        options = self.server.options
-        return S3FileSystem(
-            access_key=options["key"],
-            secret_key=options["secret"],
-            endpoint_override=options["endpoint_url"],
-            region="us-east-1",
-        )
-
-    def root(self) -> str:
-        return str(self.database).removeprefix("s3://")
-
-    def log(self) -> list[bytes]:
-        client = self.client()
-        folder = FileSelector(f"{self.root()}/_onceflow/{self.flow}", allow_not_found=True, recursive=True)
-        paths = sorted(info.path for info in client.get_file_info(folder) if info.path.endswith(".json"))
-        return [client.open_input_file(path).read() for path in paths]
-
-    def open(self, path: str) -> Any:
-        return self.client().open_input_file(f"{self.root()}/{path}")
-
-
-@dataclass
-class Delta(External):
-    """The same with a table of Delta Lake. Its own reader says which rows and which entry are committed."""
-
-    def rows(self) -> list[Any]:
-        if not DeltaTable.is_deltatable(str(self.database)):
-            return []
-        found = DeltaTable(self.database).to_pyarrow_table(columns=["partition", "offset", "value"])
-        return [tuple(row.values()) for row in found.to_pylist()]
-
-    def progress(self) -> dict[str, Any]:
-        if not DeltaTable.is_deltatable(str(self.database)):
-            return {}
-        number = DeltaTable(self.database).transaction_version(f"onceflow.{self.flow}")
-        if number is None:
-            return {}
-        (entry,) = Path(self.database).glob(f"_onceflow/{self.flow}/*/{number:020d}.json")
-        progress = json.loads(entry.read_text())["progress"]
-        return json.loads(progress) if progress else {}
+        files = self.server.filesystem()
+        root = str(self.database).removeprefix("s3://")
+        (path,) = files.glob(f"{root}/_onceflow/*/{number:020d}-*.json")
+        content: bytes = files.cat_file(path)
+        return content
 
 
 @pytest.fixture
@@ -206,13 +187,17 @@ def make_external(
 
     def make(kind: type[External] = External, *, letters: bool = False) -> External:
         pipe = make_pipe()
-        if kind is Files:
-            return Files(pipe, tmp_path / f"{pipe.flow}-files", external_flow)
         if kind is Delta:
-            return Delta(pipe, tmp_path / f"{pipe.flow}.delta", external_flow)
+            root = tmp_path / f"{pipe.flow}.delta"
+            if letters:
+                table = DeltaTable.create(root, _DELTA_LEDGER)
+                table.alter.add_constraint({"seventh": '"offset" % 7 <> 3'})
+            return Delta(pipe, root, external_flow, make_topic(partitions=2) if letters else None)
         if kind is Bucket:
             server = request.getfixturevalue("s3")
-            return Bucket(pipe, f"s3://{server.make_bucket()}/table", external_flow, server=server)
+            root = f"s3://{server.make_bucket()}/lake/table.delta"
+            options = {**server.environment, "AWS_ALLOW_HTTP": "true"}
+            return Bucket(pipe, root, external_flow, options=options, server=server)
         path = tmp_path / f"{pipe.flow}.db"
         with closing(sqlite3.connect(path)) as connection:
             connection.execute(_LEDGER + (', CHECK ("offset" % 7 <> 3))' if letters else ")"))
@@ -231,16 +216,15 @@ def rows_of(step: str) -> int:
     [
         (External, ("write", "commit", "progress", "settle")),
         pytest.param(External, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
-        pytest.param(Files, ("write", "audit", "commit"), marks=pytest.mark.long),
-        pytest.param(Bucket, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
         pytest.param(Delta, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
+        pytest.param(Bucket, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
     ],
 )
 def test_driver_killed(
     make_external: Callable[..., External], killed_together: Any, kind: type[External], steps: tuple[str, ...]
 ) -> None:
     """One SIGKILL meets the flows of one driver, each at another step. Rows of databases become dead letters."""
-    flows = {step: make_external(kind, letters=kind is External) for step in steps}
+    flows = {step: make_external(kind, letters=kind is not Bucket) for step in steps}
     for flow in flows.values():
         flow.pipe.fill(1500)
     killed_together(flows, {step: {"write": {"small_batch_rows": rows_of(step)}} for step in flows})
@@ -277,7 +261,7 @@ def test_exception(make_external: Callable[..., External], inject: Any) -> None:
     flow.check()
 
 
-@pytest.mark.parametrize("kind", [External, Files])
+@pytest.mark.parametrize("kind", [External, Delta])
 def test_workers_die(make_external: Callable[..., External], inject: Any, kind: type[External]) -> None:
     """The rows of a task are there, then its worker dies: only those of the second attempt are committed."""
     flow = make_external(kind)
@@ -297,7 +281,7 @@ def test_the_answer_of_a_commit_is_lost(make_external: Callable[..., External], 
     flow.check()
 
 
-@pytest.mark.parametrize("kind", [External, Files])
+@pytest.mark.parametrize("kind", [External, Delta])
 def test_a_second_driver_takes_over(make_external: Callable[..., External], kind: type[External]) -> None:
     flow = make_external(kind)
     flow.pipe.fill(500)
@@ -331,8 +315,48 @@ def test_another_database_is_refused(make_external: Callable[..., External]) -> 
     flow.pipe.fill(100)
     flow.run()
     flow.database = other.database
-    with pytest.raises(onceflow.ProgressConflictError, match="has no progress row"):
+    with pytest.raises(onceflow.ProgressConflictError, match=rf"(?s)has no progress row.*onceflow\.{flow.flow}@"):
         flow.run()
+    assert not flow.select("SELECT * FROM sqlite_master WHERE name = 'onceflow_progress'")
+
+
+def test_flows_of_one_name_write_to_one_database(make_external: Callable[..., External]) -> None:
+    """They have different prefixes. One starts, and is refused, while the other one runs."""
+    one, two = make_external(), make_external()
+    two.pipe.flow, two.database = one.flow, one.database
+    with closing(sqlite3.connect(one.database)) as connection:
+        connection.execute("CREATE TABLE other AS SELECT * FROM ledger")
+
+    def opened(prefix: str, table: str) -> dict[str, Any]:
+        prefixes = {"transactional_id_prefix": prefix, "group_id_prefix": prefix}
+        return {"open": prefixes, "sink": SqliteSink(one.database, table)}
+
+    def rows() -> list[list[Any]]:
+        return [one.select(f"SELECT count(*) FROM {table}")[0][0] for table in ("ledger", "other")]
+
+    one.pipe.fill(500)
+    two.pipe.fill(300)
+    running = one.start(**opened("a.", "ledger"))
+    running.processAllAvailable()
+    two.run(**opened("b.", "other"))
+    assert rows() == [500, 300]
+    with closing(sqlite3.connect(one.database)) as connection:
+        connection.execute(
+            "UPDATE onceflow_progress SET progress = json_set(progress, '$.batch_id', 9, ?, 'another') "
+            "WHERE flow LIKE 'b.%'",
+            [f'$.topic_ids."{two.pipe.source}"'],
+        )
+        connection.commit()
+    before = one.select("SELECT flow, generation, owner FROM onceflow_progress ORDER BY flow")
+    assert len(before) == 2
+    with pytest.raises(onceflow.ProgressConflictError, match=rf"(?s)created again.*row 'b\.onceflow\.{one.flow}@"):
+        two.run(**opened("b.", "other"))
+    assert one.select("SELECT flow, generation, owner FROM onceflow_progress ORDER BY flow") == before
+    one.pipe.fill(200)
+    running.processAllAvailable()
+    running.stop()
+    one.run(**opened("a.", "ledger"))
+    assert rows() == [700, 300]
 
 
 def test_two_topics(make_external: Callable[..., External], inject: Any) -> None:
@@ -346,7 +370,7 @@ def test_two_topics(make_external: Callable[..., External], inject: Any) -> None
         with onceflow.Flow(flow.flow, flow.pipe.spark, bootstrap_servers=flow.pipe.bootstrap) as reader:
             one, two = (reader.read(topic, max_records_per_batch=200) for topic in topics)
             rows = one.union(two).select("topic", "partition", "offset")
-            query = reader.write_external(rows, onceflow.SqliteSink(flow.database, "both_topics"), once=True).start()
+            query = reader.write_external(rows, SqliteSink(flow.database, "both_topics"), once=True).start()
             query.awaitTermination(120)
 
     for each in (flow, other):
@@ -364,7 +388,7 @@ def test_two_topics(make_external: Callable[..., External], inject: Any) -> None
 def test_what_is_wrong_is_told_at_the_start(make_external: Callable[..., External]) -> None:
     flow = make_external()
     flow.pipe.fill(10)
-    sink = onceflow.SqliteSink(flow.database, "ledgers")
+    sink = SqliteSink(flow.database, "ledgers")
     with pytest.raises(onceflow.SchemaError, match="no table 'ledgers'"):
         flow.run(sink=sink)
     with pytest.raises(onceflow.OptionError, match="takes an ExternalSink, not str"):

@@ -71,6 +71,19 @@ def test_wrong_columns(pipe: Any, columns: list[str], words: str) -> None:
     flow.close()
 
 
+def test_a_column_that_spark_finds_by_another_spelling(pipe: Any) -> None:
+    flow = pipe.open()
+    rows = flow.read(pipe.source, include_headers=True)
+    for columns in (["KEY", "value"], ["key", "value", "Headers"]):
+        with pytest.raises(onceflow.SchemaError, match=f"it looks for '({'|'.join(columns).lower()})'"):
+            flow.write(rows.select(*columns), topic=pipe.target)
+    with pytest.raises(onceflow.SchemaError, match="would ignore the column 'Timestamp'"):
+        flow.process(rows.select("key", "value", "Timestamp"), onceflow.Processor(), table="not-made")
+    with pytest.raises(onceflow.SchemaError, match="have two columns 'VALUE'"):
+        flow.map(rows, lambda batch: batch, schema="value binary, VALUE binary")
+    flow.close()
+
+
 def test_no_topic_at_all(pipe: Any) -> None:
     flow, df = select(pipe, "key", "value")
     with pytest.raises(onceflow.SchemaError, match="neither a topic= argument nor a 'topic' column"):

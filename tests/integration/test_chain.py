@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pyspark.errors import StreamingQueryException
+from sqlite_sink import SqliteSink
 
 import onceflow
 from onceflow import Record, serdes
@@ -51,7 +52,7 @@ def test_a_chain(make_pipe: Callable[..., Any], make_topic: Callable[..., str], 
         counts = flow.process(flow.read(pipe.source, max_records_per_batch=300), Count(), table=f"{table}-state")
         return flow.write_chain(
             counts,
-            onceflow.SqliteSink(database, "counts", mode="upsert", key=["name"]),
+            SqliteSink(database, "counts", mode="upsert", key=["name"]),
             topic=pipe.target,
             rows=lambda changes: changes.selectExpr(
                 "string(key) AS name", "key", "bigint(conv(hex(value), 16, 10)) AS count", "value", "offset"
@@ -94,7 +95,7 @@ def test_what_is_wrong_is_told_before_anything_runs(make_pipe: Callable[..., Any
     with pipe.open() as flow:
         writer = flow.write_chain(
             flow.read(pipe.source),
-            onceflow.SqliteSink(database, "typo"),
+            SqliteSink(database, "typo"),
             topic=pipe.target,
             rows=lambda changes: changes.selectExpr("string(key) AS key"),
         )

@@ -54,9 +54,7 @@ def test_spark_reads_writes_and_compacts_the_table(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said == {"before": 80, "rows": [{"id": 7, "text": "spark"}, *expected]}
-    assert not list(tmp_path.glob(f"onceflow/suite/{aborted}/*.parquet")), (
-        "Delta's VACUUM removes what is not committed"
-    )
+    assert not list(tmp_path.glob(f"onceflow/*/{aborted}/*.parquet")), "Delta's VACUUM removes what is not committed"
     writer.commit(*writer.staged())
     assert Writer(sink).open().batch == 3
     assert DeltaTable(tmp_path).to_pyarrow_table().num_rows == 121

@@ -203,29 +203,6 @@ def test_the_example_with_state(
     assert json.loads(ast.literal_eval(first)) == last[b"ada"]
 
 
-def test_the_example_with_parquet_files(
-    onceflow_broker: str,
-    onceflow_spark: Any,
-    make_topic: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """It runs twice, and prints what was committed; Spark reads the files."""
-    monkeypatch.chdir(tmp_path)
-    topic = make_topic("deposits", 2)
-    code = only(blocks(EXTERNAL, "python", "ParquetTable")).removesuffix("    spark.stop()\n")
-    code = adapted(code, onceflow_broker, {'"deposits"': topic, 'Flow("lake"': f"flow-{topic}"})
-    for total in (2, 4):
-        sent = [(name.encode(), b'{"amount": 1.5}') for name in ("ada", "bob", "ada")]
-        independent.fill(onceflow_broker, topic, sent)
-        capsys.readouterr()
-        execute(code)
-        said = capsys.readouterr().out
-        assert f"Row(account='ada', sum(amount)=Decimal('{total * 1.5:.2f}'))" in said
-        assert len(re.findall(r"^\d+ +(ada|bob) +1.50", said, re.MULTILINE)) == total * 1.5
-
-
 def test_the_example_of_de_duplication(
     onceflow_broker: str,
     onceflow_spark: Any,
@@ -652,14 +629,11 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "Flow.write_external",
         "Flow.write_postgres",
         "Flow.write_chain",
-        "SqliteSink",
         "serve",
         "serve_metrics",
         "Telemetry",
         "Lineage",
         "ClaimCheck",
-        "ParquetSink",
-        "ParquetTable",
         "DeltaSink",
     ],
 )

@@ -27,6 +27,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 from pyspark.errors import StreamingQueryException
+from sqlite_sink import SqliteSink
 
 import onceflow
 from onceflow import EnvironmentUnusableError, hooks
@@ -317,7 +318,7 @@ def test_other_systems_lost_batches_and_newer_drivers(
             flow = outside.open()
             df = flow.read(outside.source, max_records_per_batch=200)
             rows = df.selectExpr("cast(key as string) as key", "cast(value as string) as value")
-            flow.write_external(rows, onceflow.SqliteSink(path, "seen"), once=True).start().awaitTermination(60)
+            flow.write_external(rows, SqliteSink(path, "seen"), once=True).start().awaitTermination(60)
             ((there,),) = database.execute("select count(*) from seen")
         wait_until(lambda: Scrape(endpoint.url).sum("latency_seconds_count", flow=outside.flow), 30, "its latency")
         found = Scrape(endpoint.url)
@@ -375,7 +376,7 @@ def test_lineage_has_what_flows_read_and_write(make_pipe: Any, make_state_pipe: 
         with onceflow.Flow(f"{table.flow}-rows", table.spark, bootstrap_servers=table.bootstrap) as flow:
             rows = flow.read(table.source).selectExpr("CAST(key AS STRING) AS key", "CAST(value AS STRING) AS value")
             with pytest.raises(onceflow.OnceflowError) as refused:
-                flow.write_external(rows, onceflow.SqliteSink(path, "rows"), once=True).start().awaitTermination()
+                flow.write_external(rows, SqliteSink(path, "rows"), once=True).start().awaitTermination()
     events = [json.loads(line) for line in file.read_text().splitlines()]
     cluster = f"kafka://{copy.bootstrap.split(',')[0]}"
     assert [event["eventType"] for event in events] == ["START", "COMPLETE", "START", "ABORT", "START", "FAIL"]

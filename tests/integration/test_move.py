@@ -19,6 +19,7 @@ import pytest
 from click.testing import Result
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
+from sqlite_sink import SqliteSink
 
 import onceflow
 from onceflow import hooks
@@ -315,7 +316,7 @@ def test_another_system(make_pipe: Any, call: Call) -> None:
     def written() -> int:
         flow = pipe.open()
         rows = flow.read(pipe.source).selectExpr("CAST(value AS STRING) v")
-        sink = onceflow.SqliteSink(str(database), "rows")
+        sink = SqliteSink(str(database), "rows")
         flow.write_external(rows, sink, once=True).start().awaitTermination(60)
         with closing(sqlite3.connect(database)) as connected:
             found: int = connected.execute("SELECT count(*) FROM rows").fetchone()[0]

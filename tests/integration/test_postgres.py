@@ -23,7 +23,7 @@ from onceflow import (
     SchemaError,
     UnsupportedQueryError,
 )
-from onceflow.external.postgres_columns import shows_order
+from onceflow.external.postgres_columns import relation_of, shows_order
 from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.spark.collect import arrow_schema
 from onceflow.testing import faults, independent
@@ -78,7 +78,7 @@ class TestPostgres(ExternalSinkSuite):
 def written(sink: PostgresSink, rows: list[dict[str, Any]], batch: int = 1, schema: pa.Schema | None = None) -> None:
     found = pa.RecordBatch.from_pylist(rows, schema=schema)
     sink.check(found.schema)
-    attempt = BatchAttempt("f", sink.open("f", None).generation, batch, 1)
+    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, batch, 1)
     sink.begin(attempt)
     receipt = sink.write(attempt, "0", iter([found]))
     sink.commit(attempt, [receipt], "{}")
@@ -107,13 +107,13 @@ def test_modes(made: Callable[..., str]) -> None:
 def test_rows_are_inserted_in_order_where_that_shows(made: Callable[..., str], more: str, ordered: bool) -> None:
     dsn = made(f"CREATE TABLE t (a int{', ' if more else ''}{more})")
     with psycopg.connect(dsn) as connection:
-        assert shows_order(connection, "t", ["a"]) == ordered
+        assert shows_order(connection, relation_of(connection, "t"), ["a"]) == ordered
         connection.execute("CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'")
         connection.execute("CREATE TRIGGER g BEFORE INSERT ON t FOR EACH ROW EXECUTE FUNCTION f()")
-        assert shows_order(connection, "t", ["a"])
+        assert shows_order(connection, relation_of(connection, "t"), ["a"])
     sink = PostgresSink(dsn, "t")
     sink.check(pa.schema([("a", pa.int64())]))
-    attempt = BatchAttempt("f", sink.open("f", None).generation, 1, 1)
+    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
     sink.begin(attempt)
     parts = [[{"a": n} for n in range(start, start + 50)] for start in (50, 0)]
     receipts = [
@@ -136,7 +136,7 @@ def test_tasks_have_the_order_of_their_receipts(made: Callable[..., str], sets_a
         if sets_aside:
             sink.set_aside()
         sink.check(schema)
-        at = BatchAttempt("orders", sink.open("orders", None).generation, 1, 1)
+        at = BatchAttempt("orders", "o", sink.open("orders", "o", None).generation, 1, 1)
         sink.begin(at)
         receipts = [sink.write(at, task, iter([pa.RecordBatch.from_pylist(r, schema)])) for task, r in given.items()]
         if sets_aside:
@@ -345,7 +345,7 @@ def refused_of(sink: PostgresSink, batch: pa.RecordBatch) -> list[RefusedRow]:
     """Write rows; those that are not taken are set aside."""
     sink.set_aside()
     sink.check(batch.schema)
-    attempt = BatchAttempt("f", sink.open("f", None).generation, 1, 1)
+    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
     sink.begin(attempt)
     half = batch.num_rows // 2
     receipts = [sink.write(attempt, str(n), iter([part])) for n, part in enumerate((batch[:half], batch[half:]))]

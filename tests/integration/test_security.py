@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AclOperation, AdminClient, ResourceType
+from sqlite_sink import SqliteSink
 
 import onceflow
 from onceflow.admin import doctor
@@ -267,7 +268,7 @@ def test_privileges_without_an_output_in_kafka(secure: Secure, pipe: Any, tmp_pa
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=secure.options())
     with flow:
         rows = flow.read(pipe.source).selectExpr("CAST(value AS STRING) v")
-        flow.write_external(rows, onceflow.SqliteSink(str(database), "rows"), once=True).start().awaitTermination(60)
+        flow.write_external(rows, SqliteSink(str(database), "rows"), once=True).start().awaitTermination(60)
     with contextlib.closing(sqlite3.connect(database)) as read:
         assert read.execute("SELECT count(*) FROM rows").fetchone()[0] == 300
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from pyspark.errors import StreamingQueryException
+from sqlite_sink import SqliteSink
 
 import onceflow
 from onceflow.client.cluster import Cluster
@@ -150,7 +151,7 @@ def test_state_in_spark_and_another_system(make_pipe: Any, starts: Starts, tmp_p
         database.execute("CREATE TABLE rows (key TEXT PRIMARY KEY, value TEXT)")
     with onceflow.Flow(f"other-{pipe.source}", pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
         rows = flow.read(pipe.source).selectExpr("CAST(key AS STRING) AS key", "CAST(value AS STRING) AS value")
-        sink = onceflow.SqliteSink(file, "rows", mode="upsert", key="key")
+        sink = SqliteSink(file, "rows", mode="upsert", key="key")
         flow.write_external(rows, sink, once=True).start().awaitTermination()
     lines, facts = starts()
     assert lines[1] == "first start: nothing is committed yet"
@@ -169,7 +170,7 @@ def test_a_start_behind_another_system(make_pipe: Any, starts: Starts, inject: A
     def run() -> None:
         with onceflow.Flow(f"other-{pipe.source}", pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
             rows = flow.read(pipe.source, max_records_per_batch=10).selectExpr("CAST(value AS STRING) AS value")
-            sink = onceflow.SqliteSink(file, "rows")
+            sink = SqliteSink(file, "rows")
             flow.write_external(rows, sink, once=True).start().awaitTermination()
 
     inject("commit", "raise", batch=2)

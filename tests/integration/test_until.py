@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Producer
+from sqlite_sink import SqliteSink
 
 import onceflow
 from onceflow.testing import independent
@@ -116,7 +117,7 @@ def test_two_sources_and_what_is_refused(make_pipe: Any, make_topic: Any) -> Non
     one = flow.read(pipe.source, until={0: 5, 1: 6}).select("key", "value")
     with pytest.raises(onceflow.OptionError, match="checkpoint="):
         flow.write(one, topic=pipe.target, checkpoint=pipe.tmp_path / "checkpoint").start()
-    sink = onceflow.SqliteSink("rows.db", "rows")
+    sink = SqliteSink("rows.db", "rows")
     with pytest.raises(onceflow.OptionError, match=r"chain(.|\n)*once=True"):
         flow.write_chain(one, sink, topic=pipe.target, rows=lambda df: df)
     two = flow.read(second, until="latest").select("key", "value")  # it is empty
@@ -140,7 +141,7 @@ def test_state_and_other_systems(make_state_pipe: Any, make_pipe: Any) -> None:
     database = plain.tmp_path / "rows.db"
     with closing(sqlite3.connect(database)) as created:
         created.execute("CREATE TABLE rows (v TEXT)")
-    sink = onceflow.SqliteSink(str(database), "rows")
+    sink = SqliteSink(str(database), "rows")
 
     def run(until: Any) -> list[bytes]:
         flow = plain.open()

@@ -193,10 +193,10 @@ def test_null_header_key_names_the_record() -> None:
     assert "record 3 " in caught.value.detail
 
 
-def test_negative_timestamp_is_refused_as_the_java_client_does() -> None:
-    with pytest.raises(BadRecordError, match="negative timestamp") as caught:
-        encode(None, pa.array([b"v"] * 3), None, pa.array([5, -1, None], pa.int64()))
-    assert "record 1 " in caught.value.detail
+def test_a_record_without_a_time_gets_the_time_of_writing() -> None:
+    stamps = pa.array([5, -1, None, -(2**63)], pa.int64())
+    (encoded,) = encode(None, pa.array([b"v"] * 4), None, stamps, default_timestamp_ms=77)
+    assert [record.timestamp for record in read(encoded)] == [5, 77, 77, 77]
 
 
 def test_unknown_compression_names_the_five() -> None:

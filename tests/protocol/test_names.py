@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from onceflow.errors import OptionError
 from onceflow.protocol.names import (
     FLOW_NAME_LENGTH_MAX,
+    PREFIX_LENGTH_MAX,
     Names,
     flow_of_group_id,
     flow_of_transactional_id,
+    transactional_id_of_parked,
     validate_flow_name,
 )
 
@@ -41,6 +43,18 @@ def test_round_trip(flow: str, first: str, second: str) -> None:
     names = Names(flow, transactional_id_prefix=first, group_id_prefix=second)
     assert flow_of_transactional_id(names.transactional_id, first) == flow
     assert flow_of_group_id(names.group_id, second) == flow
+
+
+@settings(max_examples=100, deadline=None, derandomize="CI" in os.environ)
+@given(topic=flows)
+def test_no_flow_has_the_transactional_id_of_a_command(topic: str) -> None:
+    """It would fence the command, and be fenced by it."""
+    taken = transactional_id_of_parked(topic)
+    for prefix in (taken[:n] for n in range(len(taken))):
+        flow = flow_of_transactional_id(taken, prefix)
+        if flow is not None and len(prefix) <= PREFIX_LENGTH_MAX:
+            with pytest.raises(OptionError, match="are those of commands"):
+                Names(flow, transactional_id_prefix=prefix)
 
 
 def test_ids_of_others_are_not_ours() -> None:

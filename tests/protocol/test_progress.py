@@ -18,6 +18,7 @@ from onceflow.protocol.progress import (
     PROGRESS_FORMAT,
     CheckpointProgress,
     DriverProcess,
+    EventTime,
     Progress,
     TableProgress,
     decode,
@@ -111,7 +112,18 @@ offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.intege
         watermark_ms=st.one_of(st.none(), st.integers(-(2**40), 2**60)),
         time_ms=st.integers(0, 2**60),
         tables=st.dictionaries(
-            names, st.builds(TableProgress, st.integers(0, 99), st.one_of(st.none(), st.integers(0, 2**60))), max_size=2
+            names,
+            st.builds(
+                TableProgress,
+                st.integers(0, 99),
+                st.one_of(st.none(), st.integers(0, 2**60)),
+                event_times=st.dictionaries(
+                    st.tuples(st.none() | names, st.integers(0, 300)),
+                    st.builds(EventTime, st.none() | st.integers(0, 2**60), st.integers(0, 2**60)),
+                    max_size=3,
+                ),
+            ),
+            max_size=2,
         ),
         outputs=st.lists(names, max_size=3).map(tuple),
         letters=st.dictionaries(names, names, max_size=3),

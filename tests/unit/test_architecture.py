@@ -26,7 +26,7 @@ ALLOWED = {
     "client": {"clock", "errors", "protocol"},
     "calls": {"durations", "errors"},
     "external": {"durations", "errors"},
-    "claim_check": {"clock", "errors", "sizes", "state"},
+    "claim_check": {"clock", "column_names", "errors", "sizes", "state"},
     "messages": {"client", "errors", "protocol", "state", "user_code"},
     "task": {
         "calls",
@@ -47,6 +47,7 @@ ALLOWED = {
     "server": {"_version", "client", "clock", "durations", "errors", "protocol", "state", "tables"},
     "planning": {
         "calls",
+        "column_names",
         "durations",
         "engine_query",
         "errors",

@@ -138,6 +138,8 @@ SEEN = OpenTransaction(producer_id=4001, producer_epoch=2, start_offset=17, last
             OpenTransaction(4001, 2, 17, -1, "loader", "CompleteCommit", -1, 900_000),
             ["'loader' is CompleteCommit", "it hangs", "last write at an unknown time", "transactions describe"],
         ),
+        (OpenTransaction(4001, 2, 17, 1_795_000_000_000_000), ["last write +58851-04-14T23:06:40+00:00"]),
+        (OpenTransaction(4001, 2, 17, 2**63 - 1), ["last write +292278994-08-17T07:12:55+00:00"]),
     ],
 )
 def test_words(transaction: OpenTransaction | None, words: list[str]) -> None:

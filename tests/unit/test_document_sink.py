@@ -177,7 +177,7 @@ def test_what_it_tells(tmp_path: Path) -> None:
     sink.check(SCHEMA)
     with pytest.raises(SchemaError, match="no type for column amount"):
         sink.check(pa.schema([("amount", pa.decimal128(12, 2))]))
-    first = sink.open("f", None).generation
-    sink.open("f", None)
-    with pytest.raises(FencedError, match="MongoDB bank: this driver has generation 1, the last one is 2"):
-        sink.open("f", first)
+    first = sink.open("f", "one", None).generation
+    sink.open("f", "two", None)
+    with pytest.raises(FencedError, match="this driver has generation 1, the last one is 2, by another driver"):
+        sink.open("f", "one", first)

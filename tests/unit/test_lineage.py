@@ -286,7 +286,7 @@ def test_names_of_tables(dsn: str, table: str, expected: tuple[str, str], monkey
     for name in ("PGHOST", "PGPORT", "PGDATABASE", "PGUSER"):
         monkeypatch.delenv(name, raising=False)
     assert onceflow.PostgresSink(dsn, table).dataset == expected
-    assert onceflow.SqliteSink("/data/shop.db", "t").dataset == ("file", "/data/shop.db:t")
+    assert onceflow.DeltaSink("/data/shop").dataset == ("file", "/data/shop")
 
 
 # ---- with OpenLineage's own client -------------------------------------------------------------------

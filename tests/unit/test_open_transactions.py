@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from onceflow.admin import open_transactions as admin
 from onceflow.admin.open_transactions import OpenInPartition, Search, find_open
 from onceflow.admin.transaction_abort import RECENT_MS, Producer, plan
+from onceflow.cli import transactions as commands
 from onceflow.client import abort_markers, transactional_ids
 from onceflow.client.abort_markers import write_abort_marker
 from onceflow.client.cluster import ConnectionFailedError, TopicInfo
@@ -17,6 +21,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.producers import OpenTransaction
 from onceflow.client.topics import Copies
 from onceflow.client.transactional_ids import Listing, TransactionalId, list_surely
+from onceflow.clock import clock_ms
 from onceflow.errors import OptionError, PermissionDeniedError
 from onceflow.protocol.names import Names, progress_keys_of
 
@@ -216,3 +221,37 @@ def test_a_marker_needs_a_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     leader: Any = Leader(monkeypatch, [31], [SEEN])
     with pytest.raises(PermissionDeniedError, match="grant ALTER on the cluster"):
         write_abort_marker(leader, PLACE, SEEN, soon())
+
+
+# ---- times that producers have made up -------------------------------------------------------------------
+
+NANOSECONDS = 1_795_000_000_000_000_000
+
+
+@pytest.mark.parametrize("at", [-1, -(2**63), 4_070_908_800_000, NANOSECONDS // 1000, NANOSECONDS, 2**63 - 1])
+@pytest.mark.parametrize("hanging", [True, False, None])
+def test_commands_show_transactions_with_any_time(
+    at: int, hanging: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks for old ones gets those whose age nobody knows, too."""
+    transaction = OpenTransaction(4001, 2, 17, at, "held", "Ongoing" if hanging is False else "", -1, 900_000)
+    found = OpenInPartition(*PLACE, transaction, hanging, at, 3)
+    producer = Producer("held", 4001, 2, "Ongoing", at, 900_000, [PLACE], Search([found]))
+    monkeypatch.setattr(commands, "connected", lambda *_: contextlib.nullcontext((SimpleNamespace(), soon())))
+    monkeypatch.setattr(admin, "find_open", lambda *_: Search([found]))
+    monkeypatch.setattr("onceflow.admin.transaction_abort.describe", lambda *_: producer)
+    servers = ["--bootstrap-servers", "127.0.0.1:1"]
+    for command in (["list"], ["list", "--min-age", "1 hour"], ["describe", "held"]):
+        for form in ([], ["--json"]):
+            done = CliRunner().invoke(commands.transactions, [*command, *servers, *form])
+            assert done.exit_code == 0, (done.output, done.exception)
+            assert "4001" in done.output
+            if command[0] == "list" and form:
+                shown = json.loads(done.output.splitlines()[0])
+                assert (shown["age_seconds"], shown["last_write"] is None) == (None, at < 0)
+
+
+def test_an_age_that_is_known() -> None:
+    now = clock_ms()
+    found = OpenInPartition(*PLACE, OpenTransaction(4001, 2, 17, now - 5_000), True, now - 7_000, 3)
+    assert found.age_ms(now) == 7_000

@@ -44,6 +44,14 @@ def test_key_and_value_are_those_of_the_record(key: bytes | None, value: bytes |
     assert record.stored is not None
 
 
+def test_the_letter_of_a_timer_is_not_retried() -> None:
+    record = parked(b"ada", b"{}", ("onceflow.timer.name", b"ring"), ("onceflow.timer.table", b"balances-3"))
+    with pytest.raises(OptionError, match="is the letter of a timer") as caught:
+        parking._target("parked", record, "orders")
+    assert "timer 'ring' of balances-3" in caught.value.detail
+    assert parking._target("parked", parked(b"ada", b"{}"), "orders") == "orders"
+
+
 def test_what_the_headers_say() -> None:
     record = parked(b"ada", b"order")
     assert (record.attempt, record.cause, record.retry_topic) == (2, "KeyError", "retry")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from collections.abc import Iterator
@@ -105,8 +106,82 @@ def test_a_batch_that_fails_names_the_record_and_leaves_nothing() -> None:
     assert driver.state("k") == 1
 
 
-def test_a_failing_timer_always_fails_the_batch() -> None:
-    driver = ProcessorDriver(Touchy(), on_error="dead-letter")
+def test_a_timer_that_fails_becomes_a_letter_that_names_it() -> None:
+    """The timer is gone, everything else that it has done is undone, and other timers fire."""
+
+    class Ringing(Processor):
+        key, value, state, output = STRING, STRING, STRING, STRING
+
+        def process(self, key: str, records: Any, state: Any) -> None:
+            state.put(records[-1].value)
+            state.map("m").put("a", "kept")
+            state.timers.register("ring", 1000 + len(key), "processing")
+            state.timers.register("other", 9000, "processing")
+
+        def on_timer(self, key: str, timer: Any, state: Any) -> Any:
+            state.map("m").put("b", "undone")
+            state.put("undone" if key.startswith("bad") else "rung")
+            state.timers.cancel("other")
+            yield Record(key, f"{timer.name} {key}")
+            yield Record(key, 5 if key == "bad-output" else "again")
+            if key == "bad":
+                raise LookupError("no such account")
+
+    driver = ProcessorDriver(Ringing(), on_error="dead-letter")
+    driver.send_many([(key, "first") for key in ("good", "bad", "bad-output", "last-one-good")])
+    yielded = driver.advance(2)
+    assert [record.value for record in yielded] == ["ring good", "again", "ring last-one-good", "again"]
+    assert driver.states == {"good": "rung", "last-one-good": "rung", "bad": "first", "bad-output": "first"}
+    assert driver.map("bad", "m") == {b"a": "kept"}
+    assert [(key, timer.name) for key, timer in driver.timers] == [("bad", "other"), ("bad-output", "other")]
+    first, second = driver.dead_letters
+    assert (first.key, first.timestamp_ms) == (b"bad", None)
+    assert json.loads(first.value) == {"timer": "ring", "clock": "processing", "at_ms": 1003}
+    found = dict(first.headers)
+    assert found["onceflow.error.class"] == b"LookupError"
+    assert found["onceflow.error.message"] == b"no such account"
+    assert b'raise LookupError("no such account")' in (found["onceflow.error.stack"] or b"")
+    assert found["onceflow.attempt"] == b"1"
+    names = ("name", "clock", "at_ms", "table")
+    assert [found[f"onceflow.timer.{each}"] for each in names] == [b"ring", b"processing", b"1003", b"table-0"]
+    assert b"the value you yielded is int" in (dict(second.headers)["onceflow.error.message"] or b"")
+    assert (driver.counts["dead_letters"], driver.counts["timers_fired"]) == (2, 4)
+    driver.send("bad", "next")
+    assert driver.state("bad") == "next", "the key goes on"
+
+
+def test_the_causes_of_timers_are_told_as_those_of_records_are() -> None:
+    engine = Engine(
+        Touchy(), MemoryStore.open(Path("timers")), flow="f", table="t", partition=3, batch=1, now_ms=0,
+        on_error="dead-letter", dead_letter_topic="failed",
+    )  # fmt: skip
+    engine.feed(pa.record_batch({"key": [b"k"], "value": [b"0"]}))
+    store = MemoryStore.open(Path("timers"))
+    store.write(engine.local_changes(), index=True)
+    again = Engine(
+        Touchy(), store, flow="f", table="t", partition=3, batch=2, now_ms=5000,
+        on_error="dead-letter", dead_letter_topic="failed",
+    )  # fmt: skip
+    again.start()
+    ((count, first),) = again.causes.values()
+    assert count == 1
+    assert first.startswith("timer 't' (processing time 1001) of t-3, key b'k': LookupError: timer of k (raised in ")
+    assert again.counts["aside"] == 1
+
+
+def test_a_processor_whose_timers_yield_no_records_is_wrong_itself() -> None:
+    class Wrong(Touchy):
+        def on_timer(self, key: Any, timer: Any, state: Any) -> Any:
+            return ["text"]
+
+    driver = ProcessorDriver(Wrong(), on_error="dead-letter")
+    driver.send("k", "0")
+    with pytest.raises(ProcessorError, match="expected Records, got"):
+        driver.advance(2)
+
+
+def test_a_failing_timer_fails_the_batch_without_dead_letters() -> None:
+    driver = ProcessorDriver(Touchy())
     driver.send("k", "0")
     with pytest.raises(ProcessorError, match="LookupError: timer of k") as raised:
         driver.advance(2)

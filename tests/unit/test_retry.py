@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from onceflow.errors import OptionError, ProcessorError
 from onceflow.state import dead_letters
 from onceflow.state.api.record import Record
+from onceflow.state.api.timers import Timer
 from onceflow.state.retry import KEY, NULL_VALUE, RETRY_TOPIC, Retry
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -115,6 +116,16 @@ def test_what_no_retry_heals_is_parked_at_once(cause: str) -> None:
     driver = ProcessorDriver(policy())
     (found,) = driver.send(ORIGIN, b"order", headers=letter(1, cause))
     assert (found.topic, dict(found.headers)[dead_letters.ATTEMPT]) == ("parked", b"1")
+
+
+def test_the_letter_of_a_timer_is_parked_at_once() -> None:
+    """Its value would be taken for a record of a source."""
+    timer = Timer("ring", 5, "processing")
+    lost = dead_letters.timer_letter(b"ada", timer, "failed", "balances-3", RuntimeError("any"))
+    driver = ProcessorDriver(policy())
+    (found,) = driver.send("failed/0/3", lost.value, headers=[*lost.headers, (KEY, b"ada")])
+    assert (found.topic, found.key, found.value) == ("parked", "failed/0/3", lost.value)
+    assert driver.timers == []
 
 
 def test_causes_are_classes_or_their_names() -> None:

@@ -19,9 +19,12 @@ from onceflow import hooks
 from onceflow.client.cluster import TopicInfo
 from onceflow.client.produce import Acknowledged
 from onceflow.client.settings import ClientSettings
+from onceflow.client.topics import TopicLimits
+from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError, BatchAbortedError, FencedError, ProtocolError, UnknownTopicError
 from onceflow.messages import REPORT_SCHEMA, Report, Routing, Target, TaskPlace, WriteOrder, from_rows
 from onceflow.protocol.batches import EncodedBatch, ProducerIdAndEpoch
+from onceflow.protocol.timestamps import ANY_TIME, LATEST_MS, AcceptedTimes
 from onceflow.task import row_writer
 from onceflow.task.row_writer import RowWriter, WriteTask, owner_of
 from onceflow.testing import faults
@@ -107,7 +110,8 @@ class FakeCluster:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     monkeypatch.setattr(row_writer, "Producer", made)
-    monkeypatch.setattr(row_writer, "max_message_bytes", lambda _cluster, names, _deadline: dict.fromkeys(names, 2_000))
+    limits = TopicLimits(2_000, ANY_TIME)
+    monkeypatch.setattr(row_writer, "topic_limits", lambda _cluster, names, _deadline: dict.fromkeys(names, limits))
     return made
 
 
@@ -194,6 +198,38 @@ def test_rows_without_key_and_timestamp(recorder: Recorder) -> None:
     writer().write(rows([0]))
     assert recorder.rows() == {("out", 0): [(None, b"0")]}
     assert recorder.sent[0].records[0].timestamp > 1_700_000_000_000
+
+
+def test_timestamps_that_the_topic_refuses(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
+    """They take the time of writing, so that no record stops the flow, and the header has their own."""
+    now = clock_ms()
+    times = [now, now + 7_200_000, now * 1000, 2**63 - 1, 5, -1, None]
+    headers: list[Any] = [None, [{"key": "h", "value": b"x"}], *[None] * 5]
+    write = writer(targets={"out": Target(4, 1_000_000, AcceptedTimes(86_400_000, 3_600_000))})
+    write.write(rows([0] * 7, timestamp=times, headers=headers))
+    write.write(rows([1], timestamp=[now + 7_200_000]))
+    assert caplog.text.count("topic out does not accept the timestamps of 4 records") == 1
+    assert len(caplog.records) == 1, "once a minute"
+    found = recorder.sent[0].records
+    assert found[0].timestamp == now
+    assert found[0].headers == []
+    assert all(now <= record.timestamp <= clock_ms() for record in found[1:])
+    assert [dict(record.headers).get("onceflow.timestamp") for record in found] == [
+        None,
+        b"%d" % (now + 7_200_000),
+        b"%d" % (now * 1000),
+        b"%d" % LATEST_MS,
+        b"5",
+        None,
+        None,
+    ]
+    assert found[1].headers[0] == ("h", b"x")
+    assert [record.value for record in found] == numbers(*range(7))
+
+
+def test_a_topic_that_accepts_every_timestamp(recorder: Recorder) -> None:
+    writer().write(rows([0, 0], timestamp=[5, 4_070_908_800_000]))
+    assert [record.timestamp for record in recorder.sent[0].records] == [5, 4_070_908_800_000]
 
 
 def test_sequences_over_many_batches(recorder: Recorder) -> None:

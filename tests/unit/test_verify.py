@@ -12,10 +12,10 @@ import pytest
 
 from onceflow.admin import tally as tallies
 from onceflow.admin.identity import identity_of
-from onceflow.admin.progress_history import breaks, committed_records
+from onceflow.admin.progress_history import breaks
 from onceflow.admin.readings import readings
 from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Place, Reordered, Tally, digest_of
-from onceflow.client.log_reader import LogRecord, Marker
+from onceflow.client.log_reader import LogRecord
 from onceflow.errors import OptionError
 from onceflow.protocol import progress as records
 from onceflow.protocol.progress import Progress
@@ -230,10 +230,3 @@ NEXT = replace(FIRST, batch_id=2, offsets={"s": {0: 12, 1: 5}})
 def test_progress_that_goes_back(history: Sequence[Progress | None], wrong: Sequence[str]) -> None:
     found = list(breaks(written(*history)))
     assert [each.split(": ", 1)[1] for each in found] == wrong
-
-
-def test_only_committed_progress_counts() -> None:
-    one, two, three, four = (LogRecord(n, b"f", b"", 0, pid, 0) for n, pid in ((0, 7), (2, 8), (4, 9), (6, 9)))
-    other = LogRecord(5, b"g", b"", 0, 9, 0)
-    items = [one, Marker(1, 7, 0, True), two, Marker(3, 8, 0, False), three, other, four]
-    assert committed_records(items, b"f", 6) == [one, three], "two was aborted, four is open"

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onceflow.protocol.progress import EventTime
 from onceflow.state.watermark import Origin, Watermark
 
 A: Origin = ("in", 0)
@@ -154,3 +160,162 @@ def test_goes_on_after_a_restart() -> None:
     assert watermark.after({}) == 900
     assert batch(watermark, p0=2000) == 900  # the other partition has come to 1000, for all that is known
     assert batch(watermark, p1=1500) == 1400
+
+
+class Runs:
+    """A flow that is started again and again, as by cron. Its clocks are those of one machine, but the monotonic one
+    begins anew with every run."""
+
+    def __init__(self, idle_s: float = 30.0) -> None:
+        self.wall_s = 1_795_000_000.0
+        self.idle_s = idle_s
+        self.value_ms: int | None = None
+        self.known: dict[Origin, EventTime] = {}
+        self.clock = Clock()
+
+    def start(self) -> Watermark:
+        self.clock = Clock()
+        self.clock.now = 5.0
+        return Watermark(
+            [A, B],
+            lateness_ms=100,
+            idle_s=self.idle_s,
+            value_ms=self.value_ms,
+            known=self.known,
+            clock=self.clock,
+            wall_ms=lambda: round(self.wall_s * 1000),
+        )
+
+    def batch(self, watermark: Watermark, *arriving: Origin, untimed: Any = (), **latest: int) -> None:
+        seen: dict[Origin, int] = {("in", int(name[1])): ms for name, ms in latest.items()}
+        watermark.planned([*seen, *arriving])
+        watermark.advance()
+        value = watermark.after(seen, untimed)
+        self.known = watermark.kept(seen)
+        watermark.on_commit(seen, value, untimed)
+        self.value_ms = value
+
+    def later(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.clock.now += seconds
+
+
+def test_an_empty_partition_does_not_hold_short_runs_for_ever() -> None:
+    runs = Runs()
+    runs.batch(runs.start(), p0=1_000)
+    assert runs.value_ms is None, "the other partition may bring anything"
+    runs.later(29)
+    runs.batch(runs.start(), p0=2_000)
+    assert runs.value_ms is None
+    runs.later(31)
+    watermark = runs.start()
+    watermark.planned([A])
+    assert watermark.advance() == 1_900, "before the records of this run"
+    runs.batch(watermark, p0=3_000)
+    assert runs.value_ms == 2_900
+
+
+def test_a_partition_that_was_drained_first_does_not_hold_it_after_a_restart() -> None:
+    runs = Runs()
+    runs.batch(runs.start(), p0=9_000, p1=1_000)
+    assert runs.value_ms == 900
+    runs.later(31)
+    runs.batch(runs.start(), p0=10_000)
+    assert runs.value_ms == 9_900
+
+
+def test_all_partitions_were_silent_between_the_runs() -> None:
+    """Timers up to the last record fire, also if the run finds nothing new."""
+    runs = Runs()
+    watermark = runs.start()
+    runs.batch(watermark, p1=1_000)
+    runs.later(1)
+    runs.batch(watermark, p0=9_000)
+    assert runs.value_ms == 900
+    runs.later(3600)
+    watermark = runs.start()
+    watermark.planned([])
+    assert watermark.advance() == 8_900
+
+
+def test_records_that_have_come_while_nothing_ran_are_waited_for() -> None:
+    runs = Runs()
+    runs.batch(runs.start(), p0=1_000, p1=1_000)
+    runs.later(3600)
+    watermark = runs.start()
+    watermark.planned([A], {B: -math.inf})
+    assert watermark.advance() == 900
+    assert watermark.after({A: 50_000}) == 900, "the engine has read the other partition first"
+    watermark.planned([A, B])
+    assert watermark.advance() == 900
+
+
+def test_a_clock_that_was_set_back_makes_nothing_idle() -> None:
+    runs = Runs()
+    runs.batch(runs.start(), p0=1_000, p1=1_000)
+    runs.wall_s -= 86_400
+    runs.batch(runs.start(), p0=5_000)
+    assert runs.value_ms == 900
+
+
+def test_progress_of_an_older_version_says_nothing_about_partitions() -> None:
+    runs = Runs()
+    runs.value_ms = 900
+    runs.later(3600)
+    runs.batch(runs.start(), p0=5_000)
+    assert runs.value_ms == 900
+    runs.later(31)
+    runs.batch(runs.start(), p0=6_000)
+    assert runs.value_ms == 5_900
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_partition_whose_records_have_no_time_is_not_waited_for(known: bool) -> None:
+    runs = Runs()
+    for n in range(3):
+        watermark = runs.start()
+        latest = {"p1": 1_010} if known and not n else {}
+        runs.batch(watermark, B, untimed=[B], p0=1_000 * (n + 1), **latest)
+        runs.later(1)
+    assert runs.value_ms == (910 if known else 2_900), "one that had a time before is waited for until it is idle"
+    if known:
+        runs.value_ms = None
+        runs.later(31)
+        runs.batch(runs.start(), B, untimed=[B], p0=5_000)
+        assert runs.value_ms == 4_900
+
+
+def test_records_without_a_time_before_others_of_the_same_partition() -> None:
+    """The partition has more records. They may have times."""
+    watermark = made(Clock())
+    watermark.planned([A, B], {B: -math.inf})
+    assert watermark.after({A: 1000}, {B}) is None
+    watermark.on_commit({A: 1000}, None, {B})
+    watermark.planned([B])
+    assert watermark.after({B: 500}) == 400
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(),  # a new run
+            st.sampled_from([0.0, 1.0, 29.0, 31.0, 3600.0, -10.0]),
+            st.dictionaries(st.sampled_from(["p0", "p1"]), st.integers(0, 100_000), max_size=2),
+            st.sets(st.sampled_from([A, B])),
+        ),
+        max_size=12,
+    )
+)
+def test_it_never_goes_back_nor_beyond_the_latest_event(steps: list[Any]) -> None:
+    runs, watermark, highest = Runs(), None, -1
+    for is_new, seconds, latest, untimed in steps:
+        before = runs.value_ms
+        if is_new or watermark is None:
+            watermark = runs.start()
+        runs.batch(watermark, untimed=untimed, **latest)
+        highest = max([highest, *latest.values()])
+        assert before is None or (runs.value_ms is not None and runs.value_ms >= before)
+        assert runs.value_ms is None or runs.value_ms <= highest - 100
+        if {*latest} == {"p0", "p1"}:
+            assert runs.value_ms is not None
+        runs.later(seconds)

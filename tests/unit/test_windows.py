@@ -137,7 +137,7 @@ KINDS = st.one_of(
     SIZE.map(lambda size: windows.Sliding(size / 1000)),
     SIZE.map(lambda gap: windows.Session(gap / 1000)),
 )
-BATCHES = st.lists(st.lists(st.tuples(st.sampled_from([b"a", b"b"]), st.integers(-50, 200)), max_size=8), max_size=8)
+BATCHES = st.lists(st.lists(st.tuples(st.sampled_from([b"a", b"b"]), st.integers(0, 250)), max_size=8), max_size=8)
 
 
 @pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.long)])
@@ -347,8 +347,8 @@ def test_a_record_needs_an_event_time_that_a_window_can_have() -> None:
     driver.send_many([sale(0, None), sale(0, 2**62 + 1), sale(0, 2**63 - 1), sale(0, -(2**62) - 1), sale(0, -1)])
     causes = [(dict(each.headers)["onceflow.error.message"] or b"").decode() for each in driver.dead_letters]
     assert [cause.partition(" for")[0].partition(",")[0] for cause in causes] == [
-        "the record has no event time",
-        *(f"event time {at} is too far away" for at in (2**62 + 1, 2**63 - 1, -(2**62) - 1)),
+        *(f"event time {at} is no time in milliseconds since 1970" for at in (2**62 + 1, 2**63 - 1)),
+        *["the record has no event time"] * 3,
     ]
 
 
@@ -468,7 +468,9 @@ def test_many_windows_close_in_bounded_batches_that_follow_at_once(monkeypatch: 
 
 @pytest.mark.parametrize("aggregate", [windows.Sum("amount"), windows.Mean("amount")])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_record_with_which_a_sum_overflows_is_bad_and_the_others_are_summed(aggregate: Any, at_once: bool) -> None:
+def test_a_record_with_which_a_sum_might_overflow_is_bad_and_the_others_are_summed(
+    aggregate: Any, at_once: bool
+) -> None:
     class Total(windows.WindowProcessor):
         key, value = serdes.STRING, serdes.JSON
         window = windows.Tumbling("1 minute")
@@ -479,9 +481,8 @@ def test_a_record_with_which_a_sum_overflows_is_bad_and_the_others_are_summed(ag
         driver.send("a", {"amount": amount}, timestamp_ms=number, run=not at_once)
     driver.send("a", {"amount": 1}, timestamp_ms=70_000)
     driver.run()
-    expected = 6 if isinstance(aggregate, windows.Sum) else 2
-    assert [record.value["total"] for record in driver.outputs] == [expected]
-    assert len(driver.dead_letters) == 1
+    assert [record.value["total"] for record in driver.outputs] == [6]
+    assert len(driver.dead_letters) == 3
 
 
 @pytest.mark.parametrize("aggregate", [windows.Min, windows.Max])

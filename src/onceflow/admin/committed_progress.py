@@ -7,47 +7,24 @@ from dataclasses import dataclass, field
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.log_reader import LogRecord, Marker, read_log
-from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.client.decided import read_decided
+from onceflow.client.log_reader import LogRecord
+from onceflow.client.offsets import EARLIEST, list_offsets
 from onceflow.client.topics import find_topic
 from onceflow.protocol.progress import PROGRESS_TOPIC
 
 
 @dataclass
 class _Partition:
-    """What is read of one partition: up to ``position``, the last committed records by key, and open transactions."""
+    """What is read of one partition.
+
+    Args:
+        position: up to where everything was decided.
+        committed: the last committed record of each key before that.
+    """
 
     position: int
     committed: dict[bytes, LogRecord] = field(default_factory=dict)
-    undecided: dict[int, dict[bytes, LogRecord]] = field(default_factory=dict)  # by producer id, then by key
-
-    def add(self, item: LogRecord | Marker) -> None:
-        """Take the next record or transaction marker of the log."""
-        if isinstance(item, LogRecord):
-            key = item.key or b""
-            if item.producer_id < 0:
-                self.committed[key] = item
-            else:
-                self.undecided.setdefault(item.producer_id, {})[key] = item
-        else:
-            for key, record in self.undecided.pop(item.producer_id, {}).items():
-                if item.committed:
-                    self._commit(key, record)
-
-    def settle(self, stable: int) -> None:
-        """Compaction may remove the marker of a committed transaction, never that of an aborted one whose records are
-        still there. So a record below the last stable offset without a marker is committed."""
-        for producer_id, records in list(self.undecided.items()):
-            for key, record in list(records.items()):
-                if record.offset < stable:
-                    self._commit(key, record)
-                    del records[key]
-            if not records:
-                del self.undecided[producer_id]
-
-    def _commit(self, key: bytes, record: LogRecord) -> None:
-        if key not in self.committed or record.offset > self.committed[key].offset:
-            self.committed[key] = record
 
 
 class CommittedProgress:
@@ -79,16 +56,16 @@ class CommittedProgress:
             self._topic_id, self._partitions = info.topic_id, {}
         span = {PROGRESS_TOPIC: sorted(info.leaders.keys() - set(without))}
         first = list_offsets(cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC]
-        # Before the records are read: transactions below these offsets are decided, so their markers are read, too.
-        stable = list_offsets(cluster, span, LATEST, deadline)[PROGRESS_TOPIC]
-        ends = list_offsets(cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC]
         found: dict[bytes, tuple[int, LogRecord]] = {}
-        for number, end in ends.items():
-            part = self._partitions.setdefault(number, _Partition(first[number]))
-            start = max(part.position, first[number])
-            for item in read_log(cluster, PROGRESS_TOPIC, number, start, end, deadline):
-                part.add(item)
-            part.position = max(start, end)
-            part.settle(stable[number])
-            found |= {key: (number, each) for key, each in part.committed.items() if each.value is not None}
+        for number, begin in first.items():
+            part = self._partitions.setdefault(number, _Partition(begin))
+            start = max(part.position, begin)
+            now = read_decided(cluster, PROGRESS_TOPIC, number, start, deadline)
+            last = {**part.committed, **{each.key or b"": each for each in now.committed}}
+            part.committed = {
+                **part.committed,
+                **{each.key or b"": each for each in now.committed if each.offset < now.stable},
+            }
+            part.position = max(start, now.stable)
+            found |= {key: (number, each) for key, each in last.items() if each.value is not None}
         return found

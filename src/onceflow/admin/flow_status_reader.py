@@ -34,7 +34,7 @@ from onceflow.client.producers import open_transactions
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.driver.progress_log import hint, partition_of
 from onceflow.errors import DeadlineExceededError, OnceflowError, OptionError, PermissionDeniedError
-from onceflow.protocol import acls
+from onceflow.protocol import acls, timestamps
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
@@ -118,7 +118,7 @@ class StatusReader:
             if name not in known and prefix + name not in known and not hidden[name]:
                 raise unknown_flow(name, known)
         chosen = [name if name in known else prefix + name for name in flows] or sorted(
-            name for name in known if name.startswith(prefix)
+            name for name, (key, _, record) in known.items() if name.startswith(prefix) and not _is_over(key, record)
         )
         settings = self._settings(deadline) if chosen else []
         return [
@@ -169,6 +169,11 @@ class StatusReader:
         except OnceflowError as unreadable:
             status.warnings.append(unreadable.what)
             return status
+        if progress.became is not None:
+            status.notes.append(
+                f"it has taken the place of flow {progress.became}, and does not exist under its own name any more: "
+                "`onceflow reset` makes the name free"
+            )
         status.batch, status.last_commit_ms = progress.batch_id, progress.time_ms
         status.age_s = self._age_s(progress.time_ms)
         status.producer_id, status.producer_epoch = progress.producer_id, progress.producer_epoch
@@ -323,8 +328,8 @@ class StatusReader:
         reader = CommittedReader(self._cluster, deadline.remaining, fetch_bytes=_SMALL_FETCH_BYTES)
         for chunk in reader.read(topic, number, begin, stable):
             if chunk.keys:
-                stamp = int(chunk.timestamps_ms[0])
-                return self._age_s(stamp) if stamp >= 0 else None
+                age_ms = timestamps.age_ms(int(chunk.timestamps_ms[0]), int(self._clock() * 1000))
+                return None if age_ms is None else age_ms / 1000
         return 0.0
 
     def _held(self, status: FlowStatus, topic: str, parts: Iterable[PartitionStatus], deadline: Deadline) -> list[str]:
@@ -341,9 +346,10 @@ class StatusReader:
             if transaction is None:
                 continue  # it has ended meanwhile, or may not be seen; the count is shown in any case
             begun_ms = transaction.started_ms if transaction.started_ms >= 0 else transaction.last_write_ms
-            age_s = self._age_s(begun_ms)
-            if age_s >= HELD_AFTER_S:
-                found.append(held_back_warning(Held(topic, part.partition, part.stable, part.end, age_s), transaction))
+            age_ms = timestamps.age_ms(begun_ms, int(self._clock() * 1000))
+            if age_ms is None or age_ms >= HELD_AFTER_S * 1000:  # if nobody knows, it may be old
+                held = Held(topic, part.partition, part.stable, part.end, (age_ms or 0) / 1000)
+                found.append(held_back_warning(held, transaction))
         return found
 
     def _may_see(self, status: FlowStatus, topic: str, number: int, deadline: Deadline) -> bool:
@@ -395,3 +401,11 @@ class StatusReader:
             return LetterTopic(topic, role)
         most = sum(stable - first for first, stable, _ in ends.values())
         return LetterTopic(topic, role, {number: stable for number, (_, stable, _) in ends.items()}, most)
+
+
+def _is_over(key: bytes, record: LogRecord) -> bool:
+    """Whether the flow has taken another one's place."""
+    try:
+        return records.decode(key, record.value or b"").became is not None
+    except OnceflowError:
+        return False  # its status says what is wrong with the record

@@ -17,7 +17,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.interrupts import outcome_told
 from onceflow.client.produce import Acknowledged
-from onceflow.client.topics import max_message_bytes
+from onceflow.client.topics import topic_limits
 from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession
@@ -133,7 +133,7 @@ class FlowTransaction:
         """
         names, transactions = self._names, self._transactions
         deadline = Deadline(transactions.timeout_ms / 1000, self._wording.doing)
-        limits = max_message_bytes(self._cluster, sorted(topics), deadline) if topics else {}
+        limits = topic_limits(self._cluster, sorted(topics), deadline) if topics else {}
         identity = transactions.begin(deadline)
         try:
             writer = Writer(self._cluster, transactions, limits, deadline)

@@ -114,7 +114,7 @@ def check_fresh(found: Progress | None, new: Names, origin: Names) -> ForkOrigin
     """Check that the new flow does not exist yet.
 
     Returns:
-        Where it comes from, if it is a copy of this flow that has not run yet; None: it does not exist.
+        Where it comes from, if it is a copy of this flow that has not run yet; None: it does not exist (any more).
 
     Raises:
         OptionError, ProgressConflictError: it exists.
@@ -125,7 +125,7 @@ def check_fresh(found: Progress | None, new: Names, origin: Names) -> ForkOrigin
             flow=new.flow,
             next_step="give the new flow another name",
         )
-    if found is None:
+    if found is None or found.became is not None:
         return None
     forked = found.forked
     if forked is not None and forked.flow == origin.progress_key and found.batch_id == 0:

@@ -1,4 +1,4 @@
-"""Whether a command that was killed has left its transaction open in a flow's partition of the progress topic.
+"""Whether a command that was killed has left its transaction of a flow open in the progress topic.
 
 The transaction is of the flow's transactional id, so any driver that had started since would have aborted it. Drivers
 that had started before were fenced by the command. So no driver of the flow runs, and the transaction can be aborted
@@ -6,6 +6,8 @@ without harm to any.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from onceflow.admin.open_transactions import ONGOING
 from onceflow.client.cluster import Cluster
@@ -17,7 +19,7 @@ from onceflow.client.transaction_requests import describe_transaction
 from onceflow.driver import progress_log
 from onceflow.errors import located
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import PROGRESS_TOPIC, decode
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress, decode
 
 
 def left_by_command(cluster: Cluster, names: Names, deadline: Deadline) -> bool:
@@ -31,17 +33,29 @@ def left_by_command(cluster: Cluster, names: Names, deadline: Deadline) -> bool:
     described = describe_transaction(cluster, names.transactional_id, deadline)
     if described["state"] != ONGOING:
         return False
-    place = progress_log.topic_partition_of(names.progress_key)
-    found = open_transactions(cluster, [place], deadline)[place]
-    mine = [each for each in found if each.producer_id == described["producer_id"]]
-    if not mine:
-        return False
-    start = mine[0].start_offset
-    end = list_offsets(cluster, {PROGRESS_TOPIC: [place[1]]}, LATEST, deadline, committed=False)[PROGRESS_TOPIC]
-    for item in read_log(cluster, *place, start, end[place[1]], deadline):
-        if not isinstance(item, LogRecord) or item.producer_id != mine[0].producer_id or item.value is None:
-            continue
-        with located(flow=names.flow):
-            if decode(item.key, item.value).driver is not None:
-                return False
-    return True
+    numbers = {progress_log.partition_of(names.progress_key), *described["partitions"].get(PROGRESS_TOPIC, ())}
+    producer_id = int(described["producer_id"])
+    begun = open_transactions(cluster, [(PROGRESS_TOPIC, number) for number in sorted(numbers)], deadline)
+    starts = {
+        number: each.start_offset
+        for (_, number), all_ in begun.items()
+        for each in all_
+        if each.producer_id == producer_id
+    }
+    drivers = [
+        record.driver
+        for number, start in starts.items()
+        for record in _written(cluster, number, start, producer_id, names, deadline)
+    ]
+    return bool(starts) and not any(drivers)
+
+
+def _written(
+    cluster: Cluster, number: int, start: int, producer_id: int, names: Names, deadline: Deadline
+) -> Iterator[Progress]:
+    """The progress records of an open transaction in a partition. They may be those of two flows."""
+    end = list_offsets(cluster, {PROGRESS_TOPIC: [number]}, LATEST, deadline, committed=False)[PROGRESS_TOPIC][number]
+    for item in read_log(cluster, PROGRESS_TOPIC, number, start, end, deadline):
+        if isinstance(item, LogRecord) and item.producer_id == producer_id and item.value is not None:
+            with located(flow=names.flow):
+                yield decode(item.key, item.value)

@@ -76,6 +76,8 @@ class Move:
             before,
             offsets={**before.offsets, **self.positions},
             topic_ids={**before.topic_ids, **self.topic_ids},
+            # The user may accept with the move that a log was truncated.
+            epochs={topic: each for topic, each in before.epochs.items() if topic not in self.positions},
             handover=None,
         )
 
@@ -233,7 +235,14 @@ def without_state(progress: Progress, ends: Offsets) -> Progress:
     for name, table in progress.tables.items():
         local = None if table.local is None else replace(table.local, table_id=uuid4().hex, last={})
         tables[name] = replace(
-            table, watermark_ms=None, local=local, fired={}, soonest={}, unfired=(), processing_timers=False
+            table,
+            watermark_ms=None,
+            event_times={},
+            local=local,
+            fired={},
+            soonest={},
+            unfired=(),
+            processing_timers=False,
         )
     changelogs = {name: {**known, **ends.get(name, {})} for name, known in progress.changelogs.items()}
     return replace(progress, tables=tables, changelogs=changelogs, checkpoint=None, watermark_ms=None)

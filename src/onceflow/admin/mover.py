@@ -23,6 +23,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.topics import find_topic
 from onceflow.driver import progress_log
+from onceflow.driver.handover import check_exists
 from onceflow.driver.source_offsets import look_at
 from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError, located
 from onceflow.planning.source_starts import SourceTopic
@@ -76,8 +77,9 @@ def known(progress: Progress | None, names: Names, cluster: Cluster | None = Non
         cluster: is asked for flows of a similar name, for the error; None: nobody is.
 
     Raises:
-        ProgressConflictError: there is none.
+        ProgressConflictError: there is none, or the flow has taken another one's place.
     """
+    check_exists(progress, flow=names.flow)
     if progress is None:
         similar = [] if cluster is None else similar_flows(cluster, names)
         raise ProgressConflictError(

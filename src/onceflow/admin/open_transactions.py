@@ -30,7 +30,7 @@ from onceflow.errors import (
     PermissionDeniedError,
     UnknownTopicError,
 )
-from onceflow.protocol import acls
+from onceflow.protocol import acls, timestamps
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import PROGRESS_TOPIC
 
@@ -64,6 +64,10 @@ class OpenInPartition:
     @property
     def place(self) -> TopicPartition:
         return self.topic, self.partition
+
+    def age_ms(self, now_ms: int) -> int | None:
+        """How long ago that was; None: its producer has set a time that cannot be right, or none."""
+        return timestamps.age_ms(self.since_ms, now_ms)
 
     @property
     def since_ms(self) -> int:

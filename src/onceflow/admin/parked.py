@@ -27,7 +27,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.interrupts import outcome_told
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
-from onceflow.client.topics import find_topics, max_message_bytes
+from onceflow.client.topics import find_topics, topic_limits
 from onceflow.client.transactions import Outcome, Transactions
 from onceflow.errors import (
     DeadlineExceededError,
@@ -36,6 +36,7 @@ from onceflow.errors import (
     TransactionTimeoutError,
     located,
 )
+from onceflow.protocol.names import transactional_id_of_parked
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import dead_letters
 from onceflow.state.api.record import Header
@@ -177,7 +178,7 @@ class _Change:
     def __init__(self, cluster: Cluster, topic: str) -> None:
         self._cluster = cluster
         self._topic = topic
-        self._transactions = Transactions(cluster, f"onceflow.admin.parked.{topic}", _TIMEOUT_MS)
+        self._transactions = Transactions(cluster, transactional_id_of_parked(topic), _TIMEOUT_MS)
 
     def run(self, origins: Collection[str] | None, target_of: Callable[[Parked], str]) -> dict[str, int]:
         """Remove the records with these origins, and write them to other topics.
@@ -222,7 +223,7 @@ class _Change:
         self._transactions.begin(deadline)
         counts: dict[str, int] = {}
         try:
-            limits = max_message_bytes(self._cluster, [self._topic], deadline)
+            limits = topic_limits(self._cluster, [self._topic], deadline)
             writer = Writer(self._cluster, self._transactions, limits, deadline)
             for records in parts:
                 _refuse_dead_letters(self._topic, records)
@@ -231,7 +232,7 @@ class _Change:
                     by_target.setdefault(target_of(record), []).append(record)
                 for target, found in by_target.items():
                     if target and target not in limits:
-                        limits |= max_message_bytes(self._cluster, [target], deadline)
+                        limits |= topic_limits(self._cluster, [target], deadline)
                     if target:
                         self._write_to(target, found, writer, deadline)
                     counts[target] = counts.get(target, 0) + len(found)
@@ -378,6 +379,13 @@ def _check_found(topic: str, origins: Collection[str], parts: Iterable[list[Park
 
 
 def _target(topic: str, record: Parked, to: str | None) -> str:
+    if dead_letters.is_of_timer(record.headers):
+        raise OptionError(
+            f"{record.origin} is the letter of a timer: the flow would take its value for a record of a source",
+            topic=topic,
+            detail=f"timer {record.header(dead_letters.TIMER_NAME)!r} of {record.header(dead_letters.TIMER_TABLE)}",
+            next_step="name the other records, and drop this one when it is dealt with; nothing has changed",
+        )
     target = to or record.retry_topic
     if not target or target == topic:
         raise OptionError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from onceflow.admin.settled_progress import settled_records
 from onceflow.admin.similar_flows import meant, named, similar_flows
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.log_reader import LogRecord, Marker, read_log
-from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.client.log_reader import LogRecord
+from onceflow.client.offsets import EARLIEST, list_offsets
 from onceflow.driver import progress_log
+from onceflow.driver.handover import check_exists
 from onceflow.errors import OptionError, UnknownTopicError
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import Names
@@ -19,8 +21,7 @@ _CALL_S = 60.0
 
 
 def read_history(cluster: Cluster, names: Names, check: Callable[[], None] = lambda: None) -> list[LogRecord]:
-    """The committed progress records of a flow, and their tombstones; waits until every transaction that has begun is
-    decided.
+    """The committed progress records of a flow, and their tombstones; waits until each of its records is decided.
 
     Args:
         check: called while it waits. It may raise, to end the wait.
@@ -34,16 +35,8 @@ def read_history(cluster: Cluster, names: Names, check: Callable[[], None] = lam
     except UnknownTopicError:
         return []  # no flow has run here
     number = progress_log.partition_of(names.progress_key)
-    span = {PROGRESS_TOPIC: [number]}
-    begin = list_offsets(cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC][number]
-    begun = list_offsets(cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC][number]
-    while (stable := list_offsets(cluster, span, LATEST, deadline)[PROGRESS_TOPIC][number]) < begun:
-        check()
-        deadline.pause(0, "a transaction is open in the progress topic")
-    # The markers of what lies below the last stable offset may lie behind it.
-    end = list_offsets(cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC][number]
-    items = read_log(cluster, PROGRESS_TOPIC, number, begin, end, deadline)
-    return committed_records(items, names.progress_key.encode(), stable)
+    begin = list_offsets(cluster, {PROGRESS_TOPIC: [number]}, EARLIEST, deadline)[PROGRESS_TOPIC][number]
+    return settled_records(cluster, names, begin, deadline, check).committed
 
 
 def last_of(history: Sequence[LogRecord], names: Names, cluster: Cluster | None = None) -> Progress:
@@ -53,7 +46,7 @@ def last_of(history: Sequence[LogRecord], names: Names, cluster: Cluster | None 
         cluster: is asked for flows of a similar name, for the error; None: nobody is.
 
     Raises:
-        OptionError: the flow has none.
+        OptionError: the flow has none. ProgressConflictError: it has taken another one's place.
     """
     if not history or history[-1].value is None:
         similar = [] if cluster is None else similar_flows(cluster, names)
@@ -63,30 +56,9 @@ def last_of(history: Sequence[LogRecord], names: Names, cluster: Cluster | None 
             detail=named(similar),
             next_step=meant(similar, "`onceflow status` lists the flows; is a prefix missing?"),
         )
-    return records.decode(history[-1].key, history[-1].value)
-
-
-def committed_records(items: Iterable[LogRecord | Marker], key: bytes, stable: int) -> list[LogRecord]:
-    """The committed records with this key, in order of their offsets.
-
-    Args:
-        items: records and markers of the partition, in order.
-        stable: the last stable offset. Compaction may have removed the marker of a transaction below it; then it was
-            committed, because an aborted one keeps its marker as long as its records.
-    """
-    open_: dict[int, list[LogRecord]] = {}
-    found: list[LogRecord] = []
-    for item in items:
-        if isinstance(item, Marker):
-            ended = open_.pop(item.producer_id, [])
-            found += ended if item.committed else []
-        elif item.key == key:
-            if item.producer_id < 0:
-                found.append(item)
-            else:
-                open_.setdefault(item.producer_id, []).append(item)
-    found += [each for waiting in open_.values() for each in waiting if each.offset < stable]
-    return sorted(found, key=lambda each: each.offset)
+    found = records.decode(history[-1].key, history[-1].value)
+    check_exists(found, flow=names.flow)
+    return found
 
 
 def breaks(history: Iterable[LogRecord]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.topics import find_topic
+from onceflow.driver.handover import check_exists
 from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names
@@ -64,6 +65,7 @@ def restore(cluster: Cluster, names: Names, file: Progress, state: str | None, t
 def _decide(
     cluster: Cluster, names: Names, file: Progress, state: str | None, before: Progress | None, deadline: Deadline
 ) -> Decision:
+    check_exists(before, flow=names.flow)
     topics = sources_of(cluster, file, deadline)
     tables = _tables(cluster, file, deadline)
     return plan_import(names, file, before, topics, tables, state)

@@ -42,7 +42,9 @@ def was_promoted(old: Progress, new: Progress | None, names: Names) -> bool:
     Args:
         names: of the new flow.
     """
-    return new is None and old.promoted is not None and old.promoted.flow == names.progress_key
+    if old.promoted is None or old.promoted.flow != names.progress_key:
+        return False
+    return new is None or new.became == old.flow
 
 
 def check_can_promote(old: Progress, new: Progress, names: Names, other: Names, *, same_timers: bool = False) -> None:
@@ -225,6 +227,14 @@ def promoted_progress(old: Progress, new: Progress, time_ms: int, unfired: Unfir
         handover=_handover(HandOver({**offsets, **old.offsets}, timers, unfired or {}), old, new),
         time_ms=time_ms,
     )
+
+
+def ended_progress(new: Progress, became: str, time_ms: int) -> Progress:
+    """What the progress record of the new flow becomes: it is not to be started under its own name any more.
+
+    A tombstone would not do: the flow would begin anew, with the tables that are another flow's now.
+    """
+    return Progress(new.flow, new.batch_id, {}, {}, time_ms, became=became)
 
 
 def _handover(handover: HandOver, old: Progress, new: Progress) -> HandOver | None:

@@ -1,8 +1,9 @@
 """Lets a flow take the place of another one, in one transaction of the other one's transactional id.
 
 The new flow is fenced first: it is a shadow, and its stop hurts nobody. The old one goes on until it has read and done
-at least as much. Then it is fenced, too, and the transaction has its new progress record, the group's offsets, and a
-tombstone for the progress of the new flow. Until it is committed, both flows can be started again as they were.
+at least as much. Then it is fenced, too, and the transaction has its new progress record, the group's offsets, and the
+last progress record of the new flow, which says whose place it has taken. Until it is committed, both flows can be
+started again as they were: a start of the new flow waits until the transaction is decided.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from onceflow.admin.mover import committed, known
 from onceflow.admin.promote import (
     Position,
     check_can_promote,
+    ended_progress,
     has_unfired,
     missing,
     pairs,
@@ -25,7 +27,7 @@ from onceflow.admin.promote import (
 from onceflow.admin.promote_timers import Unfired, check_unfired, unfired
 from onceflow.admin.settled_progress import SettledProgress
 from onceflow.admin.table_copy import Tell
-from onceflow.admin.writer import Writer
+from onceflow.admin.writer import Row, Writer
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
@@ -33,10 +35,13 @@ from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
 from onceflow.errors import DeadlineExceededError, FencedError, ProgressConflictError, located
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress, encode
 
 _SECONDS = 60.0
 _TIMERS_SECONDS = 5.0
+#: Of the transaction. It has two records. If the command is killed, a start of the new flow waits as long as that, and
+#: until the coordinator looks for such transactions (every 10 s by default).
+_TRANSACTION_MS = 30_000
 _COMMAND_SECONDS = 3.0  # another command, which may be at work, ends its transaction meanwhile
 _POLL_ATTEMPT = 4  # of `Deadline.pause`: about a tenth of a second
 
@@ -128,7 +133,8 @@ def promote(cluster: Cluster, names: Names, other: Names, limits: Limits, tell: 
     settled = SettledProgress(cluster, names)
     with located(flow=other.flow):
         shadow.take_over(deadline)
-        old = known(_settled(cluster, names, settled, wording, deadline), names)
+        _end_earlier(cluster, names, other, wording, deadline)
+        old = known(settled.read(deadline), names)
         found = shadow.session.progress({}, deadline, missing_is_fine=True)
         if was_promoted(old, found, other):
             return Promoted(names.flow, other.flow, old, (), bool(old.tables), old, already=True)
@@ -138,21 +144,21 @@ def promote(cluster: Cluster, names: Names, other: Names, limits: Limits, tell: 
         until = Deadline(limits.wait_s, f"waiting for flow {names.flow} to get as far as {other.flow}")
         old = _wait(settled, new, names, until, tell, new_timers=limits.new_timers)
         _unfired(cluster, old, new)  # it would be refused below, but there the old flow is stopped already
-    own = FlowTransaction(cluster, names, wording)
+    own = FlowTransaction(cluster, names, wording, timeout_ms=_TRANSACTION_MS)
     with located(flow=names.flow):
         return _commit(cluster, names, other, new, shadow, own, limits)
 
 
-def _settled(
-    cluster: Cluster, names: Names, settled: SettledProgress, wording: Wording, deadline: Deadline
-) -> Progress | None:
-    """The progress of the old flow. What a killed command has left open is aborted, as a start of the flow would."""
+def _end_earlier(cluster: Cluster, names: Names, other: Names, wording: Wording, deadline: Deadline) -> None:
+    """Abort what a killed command has left open in the progress of one of both flows, as a start of the old one would.
+    A command that is at work gets a few seconds to end."""
+    soon = Deadline(_COMMAND_SECONDS, deadline.what)
     try:
-        return settled.read(Deadline(_COMMAND_SECONDS, deadline.what))
+        SettledProgress(cluster, names).read(soon)
+        progress_log.read_progress(cluster, other.progress_key, other.group_id, {}, soon, missing_is_fine=True)
     except DeadlineExceededError:
         if left_by_command(cluster, names, deadline):
             FlowTransaction(cluster, names, wording).take_over(deadline)
-    return settled.read(deadline)
 
 
 def _check_gap(old: Progress, new: Progress, other: Names, max_gap: int) -> None:
@@ -227,11 +233,13 @@ def _commit(
     key = other.progress_key
     partition = progress_log.partition_of(key)
 
-    def forget_new(writer: Writer, until: Deadline) -> None:
-        writer.delete(PROGRESS_TOPIC, partition, [key.encode()])
+    def end_new(writer: Writer, until: Deadline) -> None:
+        now_ms = clock_ms()
+        content = encode(ended_progress(new, names.progress_key, now_ms))[1]
+        writer.write(PROGRESS_TOPIC, partition, [(key.encode(), Row(content, now_ms))])
 
     def still_ours(until: Deadline) -> None:
-        """A driver that starts from now on finds the tombstone. None may have started before."""
+        """A driver that starts from now on waits for this transaction. None may have started before."""
         try:
             shadow.session.transactions.renew(until)
         except FencedError as error:
@@ -246,5 +254,5 @@ def _commit(
     def after(written: Written) -> Progress:
         return promoted_progress(old, new, clock_ms(), kept)
 
-    progress = own.commit([PROGRESS_TOPIC], forget_new, after, before_end=still_ours)
+    progress = own.commit([PROGRESS_TOPIC], end_new, after, before_end=still_ours)
     return Promoted(names.flow, other.flow, old, positions(old, new), bool(new.tables), progress)

@@ -7,7 +7,7 @@ grow with the number of records or keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -161,12 +161,14 @@ class Replay:
         if step.timers_until:
             self.doubt(HANDED_OVER)
         latest: dict[Origin, int] = {}
+        untimed: set[Origin] = set()
         for inputs in self._parts(step):
             for report in self._run_batch(inputs, step):
                 for origin, ms in report.max_event_ms.items():
                     latest[origin] = max(ms, latest.get(origin, ms))
+                untimed |= report.untimed
         if self._lateness_ms is not None and step.is_batch:
-            self._follow(step, latest)
+            self._follow(step, latest, untimed)
 
     def stores(self) -> dict[int, Store]:
         """The state after the last step, by partition. The caller closes the stores."""
@@ -264,7 +266,7 @@ class Replay:
                 found.append(partition)
         return found
 
-    def _follow(self, step: Step, latest: Mapping[Origin, int]) -> None:
+    def _follow(self, step: Step, latest: Mapping[Origin, int], untimed: Collection[Origin]) -> None:
         """Whether the watermark that the flow has committed is that of partitions that are never idle."""
         origins = [(topic, p) for topic in self._what.sources for p in step.end.get(topic, ())]
         if self._watermark is None:
@@ -272,10 +274,10 @@ class Replay:
             self._watermark = Watermark(
                 origins, lateness_ms=lateness_ms, idle_s=math.inf, value_ms=step.watermark_ms, clock=lambda: 0.0
             )
-        expected, committed_ms = self._watermark.after(latest), step.watermark_after_ms
+        expected, committed_ms = self._watermark.after(latest, untimed), step.watermark_after_ms
         if committed_ms is not None and (expected is None or committed_ms > expected):
             self.doubt(IDLE)
-        self._watermark.on_commit(latest, expected if committed_ms is None else committed_ms)
+        self._watermark.on_commit(latest, expected if committed_ms is None else committed_ms, untimed)
 
     def doubt(self, reason: str) -> None:
         """Note why a difference may be no mistake."""

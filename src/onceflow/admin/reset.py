@@ -7,6 +7,7 @@ from typing import Any
 
 from kafka.protocol.admin import DeleteGroupsRequest
 
+from onceflow.admin.committed_progress import CommittedProgress
 from onceflow.admin.flow_transaction import told_of_flow
 from onceflow.client.allowed import of_group
 from onceflow.client.cluster import GROUP, Cluster
@@ -46,11 +47,7 @@ def is_known(settings: ClientSettings, names: Names) -> bool:
             return True
         if fetch_committed(cluster, names.group_id, None, deadline, stable=False):
             return True
-        cluster.topics([PROGRESS_TOPIC], deadline, once=True)
-        found = progress_log.read_progress(
-            cluster, names.progress_key, names.group_id, {}, deadline, missing_is_fine=True
-        )
-        return found is not None
+        return names.progress_key.encode() in CommittedProgress().read(cluster, deadline)
     except UnknownTopicError:
         return False
     except (PermissionDeniedError, BrokerUnsupportedError):

@@ -6,13 +6,13 @@ that `read` returns covers every record that the flow had committed to any topic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from onceflow.admin.progress_history import committed_records
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.log_reader import LogRecord, read_log
-from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.client.decided import Decided, read_decided
+from onceflow.client.log_reader import LogRecord
+from onceflow.client.offsets import EARLIEST, list_offsets
 from onceflow.driver import progress_log
 from onceflow.errors import DeadlineExceededError, located
 from onceflow.protocol.names import Names
@@ -37,7 +37,7 @@ class SettledProgress:
 
         Raises:
             UnknownTopicError: there is no progress topic.
-            DeadlineExceededError: a transaction stays open in the progress topic.
+            DeadlineExceededError: see `settled_records`.
         """
         for record in self._new(deadline):
             if record.value is None:
@@ -51,27 +51,40 @@ class SettledProgress:
     def _new(self, deadline: Deadline) -> Sequence[LogRecord]:
         _, number = progress_log.topic_partition_of(self._names.progress_key)
         span = {PROGRESS_TOPIC: [number]}
-
-        def offset(timestamp: int, *, committed: bool = True) -> int:
-            return list_offsets(self._cluster, span, timestamp, deadline, committed=committed)[PROGRESS_TOPIC][number]
-
-        begun = offset(LATEST, committed=False)
-        attempt = 0
-        while (stable := offset(LATEST)) < begun:
-            if deadline.expired:
-                raise DeadlineExceededError(
-                    f"A transaction stays open in {PROGRESS_TOPIC}-{number}",
-                    detail=f"{deadline.what}: waited for {deadline.seconds:g} s",
-                    next_step=f"`onceflow transactions list --topic {PROGRESS_TOPIC}` shows whose it is: the next "
-                    "start of that flow ends it, and so does its timeout",
-                )
-            deadline.pause(attempt, f"a transaction is open in {PROGRESS_TOPIC}-{number}")
-            attempt += 1
-        # The markers of what lies below the last stable offset may lie behind it.
-        end = offset(LATEST, committed=False)
-        first = offset(EARLIEST)
+        first = list_offsets(self._cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC][number]
         start = first if self._position is None else max(first, self._position)
-        items = read_log(self._cluster, PROGRESS_TOPIC, number, start, end, deadline)
-        found = committed_records(items, self._names.progress_key.encode(), stable)
-        self._position = stable
-        return found
+        found = settled_records(self._cluster, self._names, start, deadline)
+        self._position = found.stable
+        return found.committed
+
+
+def settled_records(
+    cluster: Cluster, names: Names, start: int, deadline: Deadline, check: Callable[[], None] = lambda: None
+) -> Decided:
+    """The committed progress records of a flow from an offset on, when all that are there are decided. Transactions of
+    other flows are not waited for.
+
+    Args:
+        check: called while it waits. It may raise, to end the wait.
+
+    Raises:
+        DeadlineExceededError: a transaction with a progress record of the flow stays open.
+    """
+    _, number = progress_log.topic_partition_of(names.progress_key)
+    attempt = 0
+    while True:
+        found = read_decided(cluster, PROGRESS_TOPIC, number, start, deadline, key=names.progress_key.encode())
+        if not found.undecided:
+            return found
+        check()
+        if deadline.expired:
+            raise DeadlineExceededError(
+                "A transaction with progress of the flow stays open",
+                flow=names.flow,
+                topic=f"{PROGRESS_TOPIC}-{number}",
+                detail=f"{deadline.what}: waited for {deadline.seconds:g} s",
+                next_step=f"`onceflow transactions list --topic {PROGRESS_TOPIC}` shows whose it is: the next "
+                "start of that flow ends it, and so does its timeout",
+            )
+        deadline.pause(attempt, f"a transaction is open in {PROGRESS_TOPIC}-{number}")
+        attempt += 1

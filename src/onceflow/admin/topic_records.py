@@ -13,7 +13,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
-from onceflow.client.topics import find_topics, max_message_bytes
+from onceflow.client.topics import find_topics, topic_limits
 from onceflow.client.transaction_requests import idempotent_producer
 from onceflow.errors import BadRecordError, OptionError
 from onceflow.protocol.batches import encode_single
@@ -52,7 +52,7 @@ class TopicWriter:
             )
         deadline = Deadline(_CALL_S, f"preparing to write to {topic}")
         self._partitions = find_topics(cluster, {topic: ""}, deadline, needs="WRITE")[topic].partitions
-        self._limits = max_message_bytes(cluster, [topic], deadline)
+        self._limits = topic_limits(cluster, [topic], deadline)
         self._identity = idempotent_producer(cluster, deadline)
         self._sequences: dict[tuple[str, int], int] = {}
         self._turn = 0
@@ -65,7 +65,7 @@ class TopicWriter:
         """
         sizes = [len(record.key or b"") + len(record.value or b"") + _RECORD_OVERHEAD_BYTES]
         sizes += [len(name.encode()) + len(value or b"") + _HEADER_OVERHEAD_BYTES for name, value in record.headers]
-        limit = self._limits[self._topic]
+        limit = self._limits[self._topic].max_message_bytes
         if sum(sizes) > limit:  # the sum is an upper bound, so encode the record to be sure
             encoded = encode_single(
                 record.key, record.value, record.headers, timestamp_ms=0, identity=self._identity, base_sequence=0

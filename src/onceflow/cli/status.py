@@ -13,8 +13,9 @@ import click
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible, until_interrupted
-from onceflow.cli.status_text import details, in_utc, overview
+from onceflow.cli.status_text import details, overview
 from onceflow.cli.text import counted, shown, timeout_ms
+from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:
     from onceflow.admin.driver_status import DriverStatus

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from onceflow.cli.text import counted, in_columns, shown
+from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:
     from onceflow.admin.driver_status import DriverStatus, DriverTable
@@ -176,11 +176,3 @@ def _seconds(seconds: float | None) -> str:
 
 def _time_or_none(epoch_ms: int | None) -> str:
     return "-" if epoch_ms is None else in_utc(epoch_ms)
-
-
-def in_utc(epoch_ms: int) -> str:
-    """A time in UTC, to the second."""
-    try:
-        return datetime.fromtimestamp(epoch_ms / 1000, tz=timezone.utc).isoformat(timespec="seconds")
-    except (OverflowError, ValueError, OSError):
-        return "?"

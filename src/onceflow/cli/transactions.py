@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +15,7 @@ from onceflow.cli.text import counted, print_columns, shown
 from onceflow.cli.text import timeout_ms as duration_ms_of
 from onceflow.clock import clock_ms
 from onceflow.errors import OptionError, PermissionDeniedError
+from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:
     from onceflow.admin.open_transactions import OpenInPartition, Search
@@ -74,7 +74,7 @@ def list_(
     found = [
         each
         for each in sorted(search.found, key=lambda each: (each.since_ms, each.place))
-        if now_ms - each.since_ms >= min_age_ms and not (hanging and each.hanging is False)
+        if _is_as_old(each.age_ms(now_ms), min_age_ms) and not (hanging and each.hanging is False)
     ]
     if as_json:
         for each in found:
@@ -220,7 +220,7 @@ def _print(found: Sequence[OpenInPartition], now_ms: int) -> None:
             f"{each.topic}-{each.partition}",
             each.transaction.start_offset,
             each.held_back,
-            _age(now_ms - each.since_ms),
+            _age(each.age_ms(now_ms)),
             each.transaction.producer_id,
             each.transaction.producer_epoch,
             _state(each),
@@ -255,7 +255,7 @@ def _lines(found: Producer, now_ms: int) -> list[str]:
     lines = [f"transactional id {shown(found.transactional_id)}, {who}: {found.state}"]
     if found.started_ms >= 0 and found.is_open:
         lines.append(
-            f"begun {_time(found.started_ms)}, {_age(now_ms - found.started_ms)} ago; Kafka aborts it "
+            f"begun {in_utc(found.started_ms)}, {_age(now_ms - found.started_ms)} ago; Kafka aborts it "
             f"{_age(found.timeout_ms)} after its begin"
         )
     else:
@@ -272,7 +272,7 @@ def _intentions(plan: AbortPlan, *, is_flow: bool) -> list[str]:
     if plan.fence:
         then = "its next start continues after the last committed batch" if is_flow else "it has to be started again"
         lines.append(
-            f"The coordinator of {name!r} aborts the transaction, begun {_time(producer.started_ms)}, in all "
+            f"The coordinator of {name!r} aborts the transaction, begun {in_utc(producer.started_ms)}, in all "
             f"of its {counted(len(producer.partitions), 'partition')}. A running producer is fenced by that: it stops "
             f"with an error, and {then}."
         )
@@ -292,13 +292,15 @@ def _named(places: Sequence[tuple[str, int]]) -> str:
     return ", ".join(named) + (f" and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else "")
 
 
-def _time(epoch_ms: int) -> str:
-    """UTC, to the second."""
-    return datetime.fromtimestamp(epoch_ms / 1000, tz=timezone.utc).isoformat(timespec="seconds")
+def _is_as_old(age_ms: int | None, least_ms: int) -> bool:
+    """A transaction whose age nobody knows may be old."""
+    return age_ms is None or age_ms >= least_ms
 
 
-def _age(milliseconds: int) -> str:
+def _age(milliseconds: int | None) -> str:
     """``12 s``, ``3 min``, ``5 h``, ``2 d``."""
+    if milliseconds is None:
+        return "?"
     seconds = max(0, milliseconds) // 1000
     for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size:
@@ -310,14 +312,14 @@ def _age(milliseconds: int) -> str:
 
 
 def _summary(each: OpenInPartition, now_ms: int) -> dict[str, Any]:
-    transaction = each.transaction
+    transaction, age_ms = each.transaction, each.age_ms(now_ms)
     return {
         "topic": each.topic,
         "partition": each.partition,
         "start_offset": transaction.start_offset,
         "held_back": each.held_back,
-        "age_seconds": max(0, now_ms - each.since_ms) / 1000,
-        "last_write": _time(transaction.last_write_ms) if transaction.last_write_ms >= 0 else None,
+        "age_seconds": None if age_ms is None else age_ms / 1000,
+        "last_write": in_utc(transaction.last_write_ms) if transaction.last_write_ms >= 0 else None,
         "producer_id": transaction.producer_id,
         "producer_epoch": transaction.producer_epoch,
         "transactional_id": transaction.transactional_id,
@@ -333,7 +335,7 @@ def _description(found: Producer, now_ms: int) -> dict[str, Any]:
         "producer_id": found.producer_id,
         "producer_epoch": found.producer_epoch,
         "state": found.state if found.transactional_id else None,
-        "started": _time(found.started_ms) if found.started_ms >= 0 and found.is_open else None,
+        "started": in_utc(found.started_ms) if found.started_ms >= 0 and found.is_open else None,
         "timeout_seconds": found.timeout_ms / 1000 if found.timeout_ms >= 0 else None,
         "partitions": [_place(place) for place in found.partitions],
         "open": [_summary(each, now_ms) for each in found.search.found],

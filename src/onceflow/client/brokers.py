@@ -14,7 +14,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 
 from kafka.protocol.metadata import MetadataRequest
 
@@ -26,6 +25,7 @@ from onceflow.client.topics import topic_configs
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactional_ids import list_transactional_ids
 from onceflow.errors import OnceflowError
+from onceflow.protocol import timestamps
 
 log = logging.getLogger("onceflow")
 
@@ -217,9 +217,10 @@ def held_back(
 
 def held_back_warning(held: Held, transaction: OpenTransaction | None) -> str:
     """The text of a warning: the partition, since when it is held back, whose transaction it is, and what to do."""
+    since = f" for at least {held.seconds:.0f} s" if held.seconds else ""  # its producer may have set any time
     text = (
-        f"no record from offset {held.stable} of {held.topic}-{held.partition} on could be read for at least "
-        f"{held.seconds:.0f} s ({held.high - held.stable} offsets wait there): a transaction is open"
+        f"no record from offset {held.stable} of {held.topic}-{held.partition} on could be read{since} "
+        f"({held.high - held.stable} offsets wait there): a transaction is open"
     )
     if transaction is None:
         return f"{text}; its producer could not be found out"
@@ -279,7 +280,4 @@ def _named(cluster: Cluster, seen: OpenTransaction, deadline: Deadline) -> OpenT
 
 
 def _time(epoch_ms: int) -> str:
-    """UTC, to the second."""
-    if epoch_ms < 0:
-        return "at an unknown time"
-    return datetime.fromtimestamp(epoch_ms / 1000, tz=timezone.utc).isoformat(timespec="seconds")
+    return "at an unknown time" if epoch_ms < 0 else timestamps.in_utc(epoch_ms)

@@ -64,6 +64,14 @@ class Cluster(Connections):
         super().__init__(settings, refused_s=refused_s)
         self._topics: dict[str, TopicInfo] = {}
         self._coordinators: dict[tuple[int, str], int] = {}
+        self._cluster_id: str | None = None
+
+    def cluster_id(self, deadline: Deadline) -> str:
+        """Kafka's id of the cluster (KIP-78), which stays the same; "" if the brokers tell none."""
+        if self._cluster_id is None:
+            response = self.ask(MetadataRequest(topics=[], allow_auto_topic_creation=False), "Metadata", deadline)
+            self._cluster_id = str(response.cluster_id or "")
+        return self._cluster_id
 
     # ---- topics --------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ _MIN_FETCH_BYTES = 250_000
 _WAIT_S = 0.5
 _GRACE_S = 2.0  # additional time for the last response: the error can then say what held the read up
 _OFFSET_OUT_OF_RANGE = 1
+_EPOCHS = 12  # from this version on, Fetch has the leader epoch of the last record
 
 
 class PartitionFetch(abc.ABC, Generic[T]):
@@ -169,7 +170,7 @@ class PartitionFetch(abc.ABC, Generic[T]):
 
 def fetch_request(
     version: int,
-    wanted: Mapping[str, Iterable[tuple[int, int]]],
+    wanted: Mapping[str, Iterable[tuple[int, int] | tuple[int, int, int]]],
     *,
     isolation_level: int,
     max_wait_ms: int,
@@ -180,7 +181,8 @@ def fetch_request(
     """A Fetch request of a consumer without a fetch session.
 
     Args:
-        wanted: partitions and the offsets to read from, by topic.
+        wanted: partitions and the offsets to read from, by topic; maybe with the leader epoch of the record before, so
+            that the leader tells whether it has another one there (from version 12 on, KIP-595).
         max_wait_ms: how long the broker may wait for the first record.
         max_bytes: size of the response. partition_bytes: of the part of each partition; None: the same. A single larger
             batch of the first partition that has any is still returned.
@@ -205,9 +207,10 @@ def fetch_request(
                         current_leader_epoch=-1,
                         fetch_offset=offset,
                         log_start_offset=-1,
+                        last_fetched_epoch=epoch[0] if epoch and version >= _EPOCHS else -1,
                         partition_max_bytes=max_bytes if partition_bytes is None else partition_bytes,
                     )
-                    for partition, offset in places
+                    for partition, offset, *epoch in places
                 ],
                 **({"topic_id": UUID(topic_ids[topic])} if topic in topic_ids else {}),
             )

@@ -11,6 +11,7 @@ class Followed:
 
     Attributes:
         position: all committed records below this offset have been returned.
+        leader_epoch: of the record before the position, or of a later leader whose log had it; -1: not known.
         last_stable_offset: of the last response; -1 before the first.
         answered_at: when its leader last answered without an error, on the monotonic clock; None: never.
         as_of_ms: the last response knew of everything that was committed before (epoch milliseconds). That is not when
@@ -22,6 +23,7 @@ class Followed:
     topic: str
     partition: int
     position: int
+    leader_epoch: int = -1
     last_stable_offset: int = -1
     answered_at: float | None = None
     known_at: float | None = None

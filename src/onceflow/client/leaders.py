@@ -22,6 +22,7 @@ def ask_leaders(
     api: str,
     request: Callable[[Mapping[str, Sequence[int]]], Any],
     read: Callable[[Any], T],
+    place: Callable[[Any, Any], TopicPartition] = lambda topic, answer: (str(topic.name), int(answer.partition_index)),
 ) -> dict[TopicPartition, T]:
     """The result of each partition, from its leader. Sends one request to each leader; waits until leaders exist.
 
@@ -30,6 +31,7 @@ def ask_leaders(
         request: makes the request from partition numbers by topic. Its response must have ``topics`` with
             ``partitions``, which have ``partition_index`` and ``error_code``.
         read: converts the partition's part of the response into the result.
+        place: which partition that is.
 
     Raises:
         OnceflowError: a partition has an error that is not retriable.
@@ -47,15 +49,15 @@ def ask_leaders(
                 continue
             for topic in response.topics:
                 for answer in topic.partitions:
-                    asked = (str(topic.name), int(answer.partition_index))
+                    asked = place(topic, answer)
                     if answer.error_code == _NO_ERROR:
                         found[asked] = read(answer)
                         missing.discard(asked)
                         continue
                     row = codes.describe(int(answer.error_code))
                     if not row.verdict.retriable:
-                        raise codes.error_for(row.code, api=api, topic=topic.name)
-                    problem = f"{topic.name}-{answer.partition_index}: {row.name}"
+                        raise codes.error_for(row.code, api=api, topic=asked[0])
+                    problem = f"{asked[0]}-{asked[1]}: {row.name}"
         if missing:
             deadline.pause(attempt + 1, f"{api}: {problem}")
             attempt += 1

@@ -33,10 +33,11 @@ from onceflow.errors import (
     ProtocolError,
     UnknownTopicError,
     located,
+    log_replaced,
     log_too_short,
 )
 from onceflow.protocol import codes
-from onceflow.protocol.decode import split_batches
+from onceflow.protocol.decode import RawBatch, split_batches
 from onceflow.protocol.names import TopicPartition
 
 MAX_WAIT_MS = 500
@@ -150,7 +151,8 @@ class LongPoll(Generic[C]):
         on behind the chunks that were returned.
 
         Raises:
-            DataLossError: a log ends below its position.
+            DataLossError: a log ends below its position, or has got other records there (KIP-320): its leader does not
+                know the record before the position.
             UnknownTopicError: a topic was deleted, or deleted and created again.
             OnceflowError: a broker refuses a request for another reason, or data cannot be decoded.
         """
@@ -248,9 +250,9 @@ class LongPoll(Generic[C]):
         future.add_errback(lambda error: done(None, error))
 
     def _request(self, wanted: list[Followed], version: int, wait_ms: int) -> FetchRequest:
-        by_topic: dict[str, list[tuple[int, int]]] = {}
+        by_topic: dict[str, list[tuple[int, int, int]]] = {}
         for each in wanted:
-            by_topic.setdefault(each.topic, []).append((each.partition, each.position))
+            by_topic.setdefault(each.topic, []).append((each.partition, each.position, each.leader_epoch))
         return fetch_request(
             version,
             by_topic,
@@ -286,6 +288,9 @@ class LongPoll(Generic[C]):
                         chunk = self._form.without_records(each.position, whole=False, expired_from=before)
                         yield (each.topic, each.partition), chunk
                     continue
+                if answer.diverging_epoch is not None and answer.diverging_epoch.end_offset >= 0:
+                    self._diverging(each, answer.diverging_epoch)
+                    continue
                 each.attempt, each.not_before, each.unknown_since = 0, 0.0, None
                 each.last_stable_offset, each.answered_at = int(answer.last_stable_offset), time.monotonic()
                 each.as_of_ms, each.known_at = as_of
@@ -309,7 +314,8 @@ class LongPoll(Generic[C]):
         end = max(begin, each.last_stable_offset)
         if answer.records:
             with located(topic=each.name):
-                yield from gather(self._form, split_batches(answer.records), answer.aborted_transactions, begin, end)
+                batches = self._noted(each, split_batches(answer.records))
+                yield from gather(self._form, batches, answer.aborted_transactions, begin, end)
         elif begin < end:
             look = Deadline(_LOOK_S, f"looking for the records of {each.name}")
             if is_hole(self._cluster, each.topic, each.partition, begin, look):
@@ -319,6 +325,22 @@ class LongPoll(Generic[C]):
             else:
                 each.attempt = _REMOTE_ATTEMPT
                 self._delay([each])
+
+    def _noted(self, each: Followed, batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
+        for raw in batches:
+            if raw.base_offset < each.last_stable_offset:
+                each.leader_epoch = raw.leader_epoch
+            yield raw
+
+    def _diverging(self, each: Followed, known: Any) -> None:
+        """The leader does not know the epoch of the last record, or its log leaves that of the record before there.
+
+        No record may have been written under the epoch, if it is that of a later leader than the record's: then all is
+        well, and the leader has said which epoch it knows.
+        """
+        if known.end_offset < each.position:
+            raise log_replaced(each.name, int(known.end_offset), each.position)
+        each.leader_epoch = int(known.epoch)
 
     def _chunks(self, gathered: list[tuple[Followed, Any]]) -> Iterator[tuple[TopicPartition, C]]:
         """Moves the positions, each just before its chunk is handed out."""
@@ -370,6 +392,8 @@ class LongPoll(Generic[C]):
             each.position = first
             return
         if each.position <= last or each.attempt < _REPLICAS_LAG:
+            if each.attempt >= _REPLICAS_LAG:
+                each.leader_epoch = -1  # an error also if the leader has never heard of the epoch: it cannot be checked
             self._stale = True
             self._delay([each])
             return

@@ -6,7 +6,7 @@ import difflib
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kafka.protocol.admin import (
     CreatePartitionsRequest,
@@ -21,6 +21,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError
 from onceflow.protocol import acls, codes
 from onceflow.protocol.names import INTERNAL_SUFFIX
+from onceflow.protocol.timestamps import ACCEPTED_TIMES_SETTINGS, AcceptedTimes
 
 log = logging.getLogger("onceflow")
 
@@ -306,6 +307,30 @@ def await_topic(cluster: Cluster, name: str, deadline: Deadline) -> TopicInfo:
         except UnknownTopicError as error:
             deadline.pause(attempt, error.what)
             attempt += 1
+
+
+class TopicLimits(NamedTuple):
+    """What a topic accepts.
+
+    Args:
+        max_message_bytes: the size of a record batch.
+        times: the timestamps of records.
+    """
+
+    max_message_bytes: int
+    times: AcceptedTimes
+
+
+def topic_limits(cluster: Cluster, names: Iterable[str], deadline: Deadline) -> dict[str, TopicLimits]:
+    """What topics accept. Kafka's defaults, if this principal may not read their settings."""
+    sizes = "max.message.bytes"
+    found = topic_configs(cluster, names, [sizes, *ACCEPTED_TIMES_SETTINGS], deadline)
+    return {
+        name: TopicLimits(
+            DEFAULT_MAX_MESSAGE_BYTES if (size := values[sizes]) is None else int(size), AcceptedTimes.of(values)
+        )
+        for name, values in found.items()
+    }
 
 
 def max_message_bytes(cluster: Cluster, names: Iterable[str], deadline: Deadline) -> dict[str, int]:

@@ -29,7 +29,7 @@ _DOWN_S = 1.5
 _EXAMPLES_MAX = 5
 _LOOK = """SELECT progress, (SELECT json_object_agg("partition", number) FROM (
     SELECT "partition", count(*) AS number FROM ledger GROUP BY "partition") AS numbers
-) FROM onceflow_progress WHERE flow = %s"""
+) FROM onceflow_progress WHERE split_part(flow, '@', 1) = 'onceflow.' || %s"""
 
 
 class Database(threading.Thread):

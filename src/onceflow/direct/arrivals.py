@@ -138,7 +138,8 @@ class Arrivals:
         if not kept:
             self.nbytes = 0  # sizes of divided parts are rounded
         limited = left <= 0 or size <= 0 or any(most <= 0 for most in by_topic.values())
-        return Taken(SourceRange(before, self._snapshot()), tuple(parts), limited)
+        epochs = {part.place: part.leader_epoch for part in parts}
+        return Taken(SourceRange(before, self._snapshot(), epochs=epochs), tuple(parts), limited)
 
     def _snapshot(self) -> TopicOffsets:
         return {topic: dict(offsets) for topic, offsets in self.taken.items()}

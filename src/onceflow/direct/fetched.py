@@ -20,6 +20,7 @@ class FetchedPart:
     Args:
         chunk: the records of one response.
         query: makes rows of them.
+        leader_epoch: of the last one, or of a later leader whose log had it; -1: not known.
     """
 
     place: TopicPartition
@@ -27,6 +28,7 @@ class FetchedPart:
     end: int
     chunk: ColumnChunk
     query: QueryRows
+    leader_epoch: int = -1
 
     @property
     def records(self) -> int:

@@ -164,7 +164,7 @@ class DirectLoop:
             self._wait(self._next_at - now)
         elif self._backlog.by_tasks:
             if not self._run_by_tasks():
-                self._reader.go_on()
+                self._reader.go_on(self._batches.progress.epochs)
         elif self._is_due(now):
             self._backlog.looked(_total(self._wanted()), now=now)
             if not self._backlog.by_tasks:

@@ -59,7 +59,8 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
     starts = {source.topic: dict(prepared.progress.offsets[source.topic]) for source in plan.sources}
     read = _rows_of(query, plan, by_source=by_source)
     topic_ids = {topic: startup.sources[topic].topic_id for topic in starts}
-    reader = SourceReader(startup.settings, read, starts, topic_ids=topic_ids, flow=flow)
+    epochs = prepared.progress.epochs
+    reader = SourceReader(startup.settings, read, starts, topic_ids=topic_ids, epochs=epochs, flow=flow)
     try:
         until = _end_of_run(prepared, starts, deadline)
         tables = list if query.state is None else query.state.facts

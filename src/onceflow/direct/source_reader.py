@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.column_chunks import ColumnChunk, ColumnForm
@@ -21,6 +22,7 @@ from onceflow.direct.fetched import FetchedPart
 from onceflow.driver.offset_log import TopicOffsets, has_reached
 from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, OnceflowError, UnknownTopicError
 from onceflow.protocol.names import TopicPartition
+from onceflow.protocol.progress import Epochs
 from onceflow.task.source_rows import QueryRows, expired
 
 log = logging.getLogger("onceflow")
@@ -43,6 +45,7 @@ class SourceReader:
         starts: the offset at which each partition is read first, by topic.
         query: makes rows of the records.
         topic_ids: of the sources, as they were when these offsets were chosen.
+        epochs: what progress knows of their leaders.
 
     Attributes:
         arrivals: what waits for a batch. Nothing of it is behind the bound of its partition, see `end_at`.
@@ -55,6 +58,7 @@ class SourceReader:
         starts: Mapping[str, Mapping[int, int]],
         *,
         topic_ids: Mapping[str, str],
+        epochs: Epochs = MappingProxyType({}),
         flow: str,
     ) -> None:
         self._flow = flow
@@ -82,6 +86,7 @@ class SourceReader:
             self._poll: LongPoll[ColumnChunk] = LongPoll(
                 self._cluster, topics.values(), positions, fetch_bytes=FETCH_BYTES, form=form
             )
+            self._know(epochs)
             for wanted in self._led().values():
                 self._ends(wanted, deadline)
         except BaseException:
@@ -268,12 +273,17 @@ class SourceReader:
         info = self._cluster.known_topic(topic)
         return info is None or info.leaders.get(partition, -1) >= 0
 
-    def go_on(self) -> None:
-        """Read here again, from where batches are now."""
+    def go_on(self, epochs: Epochs = MappingProxyType({})) -> None:
+        """Read here again, from where batches are now.
+
+        Args:
+            epochs: what progress knows of the leaders.
+        """
         for topic, offsets in self.arrivals.taken.items():
             for partition, offset in offsets.items():
                 self._arrived[topic, partition] = offset
                 self._seek((topic, partition), offset)
+        self._know(epochs)
         for each in self._poll.followed.values():  # nobody has asked for them meanwhile
             each.attempt, each.unknown_since = min(each.attempt, 1), None
 
@@ -284,6 +294,15 @@ class SourceReader:
         self._heard(place, known.last_stable_offset, known.known_at)
         each = self._poll.followed[place]
         each.attempt, each.not_before, each.unknown_since = known.attempt, known.not_before, known.unknown_since
+        each.leader_epoch = known.leader_epoch if offset <= known.position else -1
+
+    def _know(self, epochs: Epochs) -> None:
+        """Let the leaders check that they have the records before the positions. An older fact about a log says nothing
+        of all of them."""
+        for (topic, partition), each in self._poll.followed.items():
+            offset, epoch = epochs.get(topic, {}).get(partition, (-1, -1))
+            if offset >= each.position:
+                each.leader_epoch = epoch
 
     def _heard(self, place: TopicPartition, end: int, at: float | None) -> None:
         each = self._poll.followed[place]
@@ -298,7 +317,8 @@ class SourceReader:
             may_lose = not self._sources[place[0]].fail_on_data_loss
             expired(place, chunk.expired_from, end, may_lose=may_lose, flow=self._flow)
         self._arrived[place] = end
-        self.arrivals.add(FetchedPart(place, start, end, chunk, self._query))
+        epoch = self._poll.followed[place].leader_epoch
+        self.arrivals.add(FetchedPart(place, start, end, chunk, self._query, epoch))
 
     def _look(self) -> None:
         """Follow partitions that were added, from their beginning."""

@@ -36,6 +36,7 @@ from onceflow.driver.offset_log import SourceRange, Sources, TopicOffsets, check
 from onceflow.driver.output_writer import OutputWriter
 from onceflow.driver.retries import Attempt
 from onceflow.driver.row_calls import RowCalls
+from onceflow.driver.source_watch import SourceWatch
 from onceflow.driver.stage_audit import audit_part
 from onceflow.driver.state_step import StateStep
 from onceflow.driver.step_seconds import timed
@@ -120,6 +121,7 @@ class BatchCommit:
         self._late_rows: LateRows | None = None
         if options.late is not None and numbering is not None:
             self._late_rows = LateRows(names.flow, options.late, numbering.rows_dropped)
+        self._watch = SourceWatch(cluster, names.flow)
         self.flow = names.flow
         self.progress = progress
 
@@ -172,6 +174,7 @@ class BatchCommit:
             parts = self._write(rows, attempt)
         hooks.at("write", where="driver", flow=flow, batch=batch)
         with timed(summary, "audit"):
+            self._watch.was_read(source, self._writer.deadline("looking at the sources again"))
             checked = self._audit(rows, parts, batch)
             summary.dropped = 0 if self._late_rows is None else self._late_rows.check(batch)
         is_needed = source.max_rows or checked.partitions or attempt.muted
@@ -207,6 +210,7 @@ class BatchCommit:
                 return source, True
             source = self._numbering.bridged(source, self.progress)
         self._check_range(source, batch)
+        self._look_at(source)
         if self._numbering is not None:
             self._numbering.planned(spark_batch_id, source)
         self._planned(source, batch, {})
@@ -215,6 +219,7 @@ class BatchCommit:
     def plan_range(self, source: SourceRange, batch: int, quiet: Mapping[TopicPartition, float]) -> None:
         """As `plan`, for a range that the direct engine has chosen. ``quiet``: see `Watermark.planned`."""
         self._check_range(source, batch)
+        self._look_at(source)
         self._planned(source, batch, quiet)
 
     def _check_range(self, source: SourceRange, batch: int) -> None:
@@ -222,6 +227,9 @@ class BatchCommit:
             source.start, _plain(self.progress.offsets), self._sources.starts, flow=self._names.flow, batch=batch
         )
         handover.check_range(self.progress, source, flow=self._names.flow, batch=batch)
+
+    def _look_at(self, source: SourceRange) -> None:
+        self._watch.planned(source, self.progress, self._writer.deadline("looking at the sources"))
 
     def _planned(self, source: SourceRange, batch: int, quiet: Mapping[TopicPartition, float]) -> None:
         self._writer.refresh_targets()
@@ -298,6 +306,7 @@ class BatchCommit:
             self.progress,
             batch_id=attempt.batch,
             offsets={**_plain(self.progress.offsets), **end},
+            epochs=self._watch.epochs(attempt.source, self.progress.epochs),
             checkpoint=(
                 None if self._numbering is None else self._numbering.current(has_run=not self._delivery.progress_first)
             ),

@@ -31,6 +31,7 @@ from onceflow.driver.offset_log import SourceRange, Sources, check_contiguous, r
 from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.refused_rows import LettersToWrite, RefusedRows
 from onceflow.driver.retries import Attempt
+from onceflow.driver.source_watch import SourceWatch
 from onceflow.driver.stage_audit import audit_part
 from onceflow.driver.step_seconds import timed
 from onceflow.errors import (
@@ -57,6 +58,7 @@ _T = TypeVar("_T")
 _SMALL_BATCH_ROWS = 8_000
 _FIND_OUT_S = 120.0
 _END_S = 60.0
+_LOOK_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,14 @@ class Ownership:
     """What a start has found.
 
     Args:
-        generation: of this driver in the external system.
+        identity: of the flow, as the external system knows it.
+        owner, generation: of this driver there, see `ProgressRow`.
         row: the text of the progress row; None: it has none yet.
         progress: where the flow is.
     """
 
+    identity: str
+    owner: str
     generation: int
     row: str | None
     progress: Progress
@@ -102,6 +107,8 @@ class ExternalCommit:
         checkpoint: Folder,
     ) -> None:
         self._sink = sink
+        self._identity = owned.identity
+        self._owner = owned.owner
         self._generation = owned.generation
         self._row = owned.row
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -114,6 +121,7 @@ class ExternalCommit:
         self._checkpoint = checkpoint
         self._rows_out = 1.0  # most rows written per row read in a batch so far
         self._at: BatchAttempt | None = None  # the last one
+        self._watch = SourceWatch(session.cluster, session.names.flow)
         self.flow = session.names.flow
         self.progress = owned.progress
         self.machine = Transaction(Mode.EXTERNAL, GIVEN)
@@ -148,6 +156,7 @@ class ExternalCommit:
         source = read_range(self._checkpoint, spark_batch_id).capped(self._sources.until)
         known = {topic: dict(offsets) for topic, offsets in self.progress.offsets.items()}
         check_contiguous(source.start, known, self._sources.starts, flow=self.flow, batch=batch)
+        self._watch.planned(source, self.progress, Deadline(_LOOK_S, "looking at the sources"))
         hooks.at("plan", where="driver", flow=self.flow, batch=batch)
         return source, False
 
@@ -162,7 +171,7 @@ class ExternalCommit:
     def attempt(self, rows: Rows, attempt: Attempt) -> bool:
         """One transaction of the external system, from its begin to its end."""
         batch, summary = attempt.batch, attempt.summary
-        at = self._at = BatchAttempt(self.flow, self._generation, batch, summary.attempts)
+        at = self._at = BatchAttempt(self._identity, self._owner, self._generation, batch, summary.attempts)
         with timed(summary, "begin"):
             self.machine.on(Event.BEGIN)
             self._guarded("begin", lambda: self._reached(lambda: self._sink.begin(at)))
@@ -172,6 +181,7 @@ class ExternalCommit:
             part, receipts = self._write(rows, at, attempt.source, summary)
         hooks.at("write", where="driver", flow=self.flow, batch=batch)
         with timed(summary, "audit"):
+            self._watch.was_read(attempt.source, Deadline(_LOOK_S, "looking at the sources again"))
             checked = audit_part(rows, part, flow=self.flow, batch=batch)
         self.machine.on(Event.ROWS_AUDITED)
         hooks.at("audit", where="driver", flow=self.flow, batch=batch)
@@ -179,6 +189,7 @@ class ExternalCommit:
             self.progress,
             batch_id=batch,
             offsets={**self.progress.offsets, **attempt.source.end},
+            epochs=self._watch.epochs(attempt.source, self.progress.epochs),
             driver=self._driver,
             time_ms=clock_ms(),
         )
@@ -200,7 +211,7 @@ class ExternalCommit:
         self, rows: Rows, at: BatchAttempt, source: SourceRange, summary: BatchSummary
     ) -> tuple[Part, Sequence[bytes]]:
         """Bring all rows to the system. Returns the reports, and the receipts in the order of the tasks."""
-        order = ExternalOrder(self._sink, at, hooks.configured())
+        order = ExternalOrder(self._sink, self.flow, at, hooks.configured())
         small = self._options.small_batch_rows
         limit = _SMALL_BATCH_ROWS if small is None else small
         assert isinstance(rows, DataFrame), "Spark runs every flow with an external sink"
@@ -251,7 +262,8 @@ class ExternalCommit:
 
         Raises:
             BatchAbortedError: it was not, and cannot be any more.
-            FencedError: a newer driver has taken the flow over.
+            FencedError: a newer driver has taken the flow over. The owner tells it from an earlier call of ``open``
+                whose answer was lost.
             ProgressConflictError: the system has gone back to an older state.
             DeadlineExceededError: the system does not answer. The next start finds the outcome.
         """
@@ -259,7 +271,7 @@ class ExternalCommit:
         tried = 0
         while True:
             try:
-                opened = self._sink.open(self.flow, at.generation)
+                opened = self._sink.open(self._identity, self._owner, at.generation)
                 break
             except FencedError as error:
                 self.machine.on(Event.FENCED)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from uuid import uuid4
 
+import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.deadline import Deadline
-from onceflow.client.topics import find_topics, max_message_bytes
+from onceflow.client.topics import find_topics, topic_limits
+from onceflow.driver.batch_errors import in_short
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.checkpoint_location import CheckpointLocation, scratch_folder
 from onceflow.driver.external_commit import ExternalCommit, Ownership
@@ -20,11 +23,11 @@ from onceflow.driver.refused_rows import LettersToWrite, RefusedRows, parsed
 from onceflow.driver.run import Run, check_read_now, watch_sources, writer_of
 from onceflow.driver.start_report import report
 from onceflow.driver.startup import Startup
-from onceflow.errors import OptionError, ProgressConflictError, located
+from onceflow.errors import OnceflowError, OptionError, ProgressConflictError, ProtocolError, located
 from onceflow.messages import Target
 from onceflow.planning import source_starts
 from onceflow.planning.bounded import bounded
-from onceflow.planning.external_start import plan_external
+from onceflow.planning.external_start import ExternalStart, of_row, plan_external
 from onceflow.planning.external_write import ExternalWrite
 from onceflow.planning.process import check_side_topics, letter_topics
 from onceflow.protocol.progress import Progress
@@ -41,6 +44,9 @@ log = logging.getLogger("onceflow")
 def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalWrite) -> Run:
     """Take the flow over in the external system, too, and put the query together.
 
+    The progress row is read, and all that it decides is checked, before the flow is taken over there: a start that is
+    refused, for example because it was given another database, must not fence a driver that works.
+
     Raises:
         OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
     """
@@ -54,11 +60,10 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
         kafka = startup.prepare_run(deadline)
         _check_not_promoted(kafka)
         at_start(lambda: sink.check(arrow_schema(write.df)), deadline, sink.target, flow)
-        owned, targets = _take_over(write, startup, kafka, deadline)
+        owned, starts, targets = _take_over(write, startup, kafka, deadline)
         startup.session.transactions.renew(deadline)
     checkpoint = scratch_folder(flow)
     location = CheckpointLocation(LocalFolder(checkpoint), checkpoint.as_uri(), None)
-    starts = _starts(startup, owned.progress, flow)
     if starts != _starts(startup, kafka, flow):
         put_starting_offsets(write.df, checkpoint, starts)
     sources = startup.sources_read.never_before(starts)
@@ -119,29 +124,82 @@ def _check_not_promoted(kafka: Progress) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Decided:
+    """What follows from a progress row.
+
+    Args:
+        starts: where each topic is read from. letters: dead letters in the row. targets: all topics of dead letters.
+    """
+
+    start: ExternalStart
+    starts: Mapping[str, dict[int, int]]
+    letters: pa.Table | None
+    targets: dict[str, Target]
+
+
 def _take_over(
     write: ExternalWrite, startup: Startup, kafka: Progress, deadline: Deadline
-) -> tuple[Ownership, dict[str, Target]]:
+) -> tuple[Ownership, Mapping[str, dict[int, int]], dict[str, Target]]:
     """Fence older drivers in the external system, and let Kafka's progress follow if the last one could not.
 
     Returns:
-        What was found, and the topics of dead letters.
+        What was found, where topics are read from, and the topics of dead letters.
     """
     flow, sink, session = startup.flow, write.sink, startup.session
-    targets = _targets(startup, {write.dead_letter_topic}, kafka, deadline)
-    opened = at_start(lambda: sink.open(flow, None), deadline, sink.target, flow)
-    row, letters = (None, None) if opened.progress is None else parsed(kafka.flow, opened.progress)
-    start = plan_external(kafka, row, startup.sources, target=sink.target, flow=flow)
+    identity, owner = startup.names.identity(session.cluster.cluster_id(deadline)), uuid4().hex
+    seen = at_start(lambda: sink.progress_row(identity), deadline, sink.target, flow)
+    before = None if seen is None else seen.progress
+    decided = _decided(write, startup, kafka, before, identity, deadline)
+    opened = at_start(lambda: sink.open(identity, owner, None), deadline, sink.target, flow)
+    if opened.progress != before:  # the last driver has committed a batch in between
+        decided = _decided(write, startup, kafka, opened.progress, identity, deadline)
+    start = decided.start
     if start.warning:
         log.warning("flow %s: %s", flow, start.warning)
     if start.follows:
         left = None
-        if letters is not None and not start.is_behind:
-            left = LettersToWrite(session, letters, targets, start.progress.batch_id)
-            targets.update(_targets(startup, left.topics - {*targets}, kafka, deadline))
+        if decided.letters is not None and not start.is_behind:
+            left = LettersToWrite(session, decided.letters, decided.targets, start.progress.batch_id)
         commit_progress(session, start.progress, startup.sources, deadline, left)
     progress = replace(start.progress, letters=letter_topics({}, [write.dead_letter_topic]))
-    return Ownership(opened.generation, opened.progress, progress), targets
+    owned = Ownership(identity, owner, opened.generation, opened.progress, progress)
+    return owned, decided.starts, decided.targets
+
+
+def _decided(
+    write: ExternalWrite, startup: Startup, kafka: Progress, text: str | None, identity: str, deadline: Deadline
+) -> _Decided:
+    """Decide where the flow is. Nothing is changed.
+
+    Args:
+        text: of the progress row; None: it has none.
+
+    Raises:
+        OnceflowError: the flow cannot continue there.
+    """
+    flow, target = startup.flow, write.sink.target
+    row, letters = (None, None) if text is None else _parsed(kafka.flow, text, target, identity)
+    start = plan_external(kafka, row, startup.sources, target=target, flow=flow, identity=identity)
+    try:
+        starts = _starts(startup, start.progress, flow)
+    except OnceflowError as error:
+        raise (of_row(error, target, identity) if start.follows else error) from None
+    topics = {write.dead_letter_topic}
+    if letters is not None and start.follows and not start.is_behind:
+        topics |= {*letters["topic"].to_pylist()}
+    return _Decided(start, starts, letters, _targets(startup, topics, kafka, deadline))
+
+
+def _parsed(flow_key: str, text: str, target: str, identity: str) -> tuple[Progress, pa.Table]:
+    try:
+        return parsed(flow_key, text)
+    except (OnceflowError, ValueError, TypeError, AttributeError) as error:
+        raise ProtocolError(
+            f"The progress row {identity!r} of {target} cannot be read",
+            detail=in_short(error),
+            next_step="use the version of onceflow that has written it, or restore it from a backup",
+        ) from error
 
 
 def _targets(
@@ -158,10 +216,10 @@ def _targets(
     session = startup.session
     cluster = session.cluster
     found = find_topics(cluster, named, deadline)
-    limits = max_message_bytes(cluster, named, deadline)
+    limits = topic_limits(cluster, named, deadline)
     warn_of_settings(cluster, [*named], deadline, flow=startup.flow)
     session.decide(named, kafka, deadline)
-    return {name: Target(found[name].partitions, limits[name]) for name in named}
+    return {name: Target(found[name].partitions, *limits[name]) for name in named}
 
 
 def _starts(startup: Startup, progress: Progress, flow: str) -> Mapping[str, dict[int, int]]:

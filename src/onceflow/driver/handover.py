@@ -16,6 +16,23 @@ from onceflow.errors import ProgressConflictError
 from onceflow.protocol.progress import HandOver, Progress, TimerId
 
 
+def check_exists(progress: Progress | None, *, flow: str) -> None:
+    """Refuse a flow that has taken another one's place: it goes on as that one.
+
+    Raises:
+        ProgressConflictError: it does not exist under its own name any more.
+    """
+    if progress is None or progress.became is None:
+        return
+    raise ProgressConflictError(
+        f"Flow {flow!r} has taken the place of flow {progress.became!r}: its own name is not in use any more",
+        flow=flow,
+        detail=f"`onceflow promote` has done that, behind its batch {progress.batch_id}",
+        next_step=f"start its program as flow {progress.became!r}, and stop what starts it as {flow!r} (a service "
+        f"manager, for example). To use the name for a new flow: `onceflow reset {flow}`",
+    )
+
+
 def first_range_end(progress: Progress) -> TopicOffsets | None:
     """Where the first batch has to end; None: it may end anywhere."""
     if not _is_behind(progress):

@@ -27,12 +27,15 @@ class SourceRange:
     Args:
         others: whether the query also has sources that are not topics of the flow. Their rows are not counted here.
         digest: hash of the end offsets of all sources, as they are in the log.
+        epochs: of partitions whose records the driver has fetched: the leader epoch of the last one, or of a later
+            leader whose log had it.
     """
 
     start: TopicOffsets
     end: TopicOffsets
     others: bool = field(default=False, compare=False)
     digest: str = field(default="", compare=False)
+    epochs: Mapping[tuple[str, int], int] = field(default_factory=dict, compare=False)
 
     @property
     def max_rows(self) -> int:

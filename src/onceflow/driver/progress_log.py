@@ -15,11 +15,12 @@ from functools import lru_cache
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
-from onceflow.client.log_reader import LogRecord, read_log
+from onceflow.client.decided import read_decided
+from onceflow.client.log_reader import LogRecord
 from onceflow.client.produce import Producer
 from onceflow.client.topics import create_own_topic, topic_config
 from onceflow.client.transactions import Transactions
-from onceflow.errors import ProgressConflictError, UnknownTopicError, located
+from onceflow.errors import DeadlineExceededError, ProgressConflictError, UnknownTopicError, located
 from onceflow.protocol import progress as records
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.names import Names, TopicPartition
@@ -128,32 +129,34 @@ def read_progress(
 ) -> Progress | None:
     """The last committed progress of a flow, or None when it never committed.
 
-    Call it after InitProducerId of the flow's transactional id: then every transaction of the flow is
-    decided. It does not wait for open transactions of other flows.
+    Call it after InitProducerId of the flow's transactional id: then every transaction of that id is decided. But a
+    command may write the record of a flow under the transactional id of another one: ``onceflow promote`` ends the
+    copy in the transaction of the flow that it replaces. Such a transaction is waited for. No other open transaction of
+    the progress topic is.
 
     Args:
         flow: key of the record (``Names.progress_key``).
         missing_is_fine: accept group offsets that point to a record that no longer exists.
+
+    Raises:
+        DeadlineExceededError: such a transaction is still open when the deadline has passed.
     """
     partition = partition_of(flow)
     span = {PROGRESS_TOPIC: [partition]}
     begin = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[PROGRESS_TOPIC][partition]
-    end = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline, committed=False)[PROGRESS_TOPIC][
-        partition
-    ]
     hinted = hinted_offset(cluster, group, source_topics, partition, deadline)
     latest = None
-    if hinted is not None and begin <= hinted < end:
-        latest = _latest(cluster, flow, partition, hinted, end, deadline)
+    if hinted is not None and begin <= hinted:
+        latest = _latest(cluster, flow, partition, hinted, hinted, deadline)
     if latest is None:
-        latest = _latest(cluster, flow, partition, begin, end, deadline)
+        latest = _latest(cluster, flow, partition, begin, hinted, deadline)
     if latest is None:
         if hinted is not None and not missing_is_fine:
             raise ProgressConflictError(
                 "The flow has committed offsets, but its progress record is gone",
                 flow=flow,
                 topic=f"{PROGRESS_TOPIC}-{partition}",
-                detail=f"group {group} points to offset {hinted}; the log holds {begin} to {end}",
+                detail=f"group {group} points to offset {hinted}; the log begins at {begin}",
                 next_step="check whether the progress topic was deleted, or was not compacted. To start over: "
                 f"`onceflow reset {flow}`",
             )
@@ -189,27 +192,49 @@ def hinted_offset(
     return min(hints) if hints else None
 
 
-def _latest(cluster: Cluster, flow: str, partition: int, start: int, end: int, deadline: Deadline) -> LogRecord | None:
-    """The last committed record (or tombstone) of a flow in ``[start, end)``."""
-    key = flow.encode()
-    committed: LogRecord | None = None
-    undecided: dict[int, LogRecord] = {}
-    for item in read_log(cluster, PROGRESS_TOPIC, partition, start, end, deadline):
-        if isinstance(item, LogRecord):
-            if item.key != key:
-                continue
-            if item.producer_id < 0:
-                committed = item  # written outside a transaction: by a user or by a tool
-            else:
-                undecided[item.producer_id] = item
-        elif (record := undecided.pop(item.producer_id, None)) is not None and item.committed:
-            committed = record
-    # All transactions of the flow are decided here, so a record without a marker is committed: compaction may remove
-    # the marker of a committed record. The marker of an aborted one is only removed together with its records.
-    for record in undecided.values():
-        if committed is None or record.offset > committed.offset:
-            committed = record
-    return committed
+def _latest(
+    cluster: Cluster, flow: str, partition: int, start: int, hinted: int | None, deadline: Deadline
+) -> LogRecord | None:
+    """The last committed record (or tombstone) of a flow from an offset on. A newer one that is undecided is waited
+    for.
+
+    Args:
+        hinted: where the group's offsets point to. The record there is committed, also if its marker is missing: both
+            are in one transaction.
+    """
+    attempt = 0
+    while True:
+        found = read_decided(cluster, PROGRESS_TOPIC, partition, start, deadline, key=flow.encode())
+        known = [each for each in found.undecided if hinted is not None and each.offset <= hinted]
+        latest = max((*found.committed[-1:], *known[-1:]), key=lambda each: each.offset, default=None)
+        newer = [each for each in found.undecided if latest is None or each.offset > latest.offset]
+        if not newer:
+            return latest
+        if deadline.expired:
+            raise _undecided(flow, partition, newer[-1], deadline)
+        if not attempt:
+            log.warning(
+                "flow %s: its progress record at offset %d of %s-%d was written by another transaction (producer id "
+                "%d), which is open: waiting until it ends",
+                *(flow, newer[-1].offset, PROGRESS_TOPIC, partition, newer[-1].producer_id),
+            )
+        deadline.pause(attempt, "the transaction of a progress record is open")
+        start = max(start, found.stable) if latest is None else latest.offset
+        attempt += 1
+
+
+def _undecided(flow: str, partition: int, record: LogRecord, deadline: Deadline) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        "Another transaction is about to change the flow's progress, and is still open",
+        flow=flow,
+        topic=f"{PROGRESS_TOPIC}-{partition}",
+        detail=f"producer id {record.producer_id}, offset {record.offset}; waited {deadline.seconds:g} s while "
+        f"{deadline.what}",
+        next_step=f"`onceflow transactions list --topic {PROGRESS_TOPIC}` names its transactional id: usually "
+        "`onceflow promote` is at work, or was killed. Run that command again, or start the flow that it replaces: "
+        "both end the transaction, and so does its timeout. If no coordinator knows it, `onceflow transactions abort` "
+        "ends it. Then start this flow again; nothing was lost",
+    )
 
 
 def write_progress(

@@ -23,6 +23,7 @@ from onceflow.external.sink import RefusedRow
 from onceflow.messages import DRIVER, Report, Routing, Target, WriteOrder
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.progress import Progress, decode, encode
+from onceflow.protocol.timestamps import of_datetime
 from onceflow.state.api.record import Record
 from onceflow.state.dead_letter_limit import DeadLetters, Letters
 from onceflow.state.dead_letters import refused_record
@@ -175,7 +176,7 @@ def _letter(refused: RefusedRow, topic: str) -> Record:
         _raw(given["value"]) if "value" in given else json.dumps(dict(refused.row), default=_plain).encode(),
         given.get("topic"),
         [(str(header["key"]), _raw(header["value"])) for header in given.get("headers") or ()],
-        round(at.timestamp() * 1000) if isinstance(at, datetime) else None,
+        of_datetime(at) if isinstance(at, datetime) else None,
         given.get("partition"),
         given.get("offset"),
     )

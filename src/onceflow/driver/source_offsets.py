@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
+from onceflow.client.leader_epochs import epoch_ends
 from onceflow.planning.read_until import ReadBound, bound_offsets
 from onceflow.planning.source_starts import SourceTopic
 
 
-def look_at(cluster: Cluster, info: TopicInfo, deadline: Deadline) -> SourceTopic:
-    """A source topic as it is now."""
+def look_at(
+    cluster: Cluster, info: TopicInfo, deadline: Deadline, epochs: Mapping[int, tuple[int, int]] = MappingProxyType({})
+) -> SourceTopic:
+    """A source topic as it is now.
+
+    Args:
+        epochs: what progress knows of its leaders, by partition.
+    """
     span = {info.name: sorted(info.leaders)}
     earliest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[info.name]
     latest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline)[info.name]
-    return SourceTopic(info.name, info.topic_id, earliest, latest)
+    asked = {(info.name, number): epoch for number, (_, epoch) in epochs.items() if number in info.leaders}
+    ends = {number: end for (_, number), end in epoch_ends(cluster, asked, deadline).items()}
+    return SourceTopic(info.name, info.topic_id, earliest, latest, ends)
 
 
 def end_of_read(

@@ -13,6 +13,8 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.first_record import first_timestamp
 from onceflow.client.settings import ClientSettings
+from onceflow.clock import clock_ms
+from onceflow.protocol.timestamps import age_ms
 
 _ANSWER_S = 5.0
 
@@ -29,7 +31,8 @@ class SourceTimes:
         self._cluster: Cluster | None = None
 
     def first(self, places: Sequence[tuple[str, int, int, int]], limit: int) -> list[int]:
-        """Timestamps, in epoch milliseconds, of the first committed record of each place that has one.
+        """Timestamps, in epoch milliseconds, of the first committed record of each place that has one, and where it can
+        be right.
 
         Args:
             places: topic, partition, start and end offset.
@@ -44,7 +47,8 @@ class SourceTimes:
         deadline = Deadline(_ANSWER_S, "looking up when the records of a batch were written")
         self._cluster.connect(deadline)
         found = [first_timestamp(self._cluster, *place, deadline) for place in chosen]
-        return [stamp for stamp in found if stamp is not None]
+        now_ms = clock_ms()
+        return [stamp for stamp in found if stamp is not None and age_ms(stamp, now_ms) is not None]
 
     def close(self) -> None:
         """Close the connections."""

@@ -173,10 +173,12 @@ class Startup:
         session.init(deadline)
         self.driver = DriverProcess(socket.gethostname(), os.getpid(), clock_ms())
         try:
-            self._progress = self.found = session.progress(sources, deadline)
+            found = session.progress(sources, deadline)
+            handover.check_exists(found, flow=self.flow)
         except BaseException:
             session.give_up()  # progress may have been read, but the transactions it names are not decided
             raise
+        self._progress = self.found = found
         hooks.at("init", where="driver", flow=self.flow, seconds=time.monotonic() - started)
         return self._progress
 
@@ -213,7 +215,9 @@ class Startup:
         info = find_topics(self.session.cluster, {options.topic: "source"}, deadline)[options.topic]
         self.fence({options.topic: sorted(info.leaders)}, deadline)
         # Looked at after the fence: an older driver cannot move progress past these offsets any more.
-        source = self.sources[options.topic] = look_at(self.session.cluster, info, deadline)
+        source = self.sources[options.topic] = look_at(
+            self.session.cluster, info, deadline, self._epochs(options.topic, info.topic_id)
+        )
         self._records[options.topic] = options.max_records_per_batch
         start = source_starts.plan(
             source,
@@ -231,6 +235,12 @@ class Startup:
         if start.must_commit:
             self._commit_starting_offsets(source, start.offsets, deadline)
         return start.offsets
+
+    def _epochs(self, topic: str, topic_id: str) -> Mapping[int, tuple[int, int]]:
+        """What progress knows of the leaders of a topic. Of another topic of this name it knows nothing."""
+        progress = self._progress
+        same = progress is not None and progress.topic_ids.get(topic) == topic_id
+        return progress.epochs.get(topic, {}) if progress is not None and same else {}
 
     def _commit_starting_offsets(self, source: SourceTopic, offsets: dict[int, int], deadline: Deadline) -> None:
         """Commit where a topic is read from, before anything of it is read."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
-from onceflow.client.topics import find_topics, max_message_bytes
+from onceflow.client.topics import find_topics, topic_limits
 from onceflow.messages import Target
 
 
@@ -29,5 +29,5 @@ def load_targets(
     names = [name for name, info in found.items() if topic is not None or not (info.internal or name.startswith("__"))]
     if not names:
         return {}
-    limits = max_message_bytes(cluster, names, deadline)
-    return {name: Target(found[name].partitions, limits[name]) for name in names}
+    limits = topic_limits(cluster, names, deadline)
+    return {name: Target(found[name].partitions, *limits[name]) for name in names}

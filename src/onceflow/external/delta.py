@@ -2,50 +2,88 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
-import time
+import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, SchemaError
-from onceflow.external.batch_log import BatchLog, DataFile, Entry, next_entry
-from onceflow.external.parquet_columns import check_partition_by, written_schema
-from onceflow.external.parquet_files import TaskFiles
-from onceflow.external.sink import BatchAttempt, ExternalSink, Opened, fenced, older_state
-from onceflow.external.storage import LocalFolder, dataset_of
+from onceflow.errors import BadRecordError, BatchAbortedError, EnvironmentUnusableError, OnceflowError, SchemaError
+from onceflow.external.delta_files import DataFile, TaskFiles
+from onceflow.external.delta_log import BATCH, ENTRY, FLOW, DeltaLog, Entry, folder_of, next_entry
+from onceflow.external.delta_rows import (
+    Refused,
+    TableFacts,
+    check_columns,
+    check_partition_by,
+    facts_of,
+    new_table_schema,
+    row_checks,
+)
+from onceflow.external.delta_storage import DeltaStorage, load_deltalake
+from onceflow.external.sink import (
+    RECORD_COLUMNS,
+    BatchAttempt,
+    ExternalSink,
+    ProgressRow,
+    RefusedRow,
+    check_owner,
+    next_generation,
+    older_state,
+)
 
 _FILES = "onceflow"
-#: What a table may ask of its writers, so that files can be added without looking at their rows.
-_FEATURES = {"appendOnly", "invariants", "timestampNtz", "inCommitTimestamp", "domainMetadata", "v2Checkpoint"}
 _TRIES = 20
+#: Transaction identifiers are removed by writers of the table when they are older than its property
+#: ``delta.setTransactionRetentionDuration`` (or have no time, with Delta's own writer). That would be the flow's
+#: progress. So theirs is the last moment of the year 9999.
+_NEVER_EXPIRES_MS = 253_402_300_799_000
+_KIND, _TEXT = "onceflow refused kind", "onceflow refused text"
 
 
 class DeltaSink(ExternalSink):
-    """Appends rows to a table of Delta Lake in a folder.
+    """Appends rows to a table of Delta Lake, in a folder or in an object store. It needs the extra ``delta``.
 
-    Tasks write files. The driver adds them in one commit of the table, which also has a transaction identifier
-    (``txnAppId`` ``onceflow.<flow>``) whose version grows with each takeover and each batch. Of two commits that were
-    prepared for the same version of the table and have the same identifier, Delta refuses the second one: so an older
-    driver is fenced. The version names an entry of a log beside the table (``_onceflow``), which has the progress row.
-    Other applications may write the table meanwhile.
+    Tasks write files. The driver adds them in one commit of the table, which also has a transaction identifier (``txn``
+    of Delta's protocol; its application is the identity of the flow) whose version grows with each takeover and each
+    batch. Of two commits that were prepared for the same version of the table and have the same identifier, Delta
+    refuses the second one: so an older driver is fenced. The version names a file beside the table (in ``_onceflow``),
+    which has the progress row. Other applications may write the table meanwhile.
 
     Args:
-        root: the folder of the table. A table that does not exist is created with the columns of the rows.
+        root: the folder of the table, or a URL that deltalake knows, for example ``s3://bucket/table``. A table that
+            does not exist is created with the columns of the rows.
         partition_by: partition columns of a table that is created. A table that exists has its own.
         shared: whether the executors of a cluster have this folder, too.
+        storage_options: of deltalake, for the object store: for example ``AWS_REGION``, ``AWS_ENDPOINT_URL``.
+
+    Raises:
+        OptionError: options with which two drivers could overwrite each other's commits.
     """
 
-    def __init__(self, root: str | Path, *, partition_by: Sequence[str] = (), shared: bool = False) -> None:
-        self.root = str(Path(root).absolute())
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        partition_by: Sequence[str] = (),
+        shared: bool = False,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self._storage = DeltaStorage(root, storage_options or {})
+        self.root = self._storage.root
         self.partition_by = (partition_by,) if isinstance(partition_by, str) else tuple(partition_by)
-        self.local_only = not shared
-        self._storage = LocalFolder(self.root)
-        self._last: dict[str, int] = {}  # the last entry that this driver has committed
+        self.local_only = self._storage.is_local and not shared
+        self._sets_aside = False
+        self._facts: TableFacts | None = None  # as they were at the begin of the attempt
+        self._last: dict[str, int] = {}  # version of the last entry of a flow that this driver has committed
+
+    def __repr__(self) -> str:
+        return f"DeltaSink({self.root!r})"
 
     @property
     def target(self) -> str:
@@ -53,122 +91,139 @@ class DeltaSink(ExternalSink):
 
     @property
     def dataset(self) -> tuple[str, str]:
-        return dataset_of(self.root)
+        if self._storage.is_local:
+            return "file", self.root
+        scheme, _, rest = self.root.partition("://")
+        bucket, _, path = rest.partition("/")
+        return f"{scheme}://{bucket}", path or "/"
+
+    def set_aside(self) -> None:
+        self._sets_aside = True
 
     def check(self, schema: pa.Schema) -> None:
-        given = written_schema(schema)
-        delta = _delta()
-        if not delta.DeltaTable.is_deltatable(self.root):
-            check_partition_by(self.partition_by, given)
-            delta.DeltaTable.create(self.root, given, mode="ignore", partition_by=list(self.partition_by) or None)
-        table = self._table()
-        _check_features(table, self.root)
-        check_partition_by(table.metadata().partition_columns, given)
-        known = {field.name: field for field in _schema(table)}
-        for field in given:
-            if field.name not in known or str(known[field.name].type) != str(field.type):
-                raise SchemaError(
-                    f"Column {field.name} does not fit the table in {self.root}",
-                    detail=f"the rows have {field.type}, "
-                    f"the table has {known[field.name].type if field.name in known else 'no such column'}",
-                    next_step="cast it, leave it out, or add it to the table",
-                )
-        missing = [name for name, field in known.items() if not field.nullable and name not in given.names]
-        if missing:
-            raise SchemaError(
-                f"Columns {', '.join(missing)} of the table in {self.root} must not be null",
-                next_step="select them",
-            )
+        with self._storage.reached():
+            if not self._storage.has_table():
+                self._create(schema)
+            facts = facts_of(self._storage.table(), self.root)
+        record = self._record(schema.names, facts)
+        check_columns(facts, pa.schema([column for column in schema if column.name not in record]))
 
-    def open(self, flow: str, generation: int | None) -> Opened:
-        log = BatchLog(self._storage, flow)
-        for _ in range(_TRIES):
-            last = log.last()
-            found = 0 if last is None else last.generation
-            if generation is not None and generation != found:
-                raise fenced(self.root, flow, generation, found)
-            table = self._table()
-            committed = self._committed(table, log)
-            entry = next_entry(committed, uuid.uuid4().hex)
-            number = 1 if last is None else last.number + 1
-            entry = Entry(number, number, entry.progress, entry.batch, "", entry.writer, time_ms=entry.time_ms)
-            if log.create(entry).writer != entry.writer:
-                continue
-            generation = None if generation is None else entry.generation
-            with _conflicts() as conflict:
-                self._add(table, flow, entry)
-            if not conflict:
-                log.check_condition(entry)
-                self._last[flow] = entry.number
-                return Opened(entry.generation, entry.progress)
+    def progress_row(self, flow: str) -> ProgressRow | None:
+        with self._storage.reached():
+            if not self._storage.has_table():
+                return None
+            found = DeltaLog(self._storage, flow).committed(self._storage.table())
+        return None if found is None else found.row
+
+    def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
+        log = DeltaLog(self._storage, flow)
+        with self._storage.reached():
+            for _ in range(_TRIES):
+                table = self._storage.table()
+                last = log.committed(table)
+                found = None if last is None else last.row
+                opened = next_generation(self.root, flow, found, owner, generation)
+                if found is None and not self._storage.is_local:
+                    self._check_condition()
+                row = ProgressRow(opened, owner, None if found is None else found.progress)
+                entry = next_entry(flow, last, row, table)
+                if self._commit_entry(table, log, entry) is None:
+                    return row
         raise ConnectionError(f"{self.root} is written by too many others at once")
 
     def begin(self, attempt: BatchAttempt) -> None:
-        self._storage.make_folder(f"{_FILES}/{attempt.flow}")
+        with self._storage.reached():
+            self._facts = facts_of(self._storage.table(), self.root)
 
     def write(self, attempt: BatchAttempt, task: str, batches: Iterator[pa.RecordBatch]) -> bytes:
-        columns = list(self._table().metadata().partition_columns)
-        name = f"{task}-{uuid.uuid4().hex[:8]}.parquet"
-        with contextlib.ExitStack() as stack:
-            files = TaskFiles(stack, self._storage, f"{_FILES}/{attempt.flow}/{attempt}", name)
-            files.partition_by, files.compression, files.keeps_partitions = columns, "snappy", False
+        facts = self._facts or facts_of(self._storage.table(), self.root)
+        folder, name = self._folder(attempt), f"{task}-{uuid.uuid4().hex[:8]}"
+        refused: list[pa.Table] = []
+        with row_checks(facts) as checks, contextlib.ExitStack() as stack:
+            files = TaskFiles(stack, self._storage, folder, name, facts.partition_by)
             for batch in batches:
-                files.write(batch)
-            _, written = files.finished()
-        return json.dumps([vars(file) for file in written]).encode()
+                columns = [column for column in batch.schema.names if column in facts.arrow.names]
+                taken, others = checks.divided(batch.select(columns))
+                files.write(taken)
+                if others:
+                    refused.append(_with_reasons(batch, others))
+                    if not self._sets_aside:
+                        raise self._refusal(refused[0], facts)
+            written = files.finished()
+        return json.dumps({"files": [vars(file) for file in written], "refused": _packed(refused)}).encode()
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
-        flow, log = attempt.flow, BatchLog(self._storage, attempt.flow)
-        files = tuple(DataFile(**file) for receipt in receipts for file in json.loads(receipt))
-        table = self._table()
-        last = log.last()
-        if last is None or last.generation != attempt.generation:
-            raise fenced(self.root, flow, attempt.generation, 0 if last is None else last.generation)
-        committed = self._committed(table, log)
-        number = 0 if committed is None else committed.number
-        if number != self._last.get(flow, number) or committed is None or committed.generation != attempt.generation:
-            raise older_state(self.root, flow, f"the table is at entry {number}, not at that of the last commit")
-        now_ms = int(time.time() * 1000)
-        entry = Entry(
-            last.number + 1, last.generation, progress, attempt.batch, str(attempt), uuid.uuid4().hex, files, now_ms
-        )
-        written = log.create(entry)
-        if written.writer != entry.writer:
-            raise fenced(self.root, flow, attempt.generation, written.generation)
-        with _conflicts() as conflict:
-            self._add(table, flow, entry)
-        if conflict:
-            table = self._table()
-            newest = self._committed(table, log)
-            if newest is None or newest.generation != attempt.generation:
-                raise fenced(self.root, flow, attempt.generation, newest.generation if newest else 0)
-            raise BatchAbortedError(
-                f"The table in {self.root} was changed by others in a way that does not go with the batch",
-                detail=str(conflict[0]),
-                next_step="none: the batch is run again",
-            )
-        self._last[flow] = entry.number
+        self._commit(attempt, receipts, lambda _: progress)
+
+    def commit_accepted(
+        self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: Callable[[Sequence[RefusedRow]], str]
+    ) -> None:
+        self._commit(attempt, receipts, progress)
 
     def abort(self, attempt: BatchAttempt) -> None:
-        self._storage.remove_folders(f"{_FILES}/{attempt.flow}", f"{attempt}/")
+        self._storage.remove_folder(self._folder(attempt))
 
-    # ---- the table -----------------------------------------------------------------------------------
+    # ---- commits -------------------------------------------------------------------------------------
 
-    def _table(self) -> Any:
-        return _delta().DeltaTable(self.root)
+    def _commit(
+        self,
+        attempt: BatchAttempt,
+        receipts: Sequence[bytes],
+        progress: Callable[[Sequence[RefusedRow]], str],
+    ) -> None:
+        given = [json.loads(receipt) for receipt in receipts]
+        files = [DataFile(**file) for receipt in given for file in receipt["files"]]
+        log, table = DeltaLog(self._storage, attempt.flow), self._storage.table()
+        last = log.committed(table)
+        check_owner(self.root, attempt, None if last is None else last.row)
+        assert last is not None
+        if last.version != self._last.get(attempt.flow, last.version):
+            raise older_state(self.root, attempt.flow, f"the table is at entry {last.version}, not at the last one")
+        if self._facts is not None and facts_of(table, self.root) != self._facts:
+            raise self._changed("its columns, constraints or features are other ones now")
+        facts = self._facts or facts_of(table, self.root)
+        text = progress([row for receipt in given for row in self._refused_rows(receipt["refused"], facts)])
+        row = ProgressRow(attempt.generation, attempt.owner, text)
+        entry = next_entry(attempt.flow, last, row, table, batch=attempt.batch, files=[file.path for file in files])
+        conflict = self._commit_entry(table, log, entry, files)
+        if conflict is not None:
+            newest = log.committed(self._storage.table())
+            check_owner(self.root, attempt, None if newest is None else newest.row)
+            raise self._changed(self._storage.said(conflict))
 
-    def _committed(self, table: Any, log: BatchLog) -> Entry | None:
-        """The last entry that the table has committed."""
-        version = table.transaction_version(_app(log.flow))
-        return None if version is None else log.entry(version)
+    def _commit_entry(
+        self, table: Any, log: DeltaLog, entry: Entry, files: Sequence[DataFile] = ()
+    ) -> Exception | None:
+        """Commit the entry with these files.
 
-    def _add(self, table: Any, flow: str, entry: Entry) -> None:
+        Returns:
+            None: it is committed. Otherwise why Delta has refused it, and nothing of it took effect.
+
+        Raises:
+            Exception: the outcome is not known.
+        """
+        from deltalake.exceptions import CommitFailedError
+
+        log.write(entry)
+        try:
+            self._add(table, entry, files)
+        except CommitFailedError as error:
+            # If the store has created the commit, and its answer was lost, deltalake has tried again, and has then
+            # found this commit in its way.
+            if self._storage.table().transaction_version(entry.flow) != entry.version:
+                log.remove(entry)
+                return error
+        self._last[entry.flow] = entry.version
+        log.prune(entry)
+        return None
+
+    def _add(self, table: Any, entry: Entry, files: Sequence[DataFile]) -> None:
         from deltalake.transaction import AddAction
 
-        delta = _delta()
+        delta = load_deltalake()
         actions = [
             AddAction(file.path, file.bytes, file.partition, entry.time_ms, True, json.dumps({"numRecords": file.rows}))
-            for file in entry.files
+            for file in files
         ]
         table.create_write_transaction(
             actions,
@@ -176,51 +231,147 @@ class DeltaSink(ExternalSink):
             table.schema(),
             partition_by=list(table.metadata().partition_columns),
             commit_properties=delta.CommitProperties(
-                app_transactions=[delta.Transaction(_app(flow), entry.number)],
-                custom_metadata={"onceflow.flow": flow, "onceflow.batch": entry.batch},
+                app_transactions=[delta.Transaction(entry.flow, entry.version, _NEVER_EXPIRES_MS)],
+                custom_metadata={FLOW: entry.flow, ENTRY: entry.version, BATCH: entry.batch},
             ),
         )
+        if self._storage.is_local:
+            self._sync_log(table.version() + 1)
 
+    def _sync_log(self, version: int) -> None:
+        """Make the commits from this version on last."""
+        while os.path.exists(f"{self.root}/_delta_log/{version:020d}.json"):
+            self._storage.sync(f"_delta_log/{version:020d}.json")
+            version += 1
 
-def _app(flow: str) -> str:
-    return f"onceflow.{flow}"
-
-
-@contextlib.contextmanager
-def _conflicts() -> Iterator[list[Exception]]:
-    """The commit that Delta has refused, if it has. Nothing of it took effect."""
-    from deltalake.exceptions import CommitFailedError
-
-    found: list[Exception] = []
-    try:
-        yield found
-    except CommitFailedError as error:
-        found.append(error)
-
-
-def _check_features(table: Any, root: str) -> None:
-    protocol = table.protocol()
-    asked = set(protocol.writer_features or ()) - _FEATURES
-    constraints = [name for name in table.metadata().configuration if name.startswith("delta.constraints.")]
-    if asked or constraints or (protocol.min_writer_version > 2 and protocol.writer_features is None):
-        raise SchemaError(
-            f"The table in {root} asks more of its writers than adding files",
-            detail=f"writer version {protocol.min_writer_version}, {', '.join([*sorted(asked), *constraints])}",
-            next_step="use a table without these features, or a ParquetSink",
+    def _changed(self, detail: str) -> BatchAbortedError:
+        return BatchAbortedError(
+            f"The table in {self.root} was changed by others in a way that does not go with the batch",
+            detail=detail,
+            next_step="none: the batch is run again",
         )
 
+    # ---- the table -----------------------------------------------------------------------------------
 
-def _schema(table: Any) -> pa.Schema:
-    return written_schema(pa.schema(table.schema().to_arrow()))
+    def _create(self, schema: pa.Schema) -> None:
+        given = new_table_schema(schema)
+        record = [name for name in RECORD_COLUMNS if self._sets_aside and name in given.names]
+        check_partition_by(self.partition_by, given)
+        if record:
+            raise SchemaError(
+                f"There is no table in {self.root} yet, so nobody knows which columns are its own, and which are those "
+                "of records, for dead letters",
+                detail=f"columns of records: {', '.join(record)}",
+                next_step="create the table before, or leave these columns out",
+            )
+        try:
+            load_deltalake().DeltaTable.create(
+                self.root,
+                given,
+                mode="ignore",
+                partition_by=list(self.partition_by) or None,
+                storage_options=self._storage.options,
+            )
+        except (OSError, OnceflowError):
+            raise
+        except Exception as error:
+            raise SchemaError(
+                f"No table can be created in {self.root}",
+                detail=self._storage.said(error),
+                next_step="create it, or rename or cast the columns",
+            ) from error
+
+    def _record(self, names: Sequence[str], facts: TableFacts) -> list[str]:
+        """Columns of the rows that are of the Kafka records, for dead letters."""
+        known = facts.arrow.names
+        return [name for name in names if self._sets_aside and name in RECORD_COLUMNS and name not in known]
+
+    def _folder(self, attempt: BatchAttempt) -> str:
+        return f"{_FILES}/{folder_of(attempt.flow)}/{attempt}"
+
+    def _check_condition(self) -> None:
+        """Check that the store refuses to create a commit that exists: everything depends on it.
+
+        Two commits are prepared for the same version of a table that is made for this, and deleted.
+
+        Raises:
+            EnvironmentUnusableError: the second one has replaced the first one.
+        """
+        delta = load_deltalake()
+        probe = DeltaStorage(f"{self.root}/_onceflow/probe-{uuid.uuid4().hex}", self._storage.options)
+        delta.DeltaTable.create(probe.root, pa.schema([("probe", pa.int64())]), storage_options=probe.options)
+        try:
+            tables = [probe.table(), probe.table()]
+            for number, table in enumerate(tables):
+                table.create_write_transaction(
+                    [],
+                    "append",
+                    table.schema(),
+                    commit_properties=delta.CommitProperties(app_transactions=[delta.Transaction(f"{number}", 1)]),
+                )
+            found = probe.table()
+            kept = [found.transaction_version(f"{number}") for number in range(len(tables))]
+        finally:
+            self._storage.remove_folder(probe.root.removeprefix(f"{self.root}/"))
+        if kept != [1, 1]:
+            raise EnvironmentUnusableError(
+                f"{self.root} does not refuse to create a file that exists, so two drivers could both write",
+                next_step="use a store that knows If-None-Match for PutObject, for example a newer version of it, or "
+                "configure a lock of deltalake (AWS_S3_LOCKING_PROVIDER)",
+            )
+
+    # ---- rows that are refused -----------------------------------------------------------------------
+
+    def _refusal(self, refused: pa.Table, facts: TableFacts) -> BadRecordError:
+        (row,) = self._rows(refused.slice(0, 1), facts)
+        return BadRecordError(
+            f"The table in {self.root} does not take a row",
+            detail=f"{row.message}: {dict(row.row)!s:.500}",
+            next_step="correct the row in the query, or the table; with dead_letter_topic= it becomes a dead letter",
+        )
+
+    def _refused_rows(self, packed: str, facts: TableFacts) -> Iterator[RefusedRow]:
+        if packed:
+            with pa.ipc.open_stream(base64.b64decode(packed)) as stream:
+                yield from self._rows(stream.read_all(), facts)
+
+    def _rows(self, refused: pa.Table, facts: TableFacts) -> Iterator[RefusedRow]:
+        record = self._record(refused.schema.names, facts)
+        columns = {name: _python_values(refused.column(name)) for name in refused.schema.names}
+        for number in range(refused.num_rows):
+            row = {name: values[number] for name, values in columns.items()}
+            kind, text = row.pop(_KIND), row.pop(_TEXT)
+            yield RefusedRow(row, kind, text, {name: row.pop(name) for name in record})
 
 
-def _delta() -> Any:
+def _with_reasons(batch: pa.RecordBatch, refused: Sequence[Refused]) -> pa.Table:
+    rows = pa.Table.from_batches([batch.take(pa.array([number for number, _, _ in refused]))])
+    rows = rows.append_column(_KIND, pa.array([kind for _, kind, _ in refused]))
+    return rows.append_column(_TEXT, pa.array([text for _, _, text in refused]))
+
+
+def _packed(refused: Sequence[pa.Table]) -> str:
+    if not refused:
+        return ""
+    out = pa.BufferOutputStream()
+    with pa.ipc.new_stream(out, refused[0].schema) as stream:
+        for rows in refused:
+            stream.write_table(rows)
+    return base64.b64encode(out.getvalue().to_pybytes()).decode()
+
+
+def _python_values(column: Any) -> list[Any]:
+    """As Python objects. A text that is no UTF-8 is bytes, and what Python has no value for is a text."""
     try:
-        import deltalake
-    except ImportError as error:
-        raise EnvironmentUnusableError(
-            "Tables of Delta Lake need the package deltalake",
-            detail=str(error),
-            next_step="pip install 'onceflow[delta]', on executors, too",
-        ) from error
-    return deltalake
+        return list(column.to_pylist())
+    except (ValueError, OverflowError):
+        return [_python_value(value) for value in column]
+
+
+def _python_value(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return value.cast(pa.binary()).as_py() if pa.types.is_string(value.type) else repr(value.type)
+    except (ValueError, OverflowError):
+        return str(value.cast(pa.string()))

@@ -8,12 +8,14 @@ tasks still copy reaches nothing.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -30,17 +32,31 @@ from onceflow.errors import (
 )
 from onceflow.external.postgres_columns import (
     Column,
+    Relation,
+    Type,
     check_digits,
     check_taken,
     columns_of,
+    named,
+    relation_of,
     shows_order,
     staged_types,
-    without_nul,
 )
-from onceflow.external.postgres_connection import completed, connect, dataset_of, reason, suppress_race
-from onceflow.external.postgres_moves import HEADERS, PROBLEM, RECEIPT, ROW, Moves, Staged, refusals
+from onceflow.external.postgres_connection import completed, connect, dataset_of, pin, reason, suppress_race
+from onceflow.external.postgres_key import Key, key_of
+from onceflow.external.postgres_moves import HEADERS, PROBLEM, RECEIPT, ROW, Moves, Staged
+from onceflow.external.postgres_staging import check_driver, storable
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
-from onceflow.external.sink import RECORD_COLUMNS, BatchAttempt, ExternalSink, Opened, RefusedRow, fenced, older_state
+from onceflow.external.sink import (
+    RECORD_COLUMNS,
+    BatchAttempt,
+    ExternalSink,
+    ProgressRow,
+    RefusedRow,
+    check_owner,
+    next_generation,
+    older_state,
+)
 
 if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg
@@ -86,7 +102,13 @@ class PostgresSink(ExternalSink):
         self._dsn = completed(dsn)
         self._write = TableWrite(table, mode, (key,) if isinstance(key, str) else tuple(key), flag)
         self._sets_aside = False
+        # What a start has found. Names without a schema, and text, would else depend on the settings of each session.
+        self._pinned: dict[str, str] = {}
+        self._schema = ""  # of the staging tables
+        self._encoding = "utf-8"  # of the database
+        self._relation: Relation | None = None
         self._columns: list[Column] = []
+        self._key: Key | None = None
         self._ordered = True
         self._record: list[Column] = []  # of the records, for dead letters
         self._connection: psycopg.Connection[Any] | None = None
@@ -114,7 +136,10 @@ class PostgresSink(ExternalSink):
             self._check(connection, schema)
 
     def _check(self, connection: psycopg.Connection[Any], schema: pa.Schema) -> None:
-        columns = columns_of(connection, self._write.table)
+        relation = self._relation = relation_of(connection, self._write.table)
+        self._find_session(connection)
+        check_driver(self._dsn)
+        columns = columns_of(connection, relation)
         known = {name: column for name, column in columns.items() if not column.always}
         record = [name for name in RECORD_COLUMNS if self._sets_aside and name in schema.names and name not in known]
         rows = pa.schema([column for column in schema if column.name not in record])
@@ -125,45 +150,72 @@ class PostgresSink(ExternalSink):
         self._write.check_table(written, list(known), needed)
         staged = staged_types(rows)
         check_digits(known, staged, written, self._write.table)
-        self._columns = [known[name].staged(staged[name]) for name in written]
-        self._ordered = shows_order(connection, self._write.table, written)
+        self._columns = [known[name].staged(staged[name], f"c{number}") for number, name in enumerate(written)]
+        self._ordered = shows_order(connection, relation, written)
+        self._key = key_of(connection, relation, self._write.key, self._write.table) if self._write.key else None
         if self._write.mode == DELETE_BY_FLAG:
-            self._columns.append(Column(self._write.flag, "boolean", False, "boolean"))
+            self._columns.append(_only_staged(self._write.flag, "boolean", "flag"))
         kinds = staged_types(pa.schema([schema.field(name) for name in record if name != "headers"]))
         kinds.update(HEADERS if "headers" in record else {})
-        self._record = [Column(name, kind, False, kind) for name, kind in kinds.items()]
+        self._record = [_only_staged(name, kind, f"r{number}") for number, (name, kind) in enumerate(kinds.items())]
         self._check_moves(connection)
 
-    def open(self, flow: str, generation: int | None) -> Opened:
+    def _find_session(self, connection: psycopg.Connection[Any]) -> None:
+        """Find what names mean in a session of this user, and in which encoding the database keeps text."""
+        found = connection.execute(
+            "SELECT current_schema(), current_setting('search_path'), current_setting('server_encoding')"
+        ).fetchone()
+        schema, path, encoding = found or (None, "", "UTF8")
+        if schema is None:
+            raise SchemaError(
+                f"{self.target}: the user has no schema for the progress row and the staging tables",
+                detail=f"no schema of its search_path exists, or the user may not use it: {path}",
+                next_step="create one, or set another search_path: ALTER ROLE ... SET search_path = ...",
+            )
+        self._pinned, self._schema = {"search_path": path}, schema
+        self._encoding = _python_name(connection, encoding)
+
+    def progress_row(self, flow: str) -> ProgressRow | None:
+        with self._connected() as connection:
+            there = connection.execute("SELECT to_regclass(%s)", [_PROGRESS]).fetchone()
+            if there is None or there[0] is None:
+                return None
+            return self._row(connection, flow)
+
+    def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
         with self._connected() as connection:
             with suppress_race():
                 connection.execute(
                     f"CREATE TABLE IF NOT EXISTS {_PROGRESS} "
-                    "(flow text PRIMARY KEY, generation bigint NOT NULL, progress text)"
+                    "(flow text PRIMARY KEY, generation bigint NOT NULL, owner text NOT NULL, progress text)"
                 )
             with self._transaction(connection):
+                # The lock of a row that is not there yet is that of its insertion.
                 connection.execute(
-                    f"INSERT INTO {_PROGRESS} VALUES (%s, 0, NULL) ON CONFLICT (flow) DO NOTHING", [flow]
+                    f"INSERT INTO {_PROGRESS} VALUES (%s, 0, '', NULL) ON CONFLICT (flow) DO NOTHING", [flow]
                 )
-                last, progress = self._locked(connection, flow)
-                if generation is not None and generation != last:
-                    raise fenced(self.target, flow, generation, last)
-                connection.execute(f"UPDATE {_PROGRESS} SET generation = %s WHERE flow = %s", [last + 1, flow])
+                found = self._row(connection, flow, lock=True)
+                last = None if found is None or not found.generation else found
+                opened = next_generation(self.target, flow, last, owner, generation)
+                connection.execute(
+                    f"UPDATE {_PROGRESS} SET generation = %s, owner = %s WHERE flow = %s", [opened, owner, flow]
+                )
+            progress = None if last is None else last.progress
             self._progress[flow] = progress
             self._drop_staging(connection, flow)
-        return Opened(last + 1, progress)
+        return ProgressRow(opened, owner, progress)
 
     def begin(self, attempt: BatchAttempt) -> None:
         from psycopg import sql
 
         columns = [
-            sql.SQL("{} {}").format(sql.Identifier(each.name), sql.SQL(each.staged_as))
+            sql.SQL("{} {}").format(sql.Identifier(each.staged_in), sql.SQL(each.staged_as))
             for each in [*self._columns, *self._record]
         ]
         with self._connected() as connection:
             connection.execute(
                 sql.SQL("CREATE UNLOGGED TABLE IF NOT EXISTS {} ({} text, {} bigint, {} text, {})").format(
-                    sql.Identifier(_staging(attempt)),
+                    sql.Identifier(self._schema, _staging(attempt)),
                     sql.Identifier(RECEIPT),
                     sql.Identifier(ROW),
                     sql.Identifier(PROBLEM),
@@ -177,10 +229,13 @@ class PostgresSink(ExternalSink):
         first = next(batches, None)
         if first is None:
             return b""
+        check_driver(self._dsn)
         receipt, rows = f"{attempt}-{task}", 0
-        wanted = [each.name for each in [*self._columns, *self._record]]
+        columns = [*self._columns, *self._record]
+        wanted = [each.name for each in columns]
+        required = () if self._key is None or self._key.nulls_equal else self._write.key
         first = _with_headers(first, wanted)
-        fields = [(name, first.schema.field(name).type) for name in wanted]
+        fields = [(each.staged_in, first.schema.field(each.name).type) for each in columns]
         schema = pa.schema([(RECEIPT, pa.string()), (ROW, pa.int64()), (PROBLEM, pa.string()), *fields])
 
         def numbered() -> Iterator[pa.RecordBatch]:
@@ -189,21 +244,19 @@ class PostgresSink(ExternalSink):
                 places = pa.array(np.arange(rows, rows + batch.num_rows))
                 rows += batch.num_rows
                 names = pa.repeat(receipt, batch.num_rows)
-                problems, columns = without_nul([batch.column(name) for name in wanted], wanted)
-                yield pa.RecordBatch.from_arrays([names, places, problems, *columns], schema=schema)
+                given = [batch.column(name) for name in wanted]
+                problems, sound = storable(given, wanted, required, self._encoding)
+                yield pa.RecordBatch.from_arrays([names, places, problems, *sound], schema=schema)
 
         with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
             reader = pa.RecordBatchReader.from_batches(schema, numbered())
-            cursor.adbc_ingest(_staging(attempt), reader, mode="append")
+            cursor.adbc_ingest(_staging(attempt), reader, mode="append", db_schema_name=self._schema)
             connection.commit()
         return json.dumps([receipt, rows]).encode()
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
         def move(connection: psycopg.Connection[Any], staged: Staged) -> str:
-            try:
-                self._moves.all_of(connection, staged)
-            except refusals() as error:
-                raise self._moves.explained(connection, staged, error) from error
+            self._moves.all_or_none(connection, staged)
             return progress
 
         self._commit(attempt, receipts, move)
@@ -220,15 +273,15 @@ class PostgresSink(ExternalSink):
         move: Callable[[psycopg.Connection[Any], Staged], str],
     ) -> None:
         given = [json.loads(receipt) for receipt in receipts if receipt]
-        staged = Staged(_staging(attempt), [name for name, _ in given])
+        staged = Staged(self._schema, _staging(attempt), [name for name, _ in given])
         with self._connected() as connection:
             with self._decided(connection), self._transaction(connection):
-                last, before = self._locked(connection, attempt.flow)
-                if last != attempt.generation:
-                    raise fenced(self.target, attempt.flow, attempt.generation, last)
+                found = self._row(connection, attempt.flow, lock=True)
+                check_owner(self.target, attempt, found)
+                before = None if found is None else found.progress
                 if before != self._progress.get(attempt.flow, before):
                     raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
-                self._check_staged(connection, staged, sum(rows for _, rows in given))
+                staged = self._checked(connection, staged, sum(rows for _, rows in given))
                 text = move(connection, staged)
                 connection.execute(f"UPDATE {_PROGRESS} SET progress = %s WHERE flow = %s", [text, attempt.flow])
             self._progress[attempt.flow] = text
@@ -246,7 +299,8 @@ class PostgresSink(ExternalSink):
 
     @property
     def _moves(self) -> Moves:
-        return Moves(self._write, self._columns, self._record, ordered=self._ordered)
+        assert self._relation is not None, "check comes first"
+        return Moves(self._write, self._relation, self._columns, self._record, key=self._key, ordered=self._ordered)
 
     @contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:
@@ -258,7 +312,7 @@ class PostgresSink(ExternalSink):
         import psycopg
 
         if self._connection is None or self._connection.closed:
-            self._connection = connect(self._dsn)
+            self._connection = connect(self._dsn, self._pinned)
             weakref.finalize(self, self._connection.close)  # also if a start fails
         try:
             yield self._connection
@@ -300,28 +354,29 @@ class PostgresSink(ExternalSink):
     @contextmanager
     def _transaction(self, connection: psycopg.Connection[Any]) -> Iterator[None]:
         with connection.transaction():
-            connection.execute(f"SET LOCAL lock_timeout = '{_LOCK_S}s'")
             # A driver that is stopped in the middle must not hold the row for ever.
-            connection.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{_LOCK_S}s'")
+            limits = {"lock_timeout": f"{_LOCK_S}s", "idle_in_transaction_session_timeout": f"{_LOCK_S}s"}
+            pin(connection, {**self._pinned, **limits}, local=True)
             yield
 
-    def _locked(self, connection: psycopg.Connection[Any], flow: str) -> tuple[int, str | None]:
-        """The progress row, which nobody else can change until the transaction ends."""
+    def _row(self, connection: psycopg.Connection[Any], flow: str, *, lock: bool = False) -> ProgressRow | None:
+        """The progress row. ``lock``: nobody else can change it until the transaction ends."""
         found = connection.execute(
-            f"SELECT generation, progress FROM {_PROGRESS} WHERE flow = %s FOR UPDATE", [flow]
+            f"SELECT generation, owner, progress FROM {_PROGRESS} WHERE flow = %s" + (" FOR UPDATE" if lock else ""),
+            [flow],
         ).fetchone()
-        return (0, None) if found is None else (int(found[0]), found[1])
+        return None if found is None else ProgressRow(int(found[0]), found[1], found[2])
 
     def _check_moves(self, connection: psycopg.Connection[Any]) -> None:
         """Try everything without rows: it needs the same permissions, types and index."""
         import psycopg
 
-        attempt = BatchAttempt("onceflow check", 0, 0, 0)
+        attempt = BatchAttempt("onceflow check", "", 0, 0, 0)
         try:
             with connection.transaction(force_rollback=True):
                 connection.execute(f"SET LOCAL lock_timeout = '{_CHECK_S}s'")
                 self.begin(attempt)
-                self._moves.all_of(connection, Staged(_staging(attempt), []))
+                self._moves.all_of(connection, Staged(self._schema, _staging(attempt), []))
         except psycopg.errors.LockNotAvailable:
             log.warning("%s is locked by another session; it is not tried before the first batch", self.target)
         except psycopg.errors.InvalidColumnReference as error:
@@ -339,16 +394,22 @@ class PostgresSink(ExternalSink):
                 next_step="cast the columns in the query to the types of the table",
             ) from error
 
-    def _check_staged(self, connection: psycopg.Connection[Any], staged: Staged, expected: int) -> None:
-        """Check that all rows are there. A server that has crashed empties tables that are not logged."""
+    def _checked(self, connection: psycopg.Connection[Any], staged: Staged, expected: int) -> Staged:
+        """Check that all rows are there. A server that has crashed empties tables that are not logged.
+
+        Returns:
+            The same with the number of rows that have a problem.
+        """
         from psycopg import sql
 
-        count = sql.SQL("SELECT count(*) FROM {} WHERE {} = ANY(%s)").format(
-            sql.Identifier(staged.table), sql.Identifier(RECEIPT)
+        count = sql.SQL("SELECT count(*), count({}) FROM {} WHERE {} = ANY(%s)").format(
+            named(PROBLEM), named(staged.schema, staged.table), named(RECEIPT)
         )
         found = connection.execute(count, [list(staged.receipts)]).fetchone()
-        if found is None or found[0] != expected:
-            raise RuntimeError(f"{expected} rows were staged, and {found and found[0]} are there")
+        rows, problems = found or (0, 0)
+        if rows != expected:
+            raise RuntimeError(f"{expected} rows were staged, and {rows} are there")
+        return replace(staged, problems=problems)
 
     def _empty_staging(self, connection: psycopg.Connection[Any], attempt: BatchAttempt) -> None:
         """Remove all staged rows, unless a task that does not know of the end still copies."""
@@ -373,6 +434,23 @@ class PostgresSink(ExternalSink):
             connection.execute(sql.SQL(statement).format(sql.Identifier(table)))
 
 
+def _only_staged(name: str, kind: str, staged_in: str) -> Column:
+    """A column of the staging table that the table does not have."""
+    return Column(name, kind, Type(kind, kind == "text"), staged_as=kind, staged_in=staged_in)
+
+
+def _python_name(connection: psycopg.Connection[Any], encoding: str) -> str:
+    """Python's name for an encoding of PostgreSQL. Its ``SQL_ASCII`` takes all bytes."""
+    import psycopg
+
+    if encoding in ("UTF8", "SQL_ASCII"):
+        return "utf-8"
+    with suppress(psycopg.Error, LookupError), connection.transaction(force_rollback=True):
+        connection.execute("SELECT set_config('client_encoding', %s, true)", [encoding])
+        return codecs.lookup(connection.info.encoding).name
+    return "utf-8"  # none that Python knows: COPY finds what cannot be stored
+
+
 def _with_headers(batch: pa.RecordBatch, wanted: Sequence[str]) -> pa.RecordBatch:
     """With the headers as two arrays, if they are wanted."""
     if next(iter(HEADERS)) not in wanted:
@@ -389,5 +467,5 @@ def _staging_prefix(flow: str) -> str:
 
 
 def _staging(attempt: BatchAttempt) -> str:
-    """The staging table of a generation."""
-    return f"{_staging_prefix(attempt.flow)}{attempt.generation}"
+    """The staging table of a driver."""
+    return f"{_staging_prefix(attempt.flow)}{attempt.generation}_{attempt.owner[:8]}"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.types as kinds
 
 from onceflow.errors import SchemaError
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     import psycopg
     from psycopg import sql
 
-_TEXTS = ("text", "character", "name", "citext")
 _WHOLE = ("smallint", "integer", "bigint")
 _MAX_ALIKE = 3
 _ROUNDED = ("numeric", "double precision", "real")
@@ -42,57 +40,192 @@ _SIMPLE: tuple[tuple[Any, str], ...] = (
 
 
 @dataclass(frozen=True)
+class Relation:
+    """The table, as it was found at the start. Statements name it with its schema: what is put in front of it in the
+    search path later, or by another session's settings, is another table.
+
+    Args:
+        oid: PostgreSQL's number of it.
+    """
+
+    oid: int
+    schema: str
+    name: str
+
+    @property
+    def sql(self) -> sql.SQL:
+        return named(self.schema, self.name)
+
+
+@dataclass(frozen=True)
+class Type:
+    """A type of the database. Of a domain: the type below it.
+
+    Args:
+        name: as a cast writes it, without a length.
+        takes_text: whether text is assigned to it without a cast.
+        sized: the function that gives a value its length, if that depends on whether it is cast or assigned: a cast to
+            ``varchar(3)`` cuts a text, and an assignment refuses it.
+        element: of an array.
+    """
+
+    name: str
+    takes_text: bool
+    sized: tuple[str, str] | None = None
+    element: Type | None = None
+
+
+@dataclass(frozen=True)
 class Column:
     """A column of the table.
 
     Args:
         type: as PostgreSQL writes it, for example ``numeric(10,2)``.
+        base: its type without a length. sized_base: with it. size: the length, in PostgreSQL's own number; -1: none.
+        is_domain: whether it is a domain over ``base``.
         needed: whether a row must have a value for it.
         always: how PostgreSQL makes its values if it takes none from a row, for example
             ``GENERATED ALWAYS AS IDENTITY``; "": it takes values.
-        staged_as: the type of the staging table's column.
+        staged_as: the type of the staging table's column. staged_in: its name. Staging tables have names of their own,
+            so no column's name can be in the way of another.
     """
 
     name: str
     type: str
-    needed: bool
-    staged_as: str = ""
+    base: Type
+    sized_base: str = ""
+    size: int = -1
+    is_domain: bool = False
+    needed: bool = False
     always: str = ""
+    staged_as: str = ""
+    staged_in: str = ""
 
-    def staged(self, staged_as: str) -> Column:
-        """The same column, for rows that are staged in this type."""
-        return replace(self, staged_as=staged_as)
+    def staged(self, staged_as: str, staged_in: str) -> Column:
+        """The same column, for rows that are staged in this type, and under this name."""
+        return replace(self, staged_as=staged_as, staged_in=staged_in)
 
-    def moved(self, source: str = "") -> sql.Composed:
-        """The staged value, as a value of the column.
+    def moved(self) -> sql.Composed:
+        """The staged value, as INSERT takes it for the column.
 
         PostgreSQL converts it as in any INSERT, which refuses what does not fit. Only text is converted as if it stood
-        in a statement: so it may become a jsonb, a uuid or a point in time.
+        in a statement: so it may become a jsonb, a uuid or a point in time. That cast gives no length, because a cast
+        cuts what is too long.
         """
         from psycopg import sql
 
-        value = sql.Identifier(source, self.name) if source else sql.Identifier(self.name)
-        if self.staged_as == "text" and not self.type.startswith(_TEXTS):
-            return sql.SQL("CAST({} AS {})").format(value, sql.SQL(self.type))
+        value = named(self.staged_in)
+        base, element = self.base, self.base.element
+        if self.staged_as == "text" and not base.takes_text:
+            return sql.SQL("CAST({} AS {})").format(value, plain(base.name))
+        if self.staged_as == "text[]" and element is not None and not element.takes_text:
+            return sql.SQL("CAST({} AS {})").format(value, plain(f"{element.name}[]"))
         return sql.Composed([value])
 
+    def assigned(self) -> sql.Composed:
+        """What the column has when the staged value was inserted, by the rules of PostgreSQL's assignments."""
+        from psycopg import sql
 
-def columns_of(connection: psycopg.Connection[Any], table: str) -> dict[str, Column]:
-    """The columns of a table, by name.
+        value = self.moved()
+        if self.staged_as != self.base.name:
+            value = sql.SQL("CAST({} AS {})").format(value, plain(self.base.name))
+        element = self.base.element
+        if self.size != -1 and self.base.sized:
+            value = sql.SQL("{}({}, {}, false)").format(named(*self.base.sized), value, sql.Literal(self.size))
+        elif self.size != -1 and element is not None and element.sized and self.staged_as.endswith("[]"):
+            value = sql.SQL(
+                "CASE WHEN {0} IS NULL THEN NULL ELSE ARRAY(SELECT {1}(each.item, {2}, false) "
+                "FROM unnest({0}) WITH ORDINALITY AS each (item, place) ORDER BY each.place) END"
+            ).format(value, named(*element.sized), sql.Literal(self.size))
+        elif self.size != -1:
+            value = sql.SQL("CAST({} AS {})").format(value, plain(self.sized_base))
+        return sql.SQL("CAST({} AS {})").format(value, plain(self.type)) if self.is_domain else value
+
+
+def named(*names: str) -> sql.SQL:
+    """A name in a statement that has parameters. psycopg's ``Identifier`` leaves ``%`` as it is, which the statement
+    would then take for a parameter."""
+    return plain(".".join(map(_quoted_name, names)))
+
+
+def plain(text: str) -> sql.SQL:
+    """A part of a statement that has parameters."""
+    from psycopg import sql
+
+    return sql.SQL(text.replace("%", "%%"))
+
+
+def relation_of(connection: psycopg.Connection[Any], table: str) -> Relation:
+    """The table of this name.
 
     Raises:
         SchemaError: there is no such table.
     """
     found = connection.execute(
-        "SELECT attname, format_type(atttypid, atttypmod), "
+        "SELECT c.oid, nspname, relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace "
+        "WHERE c.oid = coalesce(to_regclass(%s), to_regclass(%s))",
+        [_quoted(table), _quoted_name(table)],  # a name may have a dot
+    ).fetchone()
+    if found is None:
+        raise _no_table(connection, table)
+    return Relation(*found)
+
+
+def columns_of(connection: psycopg.Connection[Any], relation: Relation) -> dict[str, Column]:
+    """The columns of a table, by name."""
+    types = _types_of(connection, relation)
+    columns, sized = {}, []
+    for name, shown, oid, size, needed, always in connection.execute(
+        "SELECT attname, format_type(atttypid, atttypmod), atttypid, atttypmod, "
         "attnotnull AND NOT atthasdef AND attidentity = '', CASE WHEN attidentity = 'a' THEN "
         "'GENERATED ALWAYS AS IDENTITY' WHEN attgenerated <> '' THEN 'a generated column' ELSE '' END "
-        "FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
-        [_quoted(table)],
-    ).fetchall()
-    if not found:
-        raise _no_table(connection, table)
-    return {name: Column(name, kind, needed, always=always) for name, kind, needed, always in found}
+        "FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
+        [relation.oid],
+    ).fetchall():
+        base, size = _below(types, oid, size)
+        columns[name] = Column(name, shown, _type(types, base), "", size, base != oid, needed, always)
+        sized.append((name, base, size))
+    for name, text in connection.execute(
+        "SELECT name, format_type(t, size) FROM unnest(%s::text[], %s::oid[], %s::int[]) AS given (name, t, size)",
+        [[each[part] for each in sized] for part in range(3)],
+    ):
+        columns[name] = replace(columns[name], sized_base=text)
+    return columns
+
+
+def _types_of(connection: psycopg.Connection[Any], relation: Relation) -> dict[int, Any]:
+    """The types of a table's columns, those below domains, and those of the elements of arrays, by their numbers."""
+    from psycopg.rows import namedtuple_row
+
+    with connection.cursor(row_factory=namedtuple_row) as cursor:
+        found: list[Any] = cursor.execute(
+            "WITH RECURSIVE below AS (SELECT atttypid AS oid FROM pg_attribute WHERE attrelid = %s AND attnum > 0 "
+            "AND NOT attisdropped UNION SELECT CASE typtype WHEN 'd' THEN typbasetype ELSE typelem END "
+            "FROM below JOIN pg_type USING (oid) WHERE typtype = 'd' OR typcategory = 'A' AND typelem <> 0) "
+            "SELECT t.oid, typtype = 'd' AS is_domain, typbasetype, typtypmod, "
+            "CASE typcategory WHEN 'A' THEN typelem ELSE 0 END AS element, format_type(t.oid, -1) AS shown, "
+            "t.oid = 'pg_catalog.text'::regtype OR typcategory = 'S' OR EXISTS (SELECT FROM pg_cast "
+            "WHERE castsource = 'pg_catalog.text'::regtype AND casttarget = t.oid AND castcontext IN ('a', 'i')) "
+            "AS takes_text, (SELECT ARRAY[nspname::text, proname::text] FROM pg_cast "
+            "JOIN pg_proc AS p ON p.oid = castfunc JOIN pg_namespace AS n ON n.oid = pronamespace "
+            "WHERE castsource = t.oid AND casttarget = t.oid AND pronargs = 3) AS sized "
+            "FROM below JOIN pg_type AS t USING (oid)",
+            [relation.oid],
+        ).fetchall()
+    return {each.oid: each for each in found}
+
+
+def _below(types: Mapping[int, Any], oid: int, size: int) -> tuple[int, int]:
+    """The type below domains, and its length."""
+    while types[oid].is_domain:
+        oid, size = types[oid].typbasetype, types[oid].typtypmod
+    return oid, size
+
+
+def _type(types: Mapping[int, Any], oid: int) -> Type:
+    each = types[_below(types, oid, -1)[0]]
+    element = _type(types, each.element) if each.element else None
+    return Type(each.shown, each.takes_text, each.sized and tuple(each.sized), element)
 
 
 def check_taken(known: Mapping[str, Column], names: Sequence[str], key: Collection[str], table: str) -> None:
@@ -161,7 +294,7 @@ def _quoted_name(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def shows_order(connection: psycopg.Connection[Any], table: str, written: Sequence[str]) -> bool:
+def shows_order(connection: psycopg.Connection[Any], relation: Relation, written: Sequence[str]) -> bool:
     """Whether one can see in which order rows were inserted: by a trigger, a rule, or the default of another column,
     such as a number that counts up. Otherwise rows of a table have no order."""
     found = connection.execute(
@@ -169,8 +302,8 @@ def shows_order(connection: psycopg.Connection[Any], table: str, written: Sequen
         "OR EXISTS (SELECT FROM pg_trigger WHERE tgrelid = c.oid AND NOT tgisinternal) "
         "OR EXISTS (SELECT FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped "
         "AND (atthasdef OR attidentity <> '') AND attname <> ALL(%s)) "
-        "FROM pg_class AS c WHERE c.oid = to_regclass(%s)",
-        [list(written), _quoted(table)],
+        "FROM pg_class AS c WHERE c.oid = %s",
+        [list(written), relation.oid],
     ).fetchone()
     return found is None or bool(found[0])
 
@@ -179,14 +312,17 @@ def check_digits(known: Mapping[str, Column], staged: Mapping[str, str], written
     """Check that no digits get lost.
 
     Raises:
-        SchemaError: they would, because the column is a whole number.
+        SchemaError: they would, because the column is a whole number, or an array of them.
     """
     for name in written:
-        if staged[name] in _ROUNDED and known[name].type in _WHOLE:
+        is_array = staged[name].endswith("[]")
+        base = known[name].base.element if is_array else known[name].base
+        wanted = "ARRAY<BIGINT>" if is_array else "BIGINT"
+        if staged[name].removesuffix("[]") in _ROUNDED and base is not None and base.name in _WHOLE:
             raise SchemaError(
                 f"Column {name} of table {table} is {known[name].type}, but {staged[name]} in the rows",
                 detail="digits would get lost",
-                next_step=f"cast it in the query, for example CAST({name} AS BIGINT)",
+                next_step=f"cast it in the query, for example CAST({name} AS {wanted})",
             )
 
 
@@ -225,22 +361,3 @@ def _staged(kind: pa.DataType) -> str | None:
         inner = _staged(kind.value_type)
         return None if inner is None or inner.endswith(("[]", "interval")) else f"{inner}[]"
     return next((name for is_kind, name in _SIMPLE if is_kind(kind)), None)
-
-
-def without_nul(columns: Sequence[pa.Array], names: Sequence[str]) -> tuple[pa.Array, list[pa.Array]]:
-    """Text without the character 0x00, which PostgreSQL has no place for: COPY would fail, and not name the row.
-
-    Returns:
-        What is wrong with each row (mostly null), and the columns with another character (U+FFFD) in its place.
-    """
-    problems = pa.nulls(len(columns[0]) if columns else 0, pa.string())
-    sound = []
-    for name, column in zip(names, columns, strict=True):
-        if kinds.is_string(column.type) or kinds.is_large_string(column.type):
-            bad = pc.fill_null(pc.match_substring(column, "\0"), False)
-            if pc.any(bad).as_py():
-                text = f"column {name} has the character 0x00, which PostgreSQL cannot store"
-                problems = pc.if_else(bad, text, problems)
-                column = pc.replace_substring(column, "\0", "\ufffd")
-        sound.append(column)
-    return problems, sound

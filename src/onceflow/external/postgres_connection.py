@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,35 @@ _SETTINGS = {
     "application_name": "onceflow",
 }
 
+#: Settings of a session that decide what a value means. They may come from the server's file, the database, the role,
+#: the DSN, ``PGTZ`` and ``PGOPTIONS``. Rows must not depend on any of these, so all sessions have PostgreSQL's own
+#: defaults, and UTC. (Appendix "Client Connection Defaults" of its manual.)
+_PINNED = {
+    "TimeZone": "UTC",
+    "timezone_abbreviations": "Default",
+    "DateStyle": "ISO, MDY",
+    "IntervalStyle": "postgres",
+    "extra_float_digits": "1",
+    "bytea_output": "hex",
+    "array_nulls": "on",
+    "xmloption": "content",
+    "standard_conforming_strings": "on",
+}
 
-def connect(dsn: str) -> psycopg.Connection[Any]:
+#: Classes of errors (of SQLSTATE) that no row is to blame for: the connection, the state of the transaction, conflicts
+#: with other transactions, resources, operators, the system, its configuration, and faults of the server.
+_NOT_OF_ROWS = ("08", "25", "40", "53", "57", "58", "F0", "XX")
+#: Likewise: a lock was not available, a snapshot is too old, a foreign server cannot be reached.
+_NOT_OF_ROWS_EITHER = ("55P03", "72000", "HV00N")
+_CONFLICTS = "40"  # a trigger that raises one of these asks for another attempt
+_FORBIDDEN = "42501"  # a missing permission; row level security has the same code
+
+
+def connect(dsn: str, pinned: Mapping[str, str] | None = None) -> psycopg.Connection[Any]:
     """A new connection.
+
+    Args:
+        pinned: settings of the session that it has in addition to those of all sessions.
 
     Raises:
         ConnectionError: the server cannot be reached, or takes no connections at the moment.
@@ -34,16 +60,31 @@ def connect(dsn: str) -> psycopg.Connection[Any]:
     from psycopg.pq import Ping
 
     try:
-        return psycopg.connect(dsn, autocommit=True)
+        connection = psycopg.connect(dsn, autocommit=True)
+        pin(connection, pinned or {}, local=False)
     except psycopg.OperationalError as error:
         # A server that takes connections, but not this one, will not change its mind soon.
         if psycopg.pq.PGconn.ping(dsn.encode()) == Ping.OK:
             raise
         raise ConnectionError(" ".join(str(error).split())) from error
+    return connection
+
+
+def pin(connection: psycopg.Connection[Any], settings: Mapping[str, str], *, local: bool) -> None:
+    """Set the settings that all sessions have, and others.
+
+    Args:
+        local: for the transaction only. A pooler may have given it another session than the last one.
+    """
+    wanted = {**_PINNED, **settings}
+    connection.execute(
+        "SELECT set_config(name, value, %s) FROM unnest(%s::text[], %s::text[]) AS pinned (name, value)",
+        [local, [*wanted], [*wanted.values()]],
+    )
 
 
 def completed(dsn: str) -> str:
-    """The same with the settings of connections that it does not have."""
+    """The same with the settings of connections that it does not have. Text is always sent in UTF-8."""
     import psycopg
     from psycopg import conninfo
 
@@ -54,7 +95,7 @@ def completed(dsn: str) -> str:
             "dsn= is not understood",
             next_step="it is postgresql://user:password@host/database, or host=... dbname=... user=...",
         ) from None
-    return conninfo.make_conninfo("", **{**_SETTINGS, **given})
+    return conninfo.make_conninfo("", **{**_SETTINGS, **given, "client_encoding": "UTF8"})
 
 
 def dataset_of(dsn: str, table: str) -> tuple[str, str]:
@@ -68,6 +109,21 @@ def dataset_of(dsn: str, table: str) -> tuple[str, str]:
     database = given.get("dbname") or os.environ.get("PGDATABASE") or user
     schema, _, name = table.rpartition(".")
     return f"postgres://{host}:{port}", f"{database}.{schema or 'public'}.{name}"
+
+
+def may_be_of_a_row(error: psycopg.Error) -> bool:
+    """Whether a row may be the cause of an error.
+
+    It may for every error that is not known to be of the connection or the server: constraints, types, triggers, views
+    and policies have hundreds of codes, and functions raise codes of their own.
+    """
+    code = error.sqlstate or ""
+    function = error.diag.source_function or ""  # of the server's source; unlike texts it is not translated
+    if function == "exec_stmt_raise":  # PL/pgSQL's RAISE: all codes are the choice of who wrote it
+        return not code.startswith(_CONFLICTS)
+    if not code or code.startswith(_NOT_OF_ROWS) or code in _NOT_OF_ROWS_EITHER:
+        return False
+    return code != _FORBIDDEN or not function.startswith("aclcheck_error")
 
 
 def reason(error: psycopg.Error, lock_s: int) -> str:

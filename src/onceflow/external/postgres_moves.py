@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from onceflow.errors import BadRecordError
-from onceflow.external.postgres_columns import Column
-from onceflow.external.rows import INSERT, UPSERT, TableWrite
+from onceflow.external.postgres_columns import Column, Relation, named
+from onceflow.external.postgres_connection import may_be_of_a_row
+from onceflow.external.postgres_key import Key
+from onceflow.external.rows import UPSERT, TableWrite
 from onceflow.external.sink import RefusedRow
 
 if TYPE_CHECKING:  # the extra is needed where it is used only
@@ -16,18 +20,16 @@ if TYPE_CHECKING:  # the extra is needed where it is used only
     from psycopg import sql
 
 #: Columns of a staging table: which task has staged the row, and where it stands in the task's rows.
-RECEIPT, ROW = "onceflow_receipt", "onceflow_row"
+RECEIPT, ROW = "receipt", "row"
 #: Another one: why the row cannot be in the table, which only tasks could see; mostly null.
-PROBLEM = "onceflow_problem"
+PROBLEM = "problem"
 #: The headers of a record as two arrays, because structs cannot be staged.
 HEADERS = {"onceflow_header_names": "text[]", "onceflow_header_values": "bytea[]"}
 
-_PLACE = "onceflow_place"
+_PLACE = "place"
 # Rows are tried in ranges of this many, which are divided until the refused rows are found.
 _RANGE = 1_000
-# A row with a problem makes the statement fail, as one does that the table refuses.
-_SOUND = " AND ({0} IS NULL OR {0}::int IS NULL)"
-UNTRANSLATABLE = "UntranslatableCharacter"  # PostgreSQL's class for it
+_CHECK_CONSTRAINTS = "SET CONSTRAINTS ALL IMMEDIATE"  # else deferred ones would fail in the commit
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,23 @@ class Staged:
     """Rows of one attempt in its staging table.
 
     Args:
-        table: name of the staging table. receipts: of the tasks, in their order.
+        schema: of the staging table. table: its name.
+        receipts: of the tasks, in their order.
+        problems: how many rows have one.
     """
 
+    schema: str
     table: str
     receipts: Sequence[str]
+    problems: int = 0
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Why a row is not taken, with the name of the class of the error."""
+
+    kind: str
+    message: str
 
 
 class Moves:
@@ -48,59 +62,157 @@ class Moves:
     Args:
         columns: of the table, as far as they are written; in mode ``delete-by-flag`` also the flag.
         record: staged columns of the rows' records, which the table does not have.
+        key: how the key of rows is compared; None: they have none.
         ordered: whether the table shows in which order rows are inserted, see `shows_order`.
     """
 
     def __init__(
-        self, write: TableWrite, columns: Sequence[Column], record: Sequence[Column], *, ordered: bool = True
+        self,
+        write: TableWrite,
+        relation: Relation,
+        columns: Sequence[Column],
+        record: Sequence[Column],
+        *,
+        key: Key | None,
+        ordered: bool = True,
     ) -> None:
         self._write = write
+        self._relation = relation
         self._ordered = ordered
         self._columns = {each.name: each for each in columns}
-        self._record = [each.name for each in record]
+        self._record = list(record)
+        self._key = key
 
     def all_of(self, connection: psycopg.Connection[Any], staged: Staged) -> None:
-        """Move all rows. They are in the transaction, or it is as it was before."""
+        """Move all rows, none of which has a problem. They are in the transaction, or it is as it was before."""
         from psycopg import sql
 
-        rows = sql.SQL("{} WHERE {} = ANY(%(receipts)s)").format(sql.Identifier(staged.table), sql.Identifier(RECEIPT))
-        rows += sql.SQL(_SOUND).format(sql.Identifier(PROBLEM))
+        rows = sql.SQL("{} WHERE {} = ANY(%(receipts)s)").format(named(staged.schema, staged.table), named(RECEIPT))
         with connection.transaction():
             order = _in_order_of_tasks(sql.SQL("%(receipts)s"))
             self._run(connection, self._statements(rows, order), {"receipts": list(staged.receipts)})
+            connection.execute(_CHECK_CONSTRAINTS)
 
     def all_accepted(self, connection: psycopg.Connection[Any], staged: Staged) -> list[RefusedRow]:
-        """Move the rows that the table takes. Returns the others."""
-        try:
-            self.all_of(connection, staged)
-            return []
-        except refusals():
-            with _Numbered(connection, staged) as numbered:
-                found = dict(self._refused(connection, *numbered))
-                return self._rows(connection, numbered[0], found)
+        """Move the rows that the table takes. Returns the others.
 
-    def explained(
-        self, connection: psycopg.Connection[Any], staged: Staged, error: psycopg.DatabaseError
-    ) -> BadRecordError:
-        """The error for a row that the table does not take, with the first such row."""
+        Raises:
+            psycopg.Error: no row is to blame.
+        """
+        if self._took_all(connection, staged):
+            return []
         with _Numbered(connection, staged) as numbered:
-            found = dict([next(self._refused(connection, *numbered), (0, error))])
-            rows = self._rows(connection, numbered[0], found)
-        return BadRecordError(
-            f"Table {self._write.table} does not take a row",
-            detail=f"{rows[0].message}; the row: {dict(rows[0].row)!s:.500}" if rows else _message(error),
-            next_step="correct the row in the query, or the table's constraints; with dead_letter_topic= it becomes a "
-            "dead letter",
-        )
+            return self._rows(connection, numbered.sql, self._moved(connection, numbered))
+
+    def all_or_none(self, connection: psycopg.Connection[Any], staged: Staged) -> None:
+        """Move all rows.
+
+        Raises:
+            BadRecordError: the table does not take one; it is the first such row.
+            psycopg.Error: no row is to blame.
+        """
+        if self._took_all(connection, staged):
+            return
+        with _Numbered(connection, staged) as numbered:
+            found = self._moved(connection, numbered, only_first=True)
+            rows = self._rows(connection, numbered.sql, found)
+        # Without one, rows disturbed each other in one statement only, and have been moved in several.
+        for row in rows:
+            key = "".join(f" with the key {name}={row.row[name]!r:.200}" for name in self._write.key[:1])
+            raise BadRecordError(
+                f"Table {self._write.table} does not take a row{key}",
+                detail=f"{row.message}; the row: {dict(row.row)!s:.500}",
+                next_step="correct the row in the query, or the table's constraints; with dead_letter_topic= it "
+                "becomes a dead letter",
+            )
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _took_all(self, connection: psycopg.Connection[Any], staged: Staged) -> bool:
+        """Whether the rows are moved. If not, a row is to blame.
+
+        Raises:
+            psycopg.Error: no row is to blame: nothing can be written at all.
+        """
+        import psycopg
+
+        if staged.problems:
+            return False
+        try:
+            self.all_of(connection, staged)
+            return True
+        except psycopg.Error as error:
+            if not may_be_of_a_row(error):
+                raise
+            try:
+                with connection.transaction(force_rollback=True):
+                    self.all_of(connection, Staged(staged.schema, staged.table, []))
+            except psycopg.Error:
+                raise error from None
+            return False
+
+    def _moved(
+        self, connection: psycopg.Connection[Any], numbered: _Numbered, *, only_first: bool = False
+    ) -> dict[int, _Refusal]:
+        """Move numbered rows that the table takes. Returns the numbers of the others; or only the first one.
+
+        Deferred constraints are checked at the end, because a row may need a later one. If they fail, there is no way
+        to know for which row, so rows are tried once more, with a check of each range.
+        """
+        import psycopg
+
+        for checked in False, True:
+            try:
+                with connection.transaction():
+                    found: dict[int, _Refusal] = {}
+                    for number, refusal in self._refused(connection, numbered, checked=checked):
+                        found[number] = refusal
+                        if only_first:
+                            return found
+                    connection.execute(_CHECK_CONSTRAINTS)
+                    return found
+            except psycopg.Error as error:
+                if checked or not may_be_of_a_row(error):
+                    raise
+        raise AssertionError("the second turn returns or raises")
+
+    def _refused(
+        self, connection: psycopg.Connection[Any], numbered: _Numbered, *, checked: bool
+    ) -> Iterator[tuple[int, _Refusal]]:
+        """Move numbered rows. Yields the numbers of those that are not taken, and why."""
+        import psycopg
+        from psycopg import sql
+
+        rows = sql.SQL("{0} WHERE {1} BETWEEN %(low)s AND %(high)s AND {2} IS NULL").format(
+            numbered.sql, named(_PLACE), named(PROBLEM)
+        )
+        statements = self._statements(rows, [sql.Composed([named(_PLACE)])])
+        if checked:
+            statements.append(sql.Composed([sql.SQL(_CHECK_CONSTRAINTS)]))
+        problems = numbered.problems()
+        left = [(low, min(low + _RANGE - 1, numbered.total)) for low in range(1, numbered.total + 1, _RANGE)][::-1]
+        while left:
+            low, high = left.pop()
+            try:
+                with connection.transaction():
+                    self._run(connection, statements, {"low": low, "high": high})
+            except psycopg.Error as error:
+                if not may_be_of_a_row(error):
+                    raise
+                if low == high:
+                    yield low, _Refusal(type(error).__name__, _message(error))
+                else:
+                    middle = (low + high) // 2
+                    left += [(middle + 1, high), (low, middle)]
+                continue
+            while problems and problems[0][0] <= high:
+                yield problems.popleft()
 
     def _run(
         self, connection: psycopg.Connection[Any], statements: Sequence[sql.Composed], values: Mapping[str, Any]
     ) -> None:
         for statement in statements:
             connection.execute(statement, values)
-        connection.execute("SET CONSTRAINTS ALL IMMEDIATE")  # else deferred ones would fail in the commit
 
     def _statements(self, rows: sql.Composed, order: Sequence[sql.Composed]) -> list[sql.Composed]:
         """How rows are moved.
@@ -111,73 +223,105 @@ class Moves:
         from psycopg import sql
 
         names = self._write.columns([*self._columns])
-        table = sql.Identifier(*self._write.table.split(".", 1))
-        key = _listed(self._write.key)
+        table = self._relation.sql
         values = sql.SQL(", ").join(self._columns[name].moved() for name in names)
         insert = sql.SQL("INSERT INTO {} ({}) SELECT {} FROM ").format(table, _listed(names), values)
-        if self._write.mode == INSERT:
+        if self._key is None:
             # To sort them takes a third of the time of the whole transaction.
             shown = order if self._ordered else ()
             return [insert + rows + sql.SQL(" ORDER BY " if self._ordered else "") + sql.SQL(", ").join(shown)]
-        newest = sql.SQL(", ").join(each + sql.SQL(" DESC") for each in order)
-        last = sql.SQL("(SELECT DISTINCT ON ({}) * FROM {} ORDER BY {}, {}) AS last").format(key, rows, key, newest)
-        others = [name for name in names if name not in self._write.key]
-        change = sql.SQL(", ").join(
-            sql.SQL("{} = excluded.{}").format(sql.Identifier(name), sql.Identifier(name)) for name in others
-        )
-        conflict = sql.SQL(" ON CONFLICT ({}) DO ").format(key)
-        conflict += sql.SQL("UPDATE SET ") + change if others else sql.SQL("NOTHING")
+        last = self._last_of_each_key(rows, order, self._key)
+        conflict = self._conflict(names, self._key)
         if self._write.mode == UPSERT:
             return [insert + last + conflict]
-        flag = sql.Identifier(self._write.flag)
-        same = sql.SQL(" AND ").join(
-            sql.SQL("t.{} = {}").format(sql.Identifier(name), self._columns[name].moved("last"))
-            for name in self._write.key
-        )
-        delete = sql.SQL("DELETE FROM {} AS t USING {} WHERE last.{} IS TRUE AND {}").format(table, last, flag, same)
-        return [delete, insert + last + sql.SQL(" WHERE {} IS NOT TRUE").format(flag) + conflict]
+        flag = named(self._columns[self._write.flag].staged_in)
+        deletes = [
+            sql.SQL("DELETE FROM {} AS t USING {} WHERE last.{} IS TRUE AND {}").format(table, last, flag, same)
+            for same in self._same_keys(self._key)
+        ]
+        return [*deletes, insert + last + sql.SQL(" WHERE {} IS NOT TRUE").format(flag) + conflict]
 
-    def _refused(
-        self, connection: psycopg.Connection[Any], table: str, total: int
-    ) -> Iterator[tuple[int, psycopg.DatabaseError]]:
-        """Move numbered rows. Yields the numbers of those that are not taken, and why."""
+    def _last_of_each_key(self, rows: sql.Composed, order: Sequence[sql.Composed], key: Key) -> sql.Composed:
+        """Rows that no later one has the key of, by the comparison of the unique index."""
         from psycopg import sql
 
-        rows = sql.SQL("{} WHERE {} BETWEEN %(low)s AND %(high)s").format(sql.Identifier(table), sql.Identifier(_PLACE))
-        rows += sql.SQL(_SOUND).format(sql.Identifier(PROBLEM))
-        statements = self._statements(rows, [sql.Composed([sql.Identifier(_PLACE)])])
-        left = [(low, min(low + _RANGE - 1, total)) for low in range(1, total + 1, _RANGE)][::-1]
-        while left:
-            low, high = left.pop()
-            try:
-                with connection.transaction():
-                    self._run(connection, statements, {"low": low, "high": high})
-            except refusals() as error:
-                if low == high:
-                    yield low, error
-                else:
-                    middle = (low + high) // 2
-                    left += [(middle + 1, high), (low, middle)]
+        comma = sql.SQL(", ")
+        columns = [(each, key.columns[name]) for each, name in self._key_columns]
+        values = comma.join(
+            sql.SQL("{} AS {}").format(self._columns[name].assigned(), each) for each, name in self._key_columns
+        )
+        return sql.SQL(
+            "(SELECT DISTINCT ON ({}) * FROM (SELECT *, {} FROM {}) AS keyed ORDER BY {}, {}) AS last"
+        ).format(
+            comma.join(how.collated(each) for each, how in columns),
+            values,
+            rows,
+            comma.join(how.sorted_by(each) for each, how in columns),
+            comma.join(each + sql.SQL(" DESC") for each in order),
+        )
+
+    def _conflict(self, names: Sequence[str], key: Key) -> sql.Composed:
+        """What replaces a row of the table. A key that may look different is replaced, too: it has the last spelling,
+        wherever batches end. One that cannot is left: to change it takes a stronger lock."""
+        from psycopg import sql
+
+        changed = [name for name in names if name not in key.columns or not self._always_looks_the_same(name, key)]
+        conflict = sql.SQL(" ON CONFLICT ({}) DO ").format(_listed(self._write.key))
+        if not changed:
+            return conflict + sql.SQL("NOTHING")
+        return (
+            conflict
+            + sql.SQL("UPDATE SET ")
+            + sql.SQL(", ").join(sql.SQL("{0} = excluded.{0}").format(named(name)) for name in changed)
+        )
+
+    def _always_looks_the_same(self, name: str, key: Key) -> bool:
+        column = self._columns[name]
+        return key.columns[name].is_exact or (column.base.name == "numeric" and column.size != -1)
+
+    def _same_keys(self, key: Key) -> list[sql.Composed]:
+        """Conditions for rows ``t`` that have the key of ``last``. Nulls have one of their own: a join with ``OR``
+        cannot use the index, and few rows need it."""
+        from psycopg import sql
+
+        both = sql.SQL(" AND ")
+        equal, either, nulls = [], [], []
+        for each, name in self._key_columns:
+            old, new = sql.SQL("t.{}").format(named(name)), sql.SQL("last.{}").format(each)
+            equal.append(key.columns[name].equals(old, new))
+            either.append(sql.SQL("({} OR {} IS NULL AND {} IS NULL)").format(equal[-1], old, new))
+            nulls.append(sql.SQL("{} IS NULL").format(new))
+        if not key.nulls_equal:
+            return [both.join(equal)]
+        return [both.join(equal), both.join([sql.SQL("({})").format(sql.SQL(" OR ").join(nulls)), *either])]
+
+    @property
+    def _key_columns(self) -> list[tuple[sql.SQL, str]]:
+        """How statements name the values of the key, and the columns of the table."""
+        return [(named(f"key_{number}"), name) for number, name in enumerate(self._write.key)]
 
     def _rows(
-        self, connection: psycopg.Connection[Any], table: str, found: Mapping[int, psycopg.DatabaseError]
+        self, connection: psycopg.Connection[Any], numbered: sql.SQL, found: Mapping[int, _Refusal]
     ) -> list[RefusedRow]:
         from psycopg import sql
 
-        names = [PROBLEM, *self._columns, *self._record]
-        select = sql.SQL("SELECT {}, {} FROM {} WHERE {} = ANY(%s) ORDER BY 1").format(
-            sql.Identifier(_PLACE), _listed(names), sql.Identifier(table), sql.Identifier(_PLACE)
+        if not found:
+            return []
+        columns = [*self._columns.values(), *self._record]
+        select = sql.SQL("SELECT {0}, {1} FROM {2} WHERE {0} = ANY(%s) ORDER BY 1").format(
+            named(_PLACE), _listed([each.staged_in for each in columns]), numbered
         )
         rows = []
-        for number, problem, *values in connection.execute(select, [[*found]]):
-            error = found[number]
-            row = dict(zip(names[1:], values, strict=True))
-            record = {name: row.pop(name) for name in self._record}
-            headers = [record.pop(name, None) or () for name in HEADERS]
-            if headers[0]:
-                record["headers"] = [{"key": key, "value": value} for key, value in zip(*headers, strict=True)]
-            kind = type(error).__name__ if problem is None else UNTRANSLATABLE
-            rows.append(RefusedRow(row, kind, problem or _message(error), record))
+        with connection.cursor() as cursor:
+            for name, loader in _loaders().items():
+                cursor.adapters.register_loader(name, loader)
+            for number, *values in cursor.execute(select, [[*found]]):
+                row = dict(zip([each.name for each in columns], values, strict=True))
+                record = {each.name: row.pop(each.name) for each in self._record}
+                headers = [record.pop(name, None) or () for name in HEADERS]
+                if headers[0]:
+                    record["headers"] = [{"key": key, "value": value} for key, value in zip(*headers, strict=True)]
+                rows.append(RefusedRow(row, found[number].kind, found[number].message, record))
         return rows
 
 
@@ -187,46 +331,78 @@ class _Numbered:
     def __init__(self, connection: psycopg.Connection[Any], staged: Staged) -> None:
         self._connection = connection
         self._staged = staged
-        self._table = f"{staged.table}_numbered"
+        self.sql = named(staged.schema, f"{staged.table}_numbered")
+        self.total = 0
 
-    def __enter__(self) -> tuple[str, int]:
+    def __enter__(self) -> _Numbered:
         from psycopg import sql
 
-        # A statement that creates a table takes no parameters.
+        # A statement that creates a table takes no parameters of the server.
         receipts = sql.Literal(list(self._staged.receipts))
-        made = self._connection.execute(
+        self.total = self._connection.execute(
             sql.SQL(
                 "CREATE UNLOGGED TABLE {} AS SELECT row_number() OVER (ORDER BY {}) AS {}, * FROM {} WHERE {} = ANY({})"
             ).format(
-                sql.Identifier(self._table),
+                self.sql,
                 sql.SQL(", ").join(_in_order_of_tasks(receipts)),
-                sql.Identifier(_PLACE),
-                sql.Identifier(self._staged.table),
-                sql.Identifier(RECEIPT),
+                named(_PLACE),
+                named(self._staged.schema, self._staged.table),
+                named(RECEIPT),
                 receipts,
-            )
-        )
-        self._connection.execute(
-            sql.SQL("CREATE INDEX ON {} ({})").format(sql.Identifier(self._table), sql.Identifier(_PLACE))
-        )
-        self._connection.execute(sql.SQL("ANALYZE {}").format(sql.Identifier(self._table)))
-        return self._table, made.rowcount
+            ),
+            (),
+        ).rowcount
+        self._connection.execute(sql.SQL("CREATE INDEX ON {} ({})").format(self.sql, named(_PLACE)), ())
+        self._connection.execute(sql.SQL("ANALYZE {}").format(self.sql), ())
+        return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         from psycopg import sql
 
         if kind is None:
-            self._connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._table)))
+            self._connection.execute(sql.SQL("DROP TABLE {}").format(self.sql), ())
+
+    def problems(self) -> deque[tuple[int, _Refusal]]:
+        """What tasks have found, with the numbers of the rows, in their order."""
+        from psycopg import sql
+
+        if not self._staged.problems:
+            return deque()
+        found = self._connection.execute(
+            sql.SQL("SELECT {0}, {1} FROM {2} WHERE {1} IS NOT NULL ORDER BY 1").format(
+                named(_PLACE), named(PROBLEM), self.sql
+            ),
+            (),
+        )
+        parts = ((number, problem.partition(": ")) for number, problem in found)
+        return deque((number, _Refusal(kind, message)) for number, (kind, _, message) in parts)
 
 
-def refusals() -> tuple[type[psycopg.DatabaseError], ...]:
-    """Errors that mean that the table does not take a row. A trigger may raise one, too."""
-    import psycopg
+@cache
+def _loaders() -> dict[str, Any]:
+    """Python's dates and intervals end earlier than PostgreSQL's: what they cannot have is text in a dead letter."""
+    from psycopg import DataError
+    from psycopg.types import datetime as types
 
-    return psycopg.IntegrityError, psycopg.DataError, psycopg.errors.RaiseException
+    def lenient(base: Any) -> Any:
+        class Loader(base):  # type: ignore[misc]
+            def load(self, data: Any) -> Any:
+                try:
+                    return super().load(data)
+                except DataError:
+                    return bytes(data).decode()
+
+        return Loader
+
+    return {
+        "date": lenient(types.DateLoader),
+        "timestamp": lenient(types.TimestampLoader),
+        "timestamptz": lenient(types.TimestamptzLoader),
+        "interval": lenient(types.IntervalLoader),
+    }
 
 
-def _message(error: psycopg.DatabaseError) -> str:
+def _message(error: psycopg.Error) -> str:
     detail = error.diag.message_detail
     return f"{error.diag.message_primary}{f'; {detail:.500}' if detail else ''}"
 
@@ -235,11 +411,11 @@ def _in_order_of_tasks(receipts: sql.Composable) -> list[sql.Composed]:
     """What staged rows are ordered by: tasks have the order of their receipts, and names of receipts have another."""
     from psycopg import sql
 
-    place = sql.SQL("array_position({}::text[], {})").format(receipts, sql.Identifier(RECEIPT))
-    return [place, sql.Composed([sql.Identifier(ROW)])]
+    place = sql.SQL("array_position({}::text[], {})").format(receipts, named(RECEIPT))
+    return [place, sql.Composed([named(ROW)])]
 
 
 def _listed(names: Sequence[str]) -> sql.Composed:
     from psycopg import sql
 
-    return sql.SQL(", ").join(map(sql.Identifier, names))
+    return sql.SQL(", ").join(map(named, names))

@@ -34,6 +34,13 @@ class TableWrite:
             raise OptionError(f"mode={self.mode!r} needs key=", next_step="name the columns of the primary key")
         if self.mode == INSERT and self.key:
             raise OptionError("key= has no meaning with mode='insert'", next_step="leave it out, or use mode='upsert'")
+        if len(set(self.key)) < len(self.key):
+            raise OptionError(f"key={self.key!r} names a column twice", next_step="name each column once")
+        if self.mode == DELETE_BY_FLAG and self.flag in self.key:
+            raise OptionError(
+                f"flag={self.flag!r} is also a column of key=",
+                next_step="name another column as flag=: that one is not written to the table",
+            )
 
     def columns(self, given: Sequence[str]) -> list[str]:
         """Those of the DataFrame's columns that are columns of the table.

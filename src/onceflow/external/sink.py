@@ -1,8 +1,9 @@
 """What a system other than Kafka must offer so that a flow writes it exactly once.
 
 The system decides what is committed: one transaction of it has the rows of a batch and the flow's *progress row*. A
-start takes the flow over with `ExternalSink.open`, which fences older drivers, and continues where the progress row
-says. Kafka's progress record and the consumer group follow in a transaction of their own, for lag tools.
+start reads this row (`ExternalSink.progress_row`) and decides whether it can continue there. Only then it takes the
+flow over with `ExternalSink.open`, which fences older drivers. Kafka's progress record and the consumer group follow in
+a transaction of their own, for lag tools.
 
 The user's code may give other rows when a batch runs again. So rows are not compared, and nothing depends on repeating
 them: only what one attempt has written is ever committed.
@@ -21,6 +22,7 @@ from onceflow.errors import FencedError, OnceflowError, OptionError, ProgressCon
 
 #: Columns of Spark's Kafka source. Of those that the table lacks, a dead letter gets its record's key, value, ...
 RECORD_COLUMNS = ("key", "value", "headers", "topic", "partition", "offset", "timestamp", "timestampType")
+_OWNER_SHOWN = 8  # characters of the owner in names of attempts
 
 
 @dataclass(frozen=True)
@@ -28,31 +30,38 @@ class BatchAttempt:
     """One attempt of a batch.
 
     Args:
+        flow: the identity of the flow, see `ExternalSink`.
+        owner: of the driver, see `ProgressRow`.
         generation: of the driver, from `ExternalSink.open`.
         batch: number of the batch, counted since the flow's first start.
         attempt: 1 for the first attempt of the batch under this generation.
     """
 
     flow: str
+    owner: str
     generation: int
     batch: int
     attempt: int
 
     def __str__(self) -> str:
-        """Different for all attempts of the flow."""
-        return f"{self.generation}-{self.batch}-{self.attempt}"
+        """Different for all attempts of the flow, also if the system has gone back to an older state in between, so
+        that two drivers got the same generation."""
+        return f"{self.generation}-{self.owner[:_OWNER_SHOWN]}-{self.batch}-{self.attempt}"
 
 
 @dataclass(frozen=True)
-class Opened:
-    """The answer of `ExternalSink.open`.
+class ProgressRow:
+    """What the system keeps about a flow.
 
     Args:
-        generation: of the driver that has called it; higher than all before.
+        generation: of the driver that has it; higher than those of all drivers before.
+        owner: a random text of one run of a driver. The generation tells which of two drivers is the newer one; the
+            owner tells a driver that the last takeover or commit was its own, although the answer was lost.
         progress: the text of the last `ExternalSink.commit` that took effect; None: there was none.
     """
 
     generation: int
+    owner: str
     progress: str | None
 
 
@@ -77,20 +86,45 @@ def older_state(target: str, flow: str, detail: str) -> ProgressConflictError:
     because somebody has restored a backup."""
     return ProgressConflictError(
         f"{target} has gone back to an older state while flow {flow!r} was running",
-        flow=flow,
         detail=detail,
         next_step="start the flow again: it continues where the progress row is, if Kafka still has the records",
     )
 
 
-def fenced(target: str, flow: str, generation: int, last: int | None) -> OnceflowError:
-    """The error of ``open`` and ``commit`` if the generation is not the last one."""
-    if last is None or last < generation:
-        return older_state(target, flow, f"this driver has generation {generation}, the last one there is {last}")
+def next_generation(target: str, flow: str, found: ProgressRow | None, owner: str, generation: int | None) -> int:
+    """The generation with which `ExternalSink.open` takes a flow over.
+
+    Args:
+        found: the progress row as it is; None: there is none. owner, generation: as they were given to ``open``.
+
+    Raises:
+        FencedError: another driver has the flow.
+        ProgressConflictError: the system has gone back to an older state.
+    """
+    if generation is not None and (found is None or found.owner != owner or found.generation < generation):
+        raise _fenced(target, flow, owner, generation, found)
+    return 1 if found is None else found.generation + 1
+
+
+def check_owner(target: str, attempt: BatchAttempt, found: ProgressRow | None) -> None:
+    """Check in the transaction of `ExternalSink.commit` that the driver of the attempt still has the flow.
+
+    Raises:
+        FencedError: another driver has taken it over, or this one has done so once more.
+        ProgressConflictError: the system has gone back to an older state.
+    """
+    if found is None or (found.owner, found.generation) != (attempt.owner, attempt.generation):
+        raise _fenced(target, attempt.flow, attempt.owner, attempt.generation, found)
+
+
+def _fenced(target: str, flow: str, owner: str, generation: int, found: ProgressRow | None) -> OnceflowError:
+    if found is None or found.generation < generation:
+        last = "there is none" if found is None else f"the last one there is {found.generation}"
+        return older_state(target, flow, f"this driver has generation {generation}, {last}")
+    who = "this driver itself has done so" if found.owner == owner else "by another driver"
     return FencedError(
-        f"A newer driver has taken flow {flow!r} over",
-        flow=flow,
-        detail=f"{target}: this driver has generation {generation}, the last one is {last}",
+        f"Flow {flow!r} was taken over in {target} after this driver had started",
+        detail=f"this driver has generation {generation}, the last one is {found.generation}, {who}",
         next_step="stop one of the two drivers: a flow has one driver. Nothing was lost or written twice",
     )
 
@@ -98,14 +132,18 @@ def fenced(target: str, flow: str, generation: int, last: int | None) -> Onceflo
 class ExternalSink(ABC):
     """A system other than Kafka, and what is written there. Give an instance to ``Flow.write_external``.
 
-    It is pickled and sent to the tasks, so connections are made where they are used. The driver calls ``check`` and
-    ``open`` at a start, then ``begin`` and ``commit`` (or ``abort``) for each attempt of a batch, and ``close`` at the
-    end. Tasks, and the driver for small batches, call ``write`` in between.
+    It is pickled and sent to the tasks, so connections are made where they are used. The driver calls ``check``,
+    ``progress_row`` and ``open`` at a start, then ``begin`` and ``commit`` (or ``abort``) for each attempt of a batch,
+    and ``close`` at the end. Tasks, and the driver for small batches, call ``write`` in between.
+
+    ``flow`` is the identity of a flow: its transactional id, ``@``, and the id of its Kafka cluster. So flows of one
+    name with different prefixes, or on different clusters, do not share a progress row. It has letters, digits, ``.``,
+    ``_``, ``-`` and ``@``, and may be longer than the name of a file or a table (up to about 340 characters).
 
     Whatever a method raises must not contain secrets. `OnceflowError`s stop the flow; other exceptions of ``begin``,
-    ``write`` and ``abort`` make the batch run again. ``ConnectionError`` of ``check``, ``open`` and ``begin`` means
-    that the system cannot be reached at the moment: the driver waits for it, for two minutes at most; at a start for
-    what is left of the start's minute.
+    ``write`` and ``abort`` make the batch run again. ``ConnectionError`` of ``check``,
+    ``progress_row``, ``open`` and ``begin`` means that the system cannot be reached at the moment: the driver waits for
+    it, for two minutes at most; at a start for what is left of the start's minute.
 
     Attributes:
         local_only: whether tasks must run on the driver's machine.
@@ -132,17 +170,30 @@ class ExternalSink(ABC):
         """
 
     @abstractmethod
-    def open(self, flow: str, generation: int | None) -> Opened:
+    def progress_row(self, flow: str) -> ProgressRow | None:
+        """Read the progress row of a flow; None: there is none, or the system has no progress rows yet.
+
+        It changes nothing: a start that is refused must leave the flow to the driver that has it.
+        """
+
+    @abstractmethod
+    def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
         """Take the flow over, so that no attempt of an earlier generation can be committed any more.
 
-        If such a commit is running, it waits for its outcome. It is also called when the outcome of a commit is not
-        known, to find it out.
+        In one atomic change, the generation becomes `next_generation`, and the owner this one. If a commit is running,
+        it waits for its outcome. It is also called when the outcome of a commit, or of such a takeover, is not known,
+        to find it out.
 
         Args:
-            generation: take it over only from this generation; None: from any, or for the first time.
+            owner: of the driver that calls it.
+            generation: take it over only if it still has this owner, and this generation or a higher one, which is that
+                of an earlier call whose answer was lost; None: from any driver, or for the first time.
+
+        Returns:
+            The progress row as it is then.
 
         Raises:
-            FencedError: another driver has taken it over, so the generation is not the last one.
+            FencedError: another driver has taken it over.
             ProgressConflictError: the last generation is an older one, see `older_state`.
         """
 
@@ -169,7 +220,7 @@ class ExternalSink(ABC):
             receipts: in the order of the tasks. Rows of a task stay in their order.
 
         Raises:
-            FencedError: the generation is not the last one; nothing has changed.
+            FencedError: owner and generation are not those of the progress row, see `check_owner`; nothing has changed.
             BatchAbortedError: nothing has changed, and another attempt may help.
             ProgressConflictError: the progress row is not the one that this object has last written or got from
                 ``open``, see `older_state`; nothing has changed.

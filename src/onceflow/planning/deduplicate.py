@@ -9,10 +9,12 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from onceflow.column_names import did_you_mean, is_case_sensitive
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, SchemaError
-from onceflow.planning.step_frames import optional_columns, state_columns
+from onceflow.planning.step_frames import check_step_names, optional_columns, state_columns
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication
+from onceflow.state.api.processor import MAX_AHEAD
 
 DROP = "drop"
 HASHED = "sha256:"
@@ -41,6 +43,7 @@ class DedupOptions:
     late: Any
     duplicates_topic: str | None
     event_time: str | None
+    max_ahead: Any = MAX_AHEAD
 
     @property
     def late_topic(self) -> str | None:
@@ -72,6 +75,7 @@ def check_deduplication(options: DedupOptions, flow: str) -> Deduplication:
         duplicates_topic=options.duplicates_topic,
         id_name=options.id,
         id_is_key=options.id == "key",
+        max_ahead=options.max_ahead,
     )
 
 
@@ -80,7 +84,11 @@ def _check_records(options: DedupOptions, flow: str) -> None:
         raise OptionError(f"records={options.records!r} is no count", flow=flow, next_step="give at least 1")
     if options.records > _RECORDS_MAX:
         raise OptionError(f"records={options.records} is too many", flow=flow, next_step=f"give at most {_RECORDS_MAX}")
-    for name, value, default in (("late", options.late, DROP), ("event_time", options.event_time, None)):
+    for name, value, default in (
+        ("late", options.late, DROP),
+        ("event_time", options.event_time, None),
+        ("max_ahead", options.max_ahead, MAX_AHEAD),
+    ):
         if value != default:
             raise OptionError(
                 f"{name}= cannot be combined with records=: no record is late where time does not matter",
@@ -110,7 +118,9 @@ def dedup_columns(df: DataFrame, options: DedupOptions, flow: str, *, one_topic:
     Raises:
         SchemaError: a column is missing, or has a type that cannot be used.
     """
+    check_step_names(df, flow, "Flow.deduplicate")
     types = {field.name: field.dataType for field in df.schema.fields}
+    _check_once(df, options, flow)
     id_ = _id_column(options.id, types, flow)
     plain = df.select(*[F.col(_quoted(name)) for name in types if name in _KAFKA])
     state_columns(plain, flow, one_topic=one_topic, caller="Flow.deduplicate")  # for its checks
@@ -130,6 +140,26 @@ def dedup_columns(df: DataFrame, options: DedupOptions, flow: str, *, one_topic:
 _KAFKA = ("key", "value", "topic", "partition", "offset", "timestamp", "headers")
 
 
+def _check_once(df: DataFrame, options: DedupOptions, flow: str) -> None:
+    """Check that the columns that are named are there only once.
+
+    Raises:
+        SchemaError: one of them is there twice, so nobody knows which one is meant.
+    """
+    exact = is_case_sensitive(df.sparkSession)
+    for argument, wanted in (("id", options.id), ("event_time", options.event_time)):
+        same = [
+            each for each in df.schema.names if each == wanted or (not exact and each.lower() == str(wanted).lower())
+        ]
+        if wanted in same and len(same) > 1:
+            raise SchemaError(
+                f"Flow.deduplicate({argument}={wanted!r}): for Spark, there are {len(same)} columns of this name",
+                flow=flow,
+                detail=f"the columns {', '.join(map(repr, same))}",
+                next_step="drop or rename the other ones",
+            )
+
+
 def _id_column(name: str, types: dict[str, T.DataType], flow: str) -> Column:
     """The id as binary."""
     kind = types.get(name)
@@ -138,7 +168,7 @@ def _id_column(name: str, types: dict[str, T.DataType], flow: str) -> Column:
             f"Flow.deduplicate takes the id from the column {name!r}, which does not exist",
             flow=flow,
             detail=f"there are {', '.join(types)}",
-            next_step='name a column of the DataFrame, or "key"',
+            next_step=f'{did_you_mean(name, types)}Name a column of the DataFrame, or "key"',
         )
     column = F.col(_quoted(name))
     if isinstance(kind, T.BinaryType):
@@ -164,11 +194,12 @@ def _event_time(options: DedupOptions, types: dict[str, T.DataType], flow: str) 
     if isinstance(kind, T.LongType):
         return F.col(_quoted(name)).alias(EVENT_TIME)
     there = "missing" if kind is None else kind.simpleString()
+    meant = did_you_mean(name, types) if kind is None else ""
     raise SchemaError(
         f"Flow.deduplicate(within=...) takes the time of a record from the column {name!r} as a timestamp or as epoch "
         f"milliseconds (bigint); it is {there}",
         flow=flow,
-        next_step="keep the column timestamp of Flow.read, or name another one with event_time=",
+        next_step=f"{meant}Keep the column timestamp of Flow.read, or name another one with event_time=",
     )
 
 

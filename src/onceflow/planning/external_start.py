@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from onceflow.errors import ProgressConflictError
+from onceflow.errors import OnceflowError, ProgressConflictError
 from onceflow.protocol.progress import Progress
 
 
@@ -27,7 +27,7 @@ class ExternalStart:
 
 
 def plan_external(
-    kafka: Progress, row: Progress | None, sources: Collection[str], *, target: str, flow: str
+    kafka: Progress, row: Progress | None, sources: Collection[str], *, target: str, flow: str, identity: str
 ) -> ExternalStart:
     """Decide where the flow is. The progress row decides.
 
@@ -35,6 +35,7 @@ def plan_external(
         kafka: progress in Kafka, with the offsets at which topics are read that the row does not know.
         row: the progress row; None: there is none.
         sources: the topics that are read.
+        identity: of the flow in the external system, for errors.
 
     Raises:
         ProgressConflictError: the flow has written batches, but not to this target.
@@ -44,8 +45,9 @@ def plan_external(
             raise ProgressConflictError(
                 f"The flow has committed {kafka.batch_id} batches, but {target} has no progress row of it",
                 flow=flow,
-                next_step=f"write where it has written before, or give a new target to a new flow; "
-                f"`onceflow reset {flow}` makes this one read its topics from the start",
+                detail=f"its progress row would be {identity!r}: the transactional id, and the id of the Kafka cluster",
+                next_step="write where it has written before, or give a new target to a new flow. To write everything "
+                f"that its topics still have, also what was written before: `onceflow reset {flow}`",
             )
         return ExternalStart(kafka, follows=False)
     if row.batch_id == kafka.batch_id:  # starts may have moved it since: new partitions, expired records, a reset
@@ -61,8 +63,16 @@ def plan_external(
         progress,
         follows=True,
         is_behind=behind,
-        warning=f"{target} is at batch {row.batch_id}, and progress in Kafka at batch {kafka.batch_id}: an older state "
-        f"of {target} was restored; the flow continues there"
+        warning=f"{target} (progress row {identity!r}) is at batch {row.batch_id}, and progress in Kafka at batch "
+        f"{kafka.batch_id}: an older state of {target} was restored; the flow continues there"
         if behind
         else "",
     )
+
+
+def of_row(error: OnceflowError, target: str, identity: str) -> OnceflowError:
+    """The error of a start that cannot continue where the progress row is: it says that the row decides, not Kafka's
+    progress."""
+    fields = {**error.fields(), "next_step": f"{error.next_step}; or delete or restore the progress row, which decides"}
+    said = f"this is what the progress row {identity!r} of {target} says"
+    return type(error)(error.what, **{**fields, "detail": f"{error.detail}; {said}" if error.detail else said})

@@ -52,7 +52,7 @@ def check_external(df: DataFrame, sink: ExternalSink, given: ExternalOptions, fl
         raise OptionError(
             f"Flow.write_external takes an ExternalSink, not {type(sink).__name__}",
             flow=flow,
-            next_step='give an instance, for example onceflow.SqliteSink("ledger.db", "ledger")',
+            next_step='give an instance, for example onceflow.PostgresSink(dsn, "ledger")',
         )
     check_whole("small_batch_rows", given.small_batch_rows, 0, "the default", flow)
     trigger_s = trigger_seconds(given.trigger, once=given.once, flow=flow)

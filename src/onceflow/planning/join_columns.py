@@ -9,6 +9,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 
+from onceflow.column_names import did_you_mean, is_case_sensitive, twice
 from onceflow.errors import OptionError, SchemaError
 from onceflow.state.api import serdes
 from onceflow.state.joins.spec import JoinSpec
@@ -63,14 +64,20 @@ def columns_of_join(
     if how not in HOW:
         raise OptionError(f"how={how!r} is unknown", flow=flow, next_step=f"use one of {', '.join(HOW)}")
     names = df.schema.fieldNames()
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
+    exact = is_case_sensitive(df.sparkSession)
+    double = twice(names, case_sensitive=True)
+    if double is not None:
         raise SchemaError(
-            f"The DataFrame has two columns {twice[0]!r}", flow=flow, next_step="drop or rename one of them"
+            f"The DataFrame has two columns {double!r}", flow=flow, next_step="drop or rename one of them"
         )
     _check_key(on, {field.name: field.dataType for field in df.schema.fields}, spec, flow)
     added, schema = _added(columns, spec, flow)
-    exact = str(df.sparkSession.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
+    if (same := twice(added.fieldNames(), case_sensitive=exact)) is not None:
+        raise OptionError(
+            f"columns= would add two columns {same!r}, because Spark ignores case",
+            flow=flow,
+            next_step="add one of them, or set spark.sql.caseSensitive to true",
+        )
     known = {name if exact else name.lower(): name for name in names}
     for name in added.fieldNames():
         same = known.get(name if exact else name.lower())
@@ -89,7 +96,7 @@ def _check_key(on: str, fields: Mapping[str, T.DataType], spec: JoinSpec, flow: 
         raise SchemaError(
             f"The DataFrame has no column {on!r}",
             flow=flow,
-            next_step=f"on= is one of {', '.join(sorted(fields))}{nested}",
+            next_step=f"{did_you_mean(on, fields)}on= is one of {', '.join(sorted(fields))}{nested}",
         )
     what, cast, types = _KEYS.get(spec.key, _ANY) if spec.key is None or isinstance(spec.key, serdes.Serde) else _ANY
     if isinstance(spec.key, serdes.Struct):
@@ -123,7 +130,8 @@ def _added(columns: Any, spec: JoinSpec, flow: str) -> tuple[T.StructType, pa.Sc
             raise OptionError(
                 f"Values of table {spec.topic} have no field {unknown[0]!r}",
                 flow=flow,
-                next_step=f"their fields are {', '.join(spec.value.fields)}",
+                next_step=f"{did_you_mean(unknown[0], spec.value.fields)}Their fields are "
+                f"{', '.join(spec.value.fields)}",
             )
     else:
         raise OptionError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
+from onceflow.column_names import is_case_sensitive, twice
 from onceflow.errors import OptionError, SchemaError
 from onceflow.spark.collect import arrow_schema_of
 from onceflow.spark.pickling import pickled
@@ -46,6 +47,7 @@ def map_of(
             )
     sent = Sent(pickled(function, flow=flow))  # an error is raised at this line of user code
     columns = _struct(df.sparkSession, df.schema if schema is None else schema, flow)
+    _check_names(columns.names, flow, case_sensitive=is_case_sensitive(df.sparkSession))
     types = arrow_schema_of(df.sparkSession, columns, "which Python code in tasks cannot have")
     return RowsMap(sent, name, number, types, flow), columns
 
@@ -68,17 +70,20 @@ def _struct(spark: SparkSession, schema: str | T.StructType, flow: str) -> T.Str
             flow=flow,
             next_step='give names and types as in SQL, for example "key binary, value binary", or a StructType',
         )
-    names = schema.names
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if not names or twice:
-        raise SchemaError(
-            "The rows of Flow.map have " + (f"two columns {twice[0]!r}" if twice else "no columns"),
-            flow=flow,
-            next_step="give schema=, with names that differ" if twice else "give schema= at least one column",
-        )
     found = _nullable(schema)
     assert isinstance(found, T.StructType)
     return found
+
+
+def _check_names(names: Sequence[str], flow: str, *, case_sensitive: bool) -> None:
+    double = twice(names, case_sensitive=case_sensitive)
+    if not names or double is not None:
+        raise SchemaError(
+            "The rows of Flow.map have " + ("no columns" if double is None else f"two columns {double!r}"),
+            flow=flow,
+            detail="" if double is None or names.count(double) > 1 else "Spark ignores case: spark.sql.caseSensitive",
+            next_step="give schema= at least one column" if double is None else "give schema=, with names that differ",
+        )
 
 
 def _nullable(kind: T.DataType) -> T.DataType:

@@ -13,6 +13,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from onceflow.column_names import check_reserved
 from onceflow.errors import OptionError, SchemaError
 from onceflow.messages import Routing, Target
 from onceflow.spark import expressions, jvm
@@ -66,17 +67,22 @@ class Outgoing:
 def check_columns(schema: T.StructType, *, topic: str | None, flow: str, case_sensitive: bool = False) -> Columns:
     """Column names and types, as Spark's own Kafka sink takes them, plus ``timestamp``.
 
+    Columns of other names are ignored. But one whose name is almost that of the sink's is refused.
+
     Args:
         case_sensitive: whether names that differ in case alone are different ones (``spark.sql.caseSensitive``).
 
     Raises:
-        SchemaError: a column is missing, has a wrong type, or there are two of the same name.
+        SchemaError: a column is missing, has a wrong type or almost the name of another one, or there are two of the
+            same name.
     """
     types: dict[str, T.DataType] = {}
     for column in schema.fields:
         if column.name in types:
             raise _schema(f"there are two columns {column.name!r}", flow)
         types[column.name] = column.dataType
+    used = SINK_COLUMNS if topic is None else SINK_COLUMNS - {"topic"}
+    check_reserved(list(types), used, caller="Flow.write", flow=flow, case_sensitive=case_sensitive)
     if "value" not in types:
         raise _schema(f"column 'value' is missing; its columns: {', '.join(types) or 'none'}", flow)
     if topic is None and "topic" not in types:
@@ -87,12 +93,6 @@ def check_columns(schema: T.StructType, *, topic: str | None, flow: str, case_se
             raise _schema(f"column {name!r} is {types[name].simpleString()}, it must be {wanted}", flow)
     if "headers" in types and not is_headers(types["headers"]):
         raise _schema(f"column 'headers' is {types['headers'].simpleString()}, it must be {HEADERS}", flow)
-    used = set(SINK_COLUMNS)
-    if topic is not None:
-        used.discard("topic")
-    twins = [name for name in types if name.lower() in used & types.keys() and name not in used]
-    if twins and not case_sensitive:
-        raise _schema(f"column {twins[0]!r} and column {twins[0].lower()!r} are the same for Spark", flow)
     return Columns(
         key="key" in types,
         topic=topic is None,

@@ -168,11 +168,12 @@ def _check_durations(options: StepOptions, processor: Processor | ColumnProcesso
         ("idle_timeout", options.idle_timeout),
         ("ttl", processor.ttl),
         ("allowed_lateness", processor.allowed_lateness),
+        ("max_ahead", processor.max_ahead),
     ):
         try:
             if duration is None and name == "idle_timeout":  # the type says so, but not every caller checks types
                 raise ValueError("it cannot be left out")
-            if duration is not None and duration_ms(duration) <= 0 and name != "allowed_lateness":
+            if duration is not None and duration_ms(duration) <= 0 and name not in ("allowed_lateness", "max_ahead"):
                 raise ValueError("it must be positive")
         except ValueError as error:
             raise OptionError(f"{name}={duration!r}: {error}", flow=flow, next_step='for example "5 minutes"') from None

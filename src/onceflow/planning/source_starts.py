@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from onceflow.errors import OptionError, ProgressConflictError, data_loss
+from onceflow.errors import OptionError, ProgressConflictError, data_loss, log_replaced
 from onceflow.protocol.progress import Progress
 
 STARTING = ("earliest", "latest")
@@ -22,12 +22,15 @@ class SourceTopic:
 
     Args:
         earliest, latest: per partition, log start and last stable offset.
+        epoch_ends: per partition, where the log ends what the leaders have appended that progress knows (KIP-320).
+            Missing, or negative: not known.
     """
 
     name: str
     topic_id: str
     earliest: Mapping[int, int]
     latest: Mapping[int, int]
+    epoch_ends: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ def plan(
     - Read before: exactly where progress ends. New partitions are read from their beginning.
     - Records between progress and the log's start have expired: ``DataLossError``. With
       ``fail_on_data_loss=False`` the gap is logged, and the offsets after it are committed.
+    - The log was truncated below progress: an error, also if it has other records at these offsets by now.
     - The topic was deleted and created again: an error, because its offsets now mean other records.
     """
     if isinstance(starting_offsets, str) and starting_offsets not in STARTING:
@@ -73,6 +77,7 @@ def plan(
     if progress is None or known is None:
         return Start(_first_start(topic, starting_offsets, flow), must_commit=True)
     _check_same_topic(topic, progress, flow)
+    check_log(topic.name, topic.epoch_ends, known, progress.epochs.get(topic.name, {}), flow)
     warnings: list[str] = []
     offsets = {
         partition: _continued(topic, partition, known.get(partition), warnings, fail_on_data_loss, flow)
@@ -94,6 +99,28 @@ def plan(
             f"ends, at {offsets}. To start over: `onceflow reset {flow} --bootstrap-servers HOST:PORT`"
         )
     return Start(offsets, must_commit, tuple(warnings))
+
+
+def check_log(
+    topic: str,
+    epoch_ends: Mapping[int, int],
+    known: Mapping[int, int],
+    epochs: Mapping[int, tuple[int, int]],
+    flow: str,
+) -> None:
+    """Check that a log still has what was read of it.
+
+    Args:
+        epoch_ends: see `SourceTopic`.
+        known: the first offsets that were not read. epochs: as in progress.
+
+    Raises:
+        DataLossError: it was truncated since.
+    """
+    for partition, end in epoch_ends.items():
+        read = min(epochs[partition][0], known.get(partition, 0))
+        if 0 <= end < read:
+            raise log_replaced(f"{topic}-{partition}", end, read, flow)
 
 
 def _continued(

@@ -8,6 +8,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from onceflow.column_names import check_reserved, is_case_sensitive
 from onceflow.errors import SchemaError
 from onceflow.planning.ownership import HEADERS, Columns, is_headers
 from onceflow.spark import expressions, queries
@@ -29,8 +30,9 @@ def state_columns(df: DataFrame, flow: str, *, one_topic: bool, caller: str = "F
         caller: what the user has called, for messages.
 
     Raises:
-        SchemaError: key or value is missing, or a column has a wrong type.
+        SchemaError: key or value is missing, or a column has a wrong type or almost the name of one of these.
     """
+    check_step_names(df, flow, caller)
     types = {field.name: field.dataType for field in df.schema.fields}
     for name, kind in _OPTIONAL.items():
         if name in types and not isinstance(types[name], kind):
@@ -53,6 +55,17 @@ def state_columns(df: DataFrame, flow: str, *, one_topic: bool, caller: str = "F
             binary = isinstance(types[name], T.BinaryType)
             wanted.append(F.col(name) if binary else F.col(name).cast("binary").alias(name))
     return df.select(*wanted, *optional_columns(types, one_topic=one_topic))
+
+
+def check_step_names(df: DataFrame, flow: str, caller: str) -> None:
+    """Check that a step does not ignore a column because of its spelling.
+
+    Raises:
+        SchemaError: it would.
+    """
+    reserved = {"key", "value", "headers", *_OPTIONAL, *SOURCE_COLUMNS.values()}
+    exact = is_case_sensitive(df.sparkSession)
+    check_reserved(df.schema.names, reserved, caller=caller, flow=flow, case_sensitive=exact)
 
 
 def optional_columns(types: Mapping[str, T.DataType], *, one_topic: bool) -> list[Column]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pyspark.sql import DataFrame
 
+from onceflow.column_names import is_case_sensitive
 from onceflow.durations import option_seconds
 from onceflow.errors import OptionError, UnsupportedQueryError
 from onceflow.planning import checkpoints
@@ -81,8 +82,8 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
         check_order(f'partitioner="{given.partitioner}"', facts, flow)
     check_dead_letters(facts, given.topic, flow)
     check_output(given.topic, own, flow)
-    case_sensitive = df.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
-    columns = check_columns(df.schema, topic=given.topic, flow=flow, case_sensitive=case_sensitive)
+    exact = is_case_sensitive(df.sparkSession)
+    columns = check_columns(df.schema, topic=given.topic, flow=flow, case_sensitive=exact)
     if columns.partition and given.partitioner == "round_robin":
         raise OptionError(
             'partitioner="round_robin" and a partition column contradict each other',

@@ -121,16 +121,17 @@ def encode_batches(
     Args:
         keys, values: binary or string arrays of equal length, nulls allowed; None for all null.
         headers: list array of ``struct<key: string, value: binary>``; a null list, or None, means no headers.
-        timestamps_ms: int64 array of epoch milliseconds; ``default_timestamp_ms`` is used for null or None.
+        timestamps_ms: int64 array of epoch milliseconds; ``default_timestamp_ms`` is used for null, None and
+            negative ones.
         identity: the transaction's producer id and epoch.
         base_sequence: sequence number of the first record; the following batches continue it.
         compression: none, gzip, snappy, lz4 or zstd. A batch that would not become smaller is left uncompressed.
         max_batch_bytes: the topic's ``max.message.bytes``; no batch exceeds it, even before compression.
-        default_timestamp_ms: epoch milliseconds for rows without timestamp.
+        default_timestamp_ms: epoch milliseconds for rows without a timestamp.
         target_batch_bytes: size at which a batch ends, before compression.
 
     Raises:
-        BadRecordError: a record exceeds ``max_batch_bytes``, has a null header key or a negative timestamp.
+        BadRecordError: a record exceeds ``max_batch_bytes``, or has a null header key.
         OptionError: unknown compression, or columns of different length.
     """
     code = compression_code(compression)
@@ -292,12 +293,8 @@ def _timestamps(timestamps_ms: Any, default_ms: int, count: int) -> npt.NDArray[
     if timestamps_ms is None or timestamps_ms.null_count == count:
         return default_ms
     times: npt.NDArray[np.int64] = pc.fill_null(timestamps_ms, default_ms).to_numpy()
-    if count and int(times.min()) < 0:
-        raise BadRecordError(
-            "a record has a negative timestamp, which Kafka does not accept",
-            next_step="correct the timestamp column, or leave it null to take the time of writing.",
-            detail=f"record {int(times.argmin())} of the rows given: {int(times.min())} ms",
-        )
+    if count and int(times.min()) < 0:  # unknown, see timestamps.py
+        times = np.where(times < 0, np.int64(default_ms), times)
     return times
 
 

@@ -82,7 +82,11 @@ class DecodedBatch:
 
 @dataclass(frozen=True, slots=True)
 class RawBatch:
-    """A batch whose header was read and whose checksum was verified, but whose records were not decoded."""
+    """A batch whose header was read and whose checksum was verified, but whose records were not decoded.
+
+    Args:
+        leader_epoch: of the leader that has appended it.
+    """
 
     base_offset: int
     last_offset: int
@@ -95,6 +99,7 @@ class RawBatch:
     data: bytes = field(repr=False)  # the whole buffer
     start: int  # start and end of the records section in ``data``
     end: int
+    leader_epoch: int = -1
 
     @property
     def transactional(self) -> bool:
@@ -197,7 +202,7 @@ def split_batches(buffer: Any) -> Iterator[RawBatch]:
             raise ProtocolError(_BROKEN, detail=f"length {length} at byte {position} of {len(data)}", next_step=_REPORT)
         if end > len(data):
             return
-        base, _, _, _, crc, attributes, last_delta, first_ms, max_ms, producer_id, epoch, _, count = (
+        base, _, leader_epoch, _, crc, attributes, last_delta, first_ms, max_ms, producer_id, epoch, _, count = (
             _HEADER.unpack_from(data, position)
         )
         found = google_crc32c.value(whole.slice(position + _COVERED_FROM, end - position - _COVERED_FROM))
@@ -219,6 +224,7 @@ def split_batches(buffer: Any) -> Iterator[RawBatch]:
             data,
             position + HEADER_BYTES,
             end,
+            leader_epoch,
         )
         position = end
 

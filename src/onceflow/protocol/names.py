@@ -19,6 +19,7 @@ PREFIX_LENGTH_MAX = 100
 INTERNAL_SUFFIX = "-internal"
 _LEGAL = re.compile(r"[a-zA-Z0-9._-]+")
 _MARK = "onceflow."
+_OF_COMMANDS = f"{_MARK}admin."
 
 TopicPartition: TypeAlias = tuple[str, int]
 """A topic, and the number of one of its partitions."""
@@ -67,6 +68,13 @@ class Names:
         validate_flow_name(self.flow)
         validate_prefix(self.transactional_id_prefix)
         validate_prefix(self.group_id_prefix)
+        if self.transactional_id.startswith(_OF_COMMANDS):
+            raise OptionError(
+                f"{self.flow!r} cannot be the name of a flow with this prefix: transactional ids that begin with "
+                f"{_OF_COMMANDS!r} are those of commands, which would fence the flow",
+                flow=self.flow,
+                next_step="use another name, for example one that begins with the name of your team.",
+            )
 
     @property
     def transactional_id(self) -> str:
@@ -78,10 +86,22 @@ class Names:
         """Key of the progress record. It has the prefix, too: flows that do not fence each other must not share it."""
         return f"{self.transactional_id_prefix}{self.flow}"
 
+    def identity(self, cluster_id: str) -> str:
+        """What external systems call the flow: flows of all clusters and prefixes have different ones.
+
+        The progress key would not do: prefix ``a.`` with flow ``b`` has the same one as no prefix with flow ``a.b``.
+        """
+        return f"{self.transactional_id}@{cluster_id}"
+
     @property
     def group_id(self) -> str:
         """The consumer group to which source offsets are committed. Only tools for consumer lag read them."""
         return f"{self.group_id_prefix}{self.flow}"
+
+
+def transactional_id_of_parked(topic: str) -> str:
+    """The transactional id of the commands that change a topic of parked records. No flow can have it."""
+    return f"{_OF_COMMANDS}parked.{topic}"
 
 
 def flow_of_transactional_id(transactional_id: str, prefix: str = "") -> str | None:

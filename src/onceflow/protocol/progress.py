@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import pyarrow as pa
 
 from onceflow.errors import ProgressConflictError
 from onceflow.protocol import progress_fields, succession
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.protocol.progress_fields import PROGRESS_TOPIC, Offsets, garbage, plain, short, take
+from onceflow.protocol.progress_fields import PROGRESS_TOPIC, Epochs, Offsets, garbage, plain, short, take
 from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion, TimerId
 
 __all__ = [
@@ -27,10 +27,13 @@ __all__ = [
     "PROGRESS_TOPIC",
     "CheckpointProgress",
     "DriverProcess",
+    "Epochs",
+    "EventTime",
     "ForkOrigin",
     "HandOver",
     "LocalTable",
     "Offsets",
+    "Origin",
     "Progress",
     "Promotion",
     "TableProgress",
@@ -45,7 +48,24 @@ PROGRESS_FORMAT = 1
 NO_TIMER = (1 << 63) - 1
 """In place of the time of a timer: there is no timer."""
 
+Origin: TypeAlias = tuple[str | None, int]
+"""Where rows of a step come from: topic and partition of a source. If the topic is None, they come from another step,
+and the number is that of its table's partition."""
+
 _T = TypeVar("_T")
+
+
+class EventTime(NamedTuple):
+    """How far event time has come in one partition.
+
+    Args:
+        latest_ms: the latest event time, epoch milliseconds; None: no record with one was seen yet.
+        since_ms: when records with an event time were seen last, or when the flow has begun to look for them; epoch
+            milliseconds of the driver's clock.
+    """
+
+    latest_ms: int | None
+    since_ms: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +101,7 @@ class TableProgress:
         unfired: partitions that may have timers which are due before that time, and have not fired: more of them were
             due than one batch may fire, or they were registered for a time that had passed.
         processing_timers: whether there was ever a timer in processing time; None: not known.
+        event_times: how far event time has come, by partition; empty if the table does not use it.
     """
 
     version: int = 0
@@ -92,6 +113,7 @@ class TableProgress:
     soonest: Mapping[str, int] = field(default_factory=dict)
     unfired: tuple[int, ...] = ()
     processing_timers: bool | None = None
+    event_times: Mapping[Origin, EventTime] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -149,6 +171,10 @@ class Progress:
         forked: where the flow comes from, if it is a fork of another one.
         promoted: which flow has taken its place; None: none has.
         handover: after that, what is in the outputs already; None: nothing behind ``offsets``.
+        epochs: leaders of the sources: with them, a start finds out whether the records before ``offsets`` are still
+            there (KIP-320). A fact about the log, not about the position, so it may be older than ``offsets``.
+        became: the progress key of the flow whose place this one has taken: it does not exist under its own name any
+            more; None: it exists.
         driver: which driver has committed it; None: a command has, or a version that did not write it.
         time_ms: when the record was created, epoch milliseconds.
         format: version of this record's format.
@@ -172,6 +198,8 @@ class Progress:
     forked: ForkOrigin | None = None
     promoted: Promotion | None = None
     handover: HandOver | None = None
+    epochs: Epochs = field(default_factory=dict)
+    became: str | None = None
     driver: DriverProcess | None = None
     format: int = PROGRESS_FORMAT
 
@@ -215,6 +243,10 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["promoted"] = succession.promotion_content(progress.promoted)
     if progress.handover is not None:
         content["handover"] = succession.handover_content(progress.handover)
+    if progress.epochs:
+        content["epochs"] = progress_fields.plain_epochs(progress.epochs)
+    if progress.became is not None:
+        content["became"] = progress.became
     if progress.driver is not None:
         process = progress.driver
         content["driver"] = {"host": process.host, "pid": int(process.pid), "since_ms": int(process.since_ms)}
@@ -255,11 +287,15 @@ def decode(key: bytes | None, value: bytes) -> Progress:
             next_step=f"find out who writes to {PROGRESS_TOPIC}; only onceflow may.",
             flow=name,
         )
+    return _progress(content, name, version)
+
+
+def _progress(content: dict[str, Any], name: str, version: int) -> Progress:
     batch_id = take(content, name, "batch_id", int)
     if batch_id < 0:
         garbage(name, f"batch_id is {batch_id}")
     return Progress(
-        flow=flow,
+        flow=name,
         batch_id=batch_id,
         offsets=progress_fields.offsets(content, name, "offsets"),
         topic_ids=progress_fields.texts(content, name, "topic_ids"),
@@ -276,6 +312,8 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         forked=_part(content, name, "forked", succession.fork_of),
         promoted=_part(content, name, "promoted", succession.promotion_of),
         handover=_part(content, name, "handover", succession.handover_of),
+        epochs=progress_fields.epochs(content, name, "epochs") if "epochs" in content else {},
+        became=take(content, name, "became", str) if "became" in content else None,
         driver=_part(content, name, "driver", _driver),
         time_ms=take(content, name, "time_ms", int),
         format=version,
@@ -296,6 +334,8 @@ def _table_content(table: TableProgress) -> dict[str, Any]:
         content["unfired"] = [int(partition) for partition in sorted(table.unfired)]
     if table.processing_timers is not None:
         content["processing_timers"] = table.processing_timers
+    if table.event_times:
+        content["event_times"] = _event_times_content(table.event_times)
     if table.local is not None:
         last = {
             int(partition): [int(part) for part in commit] for partition, commit in sorted(table.local.last.items())
@@ -341,6 +381,7 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
             soonest=succession.times_of(table, flow, "soonest") if "soonest" in table else {},
             unfired=_partitions(table, flow, "unfired") if "unfired" in table else (),
             processing_timers=processing if isinstance(processing, bool) else None,
+            event_times=_event_times(take(table, flow, "event_times", dict), flow) if "event_times" in table else {},
             local=_local(take(table, flow, "local", dict), flow) if "local" in table else None,
         )
     return result
@@ -351,6 +392,28 @@ def _partitions(content: dict[str, Any], flow: str, name: str) -> tuple[int, ...
     if any(type(partition) is not int or partition < 0 for partition in partitions):
         garbage(flow, f"{name} is {short(partitions)}")
     return tuple(partitions)
+
+
+def _event_times_content(found: Mapping[Origin, EventTime]) -> dict[str, dict[str, list[int | None]]]:
+    """By topic, which is empty for rows of another step, and partition: the two numbers of an `EventTime`."""
+    content: dict[str, dict[str, list[int | None]]] = {}
+    for (topic, partition), (latest_ms, since_ms) in sorted(
+        found.items(), key=lambda item: (item[0][0] or "", item[0][1])
+    ):
+        pair = [None if latest_ms is None else int(latest_ms), int(since_ms)]
+        content.setdefault(topic or "", {})[str(int(partition))] = pair
+    return content
+
+
+def _event_times(content: dict[str, Any], flow: str) -> dict[Origin, EventTime]:
+    found: dict[Origin, EventTime] = {}
+    for topic, partitions in content.items():
+        for partition, pair in (partitions if isinstance(partitions, dict) else {topic: partitions}).items():
+            legal = partition.isascii() and partition.isdecimal() and isinstance(pair, list) and len(pair) == 2
+            if not legal or type(pair[1]) is not int or not (pair[0] is None or type(pair[0]) is int):
+                garbage(flow, f"event_times of {topic} has {short(partition)}: {short(pair)}")
+            found[topic or None, int(partition)] = EventTime(*pair)
+    return found
 
 
 def _local(content: dict[str, Any], flow: str) -> LocalTable:

@@ -12,6 +12,9 @@ PROGRESS_TOPIC = "__onceflow_progress"
 Offsets: TypeAlias = Mapping[str, Mapping[int, int]]
 """Topic, then partition, then offset."""
 
+Epochs: TypeAlias = Mapping[str, Mapping[int, tuple[int, int]]]
+"""Topic, then partition, then an offset, and the epoch of a leader whose log had the records before it."""
+
 
 def plain(offsets: Offsets) -> dict[str, dict[int, int]]:
     """Plain dicts of Python's int, in order of partitions: numpy's integers cannot be written as JSON."""
@@ -41,6 +44,28 @@ def offsets(content: dict[str, Any], flow: str, name: str) -> dict[str, dict[int
                 garbage(flow, f"{name} of {topic} has {short(partition)}: {short(offset)}")
             result[topic][int(partition)] = offset
     return result
+
+
+def plain_epochs(epochs: Epochs) -> dict[str, dict[int, list[int]]]:
+    """Plain lists, in order of partitions."""
+    return {
+        topic: {int(partition): [int(each) for each in pair] for partition, pair in sorted(partitions.items())}
+        for topic, partitions in epochs.items()
+    }
+
+
+def epochs(content: dict[str, Any], flow: str, name: str) -> dict[str, dict[int, tuple[int, int]]]:
+    """`Epochs`, checked."""
+    found: dict[str, dict[int, tuple[int, int]]] = {}
+    for topic, partitions in take(content, flow, name, dict).items():
+        if not isinstance(partitions, dict):
+            garbage(flow, f"{name} of {topic} is {short(partitions)}")
+        for partition, pair in partitions.items():
+            legal = isinstance(pair, list) and [type(each) for each in pair] == [int, int] and min(pair) >= 0
+            if not legal or not (partition.isascii() and partition.isdecimal()):
+                garbage(flow, f"{name} of {topic} has {short(partition)}: {short(pair)}")
+            found.setdefault(topic, {})[int(partition)] = (pair[0], pair[1])
+    return found
 
 
 def texts(content: dict[str, Any], flow: str, name: str) -> dict[str, str]:

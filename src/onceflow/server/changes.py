@@ -23,6 +23,7 @@ from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, OnceflowError
 from onceflow.protocol.position import Position
+from onceflow.protocol.timestamps import known_ms
 from onceflow.server.formats import Format
 from onceflow.server.problems import Problem, another_topic, unavailable
 from onceflow.server.requests import position_of
@@ -161,7 +162,7 @@ def _of_chunks(
         for key, value, offset, timestamp_ms in zip(*columns, strict=True):
             tail.offsets[partition] = offset + 1
             if key is not None and key.startswith(prefix):
-                more = {"partition": partition, "offset": offset, "timestamp_ms": timestamp_ms}
+                more = {"partition": partition, "offset": offset, "timestamp_ms": known_ms(timestamp_ms)}
                 yield _event("change", tail, {**written.item(key, value), **more})
         tail.offsets[partition] = chunk.next_offset
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,9 +78,19 @@ def reader_options(options: Mapping[str, str], flow: str) -> dict[str, str]:
             raise OptionError(
                 f"unknown option {name!r} of Flow.read",
                 flow=flow,
-                next_step=f"known: {', '.join(sorted(_READER_KNOWN))}; connection options belong to Flow(options=...)",
+                next_step=f"{_similar_option(lower)}known: {', '.join(sorted(_READER_KNOWN))}; connection options "
+                "belong to Flow(options=...)",
             )
     return {name: str(value) for name, value in options.items()}
+
+
+def _similar_option(name: str) -> str:
+    """What an unknown option of Flow.read may have been meant to be; empty: nothing known is similar."""
+    plain = "".join(each for each in name if each.isalnum() or each == ".")
+    close = difflib.get_close_matches(plain, {*_READER_KNOWN, *_READER_OWNED}, 1, 0.75)
+    if not close:
+        return ""
+    return f"did you mean {close[0]}? {_READER_OWNED.get(close[0], 'Spark ignores the case of its options')}; "
 
 
 def starting_offsets_json(topic: str, offsets: Mapping[int, int]) -> str:

@@ -1,12 +1,23 @@
-"""Dead letters, late records and duplicates: unchanged records, with additional headers that contain the cause."""
+"""Dead letters, late records and duplicates: unchanged records, with additional headers that contain the cause.
+
+A timer that fails has no record. Its letter names the key and the timer.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
+from onceflow.protocol.timestamps import known_ms
 from onceflow.state.api.record import Header, Record
 from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, shown, stack_of, text_of
 from onceflow.user_code import cut
+
+if TYPE_CHECKING:
+    from onceflow.state.api.timers import Timer
 
 PREFIX = "onceflow."
 ERROR_CLASS = "onceflow.error.class"
@@ -20,6 +31,12 @@ ORIGIN_PARTITION = "onceflow.origin.partition"
 ORIGIN_OFFSET = "onceflow.origin.offset"
 ATTEMPT = "onceflow.attempt"
 """How often the record has become a dead letter, including this time."""
+TIMER_NAME = "onceflow.timer.name"
+"""Only a letter of a timer has it: no record has failed, but ``on_timer``, or a window that was closed by a timer."""
+TIMER_CLOCK = "onceflow.timer.clock"
+TIMER_AT = "onceflow.timer.at_ms"
+TIMER_TABLE = "onceflow.timer.table"
+"""The table of the timer's key, with the partition: ``balances-3``."""
 
 DUPLICATE_ID = "onceflow.duplicate.id"
 """The id of a duplicate."""
@@ -46,9 +63,8 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
         further: more headers about the cause.
 
     Returns:
-        A record with the same key, value, headers and timestamp, and the cause in additional headers. A negative
-        timestamp is dropped. If the record was a dead letter or late before, the headers from that time are replaced,
-        except those with its origin.
+        A record with the same key, value, headers and timestamp, and the cause in additional headers. If the record was
+        a dead letter or late before, the headers from that time are replaced, except those with its origin.
     """
     before = dict(record.headers)
     cause: list[Header] = [
@@ -68,9 +84,7 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
         cause += [(name, str(where).encode()) for _, name, where in places if where is not None]
     replaced = {name for name, _ in cause} | {ERROR_STACK}
     kept = [header for header in record.headers if header[0] not in replaced]
-    # Brokers accept negative timestamps from some clients, but such a timestamp must not be written again.
-    at_ms = record.timestamp_ms if record.timestamp_ms is not None and record.timestamp_ms >= 0 else None
-    return Record(record.key, record.value, topic, (*kept, *cause), at_ms)
+    return Record(record.key, record.value, topic, (*kept, *cause), known_ms(record.timestamp_ms))
 
 
 def late_record(record: Record, topic: str, event_ms: int, watermark_ms: int) -> Record:
@@ -97,6 +111,49 @@ def dead_letter(record: Record, topic: str, error: BaseException) -> Record:
     return _with_cause(record, topic, type(error).__name__, text_of(error), further)
 
 
+def timer_letter(
+    key: bytes, timer: Timer, topic: str, table: str, error: BaseException, about: Mapping[str, Any] | None = None
+) -> Record:
+    """The dead letter of a timer. It names key and timer, because there is no record that it could contain.
+
+    Args:
+        key: the key of the timer, in bytes.
+        topic: the topic that the letter is written to.
+        table: the partition of the table, as ``balances-3``.
+        about: more of what was lost, such as the window. What JSON has no form for becomes text.
+
+    Returns:
+        A record with the key, a JSON document that names the timer as value, and the cause in headers.
+    """
+    named = {"timer": timer.name, "clock": timer.clock, "at_ms": timer.at_ms, **(about or {})}
+    headers = (
+        (ERROR_CLASS, type(error).__name__.encode()),
+        (ERROR_MESSAGE, text_of(error)[:MAX_MESSAGE].encode(errors="replace")),
+        (ERROR_STACK, _stack(error).encode(errors="replace")),
+        (TIMER_NAME, timer.name.encode(errors="replace")),
+        (TIMER_CLOCK, timer.clock.encode()),
+        (TIMER_AT, str(timer.at_ms).encode()),
+        (TIMER_TABLE, table.encode()),
+        (ATTEMPT, b"1"),
+    )
+    try:
+        value = json.dumps(named, default=_plain)
+    except (TypeError, ValueError, RecursionError):  # keys of dicts that are no text, for example
+        value = json.dumps({**named, **{name: _plain(each) for name, each in (about or {}).items()}})
+    return Record(key, value.encode(), topic, headers)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray):
+        return {"base64": base64.b64encode(value).decode()}
+    return cut(repr(value), MAX_MESSAGE)
+
+
+def is_of_timer(headers: Iterable[Header]) -> bool:
+    """Whether a record with these headers is the letter of a timer. Its value is no input of any flow."""
+    return any(name == TIMER_NAME for name, _ in headers)
+
+
 def refused_record(record: Record, topic: str, kind: str, message: str) -> Record:
     """A record whose row another system does not take, for the dead-letter topic.
 
@@ -112,8 +169,13 @@ def described(record: Record, error: BaseException) -> str:
     topic = record.topic or "a record"
     place = topic if record.partition is None else f"{topic}-{record.partition}"
     offset = "" if record.offset is None else f", offset {record.offset}"
+    return described_as(f"{place}{offset}", error)
+
+
+def described_as(what: str, error: BaseException) -> str:
+    """What has failed and what is wrong with it, as text for log and error messages."""
     line = line_of(error)
-    return f"{place}{offset}: {cut(full_text_of(error), _CAUSE_CHARACTERS)}{f' ({line})' if line else ''}"
+    return f"{what}: {cut(full_text_of(error), _CAUSE_CHARACTERS)}{f' ({line})' if line else ''}"
 
 
 def attempts(record: Record) -> int:

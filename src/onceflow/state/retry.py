@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, SchemaError
+from onceflow.protocol.timestamps import known_ms
 from onceflow.state import dead_letters
 from onceflow.state.api.deduplication import SOURCE_COLUMNS
 from onceflow.state.api.processor import Processor
@@ -76,7 +77,8 @@ class Retry(Processor):
 
     The flow whose records fail also reads the retry topic, with ``include_headers=True``. So its next dead letter says
     how often the record has failed. The wait grows with every failure of a record. It starts when this flow reads the
-    dead letter. A record is parked when it has failed ``max_attempts`` times, or for a cause that no retry can fix.
+    dead letter. A record is parked when it has failed ``max_attempts`` times, or for a cause that no retry can fix. The
+    letter of a timer is parked at once: its value is no record of a source.
     ``parked_topic`` should be compacted; its keys are the origins (``topic/partition/offset``) of the records.
     ``onceflow parked`` lists, retries and drops parked records.
 
@@ -167,6 +169,11 @@ class Retry(Processor):
         """
         from pyspark.sql import functions as F
 
+        from onceflow.column_names import check_reserved, is_case_sensitive
+
+        reserved = {"key", "value", "headers", "timestamp", *SOURCE_COLUMNS, *SOURCE_COLUMNS.values()}
+        exact = is_case_sensitive(df.sparkSession)
+        check_reserved(df.columns, reserved, caller="Retry.by_origin", flow=None, case_sensitive=exact)
         needed = ("key", "value", "headers", "topic", "partition", "offset", "timestamp")
         missing = [name for name in needed if not {name, SOURCE_COLUMNS.get(name)} & {*df.columns}]
         if missing:
@@ -229,7 +236,8 @@ class Retry(Processor):
             raise ValueError(f"key {key!r:.200} is not an origin: give Retry the result of Retry.by_origin(df)")
         for record in records:
             attempt = max(1, dead_letters.attempts(record))
-            if attempt >= self.max_attempts or _cause(record) in self.permanent:
+            final = _cause(record) in self.permanent or dead_letters.is_of_timer(record.headers)
+            if attempt >= self.max_attempts or final:
                 state.delete()
                 state.timers.cancel(_TIMER)
                 yield self._parked(key, record)
@@ -260,9 +268,7 @@ class Retry(Processor):
 def _original(dead_letter: Record) -> Record:
     """The record that has failed, with its own key, and without the headers that are added again from its origin."""
     headers = [(name, content) for name, content in dead_letter.headers if name not in (*_ORIGIN, KEY, RETRY_TOPIC)]
-    at_ms = dead_letter.timestamp_ms
-    # Records without a timestamp are read with a negative one, which must not be written.
-    at_ms = None if at_ms is not None and at_ms < 0 else at_ms
+    at_ms = known_ms(dead_letter.timestamp_ms)
     return Record(dict(dead_letter.headers).get(KEY), dead_letter.value, headers=headers, timestamp_ms=at_ms)
 
 

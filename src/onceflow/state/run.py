@@ -268,6 +268,7 @@ class StateRun:
             table_end=table_end,
             internal_end=internal_end,
             max_event_ms=dict(run.engine.max_event_ms),
+            untimed=frozenset(run.engine.untimed),
             next_timer_ms=due.by_clock,
             processing_timers=due.processing is not None,
             counts=dict(run.engine.counts),

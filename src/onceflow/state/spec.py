@@ -189,6 +189,7 @@ class StateReport:
         table_end, internal_end: end offsets of the topics after this batch; None: nothing was written to them.
             Without a changelog, ``table_end`` is the number of this batch if it has changed the partition.
         max_event_ms: latest event time per source topic and partition.
+        untimed: source topics and partitions with records whose event time is not known.
         next_timer_ms: the earliest time at which something is due, per clock. Expiry of rows belongs to ``processing``.
         processing_timers: whether there are timers in processing time.
         counts: see ``engine.base.COUNTS``.
@@ -218,6 +219,7 @@ class StateReport:
     why: str = ""
     rows: Mapping[str, int] = field(default_factory=dict)
     nbytes: int | None = None
+    untimed: frozenset[tuple[str | None, int]] = frozenset()
 
     @property
     def changed(self) -> bool:

@@ -69,10 +69,10 @@ class TableState:
         self._lost: set[int] = set()  # told, and not changed since
         self._lost_now = 0  # since the last committed batch
         self._verified: set[tuple[str, int]] = set()
-        self._now_ms = progress.time_ms
-        self._lateness_ms = lateness_ms
+        self._now_ms, self._lateness_ms = progress.time_ms, lateness_ms
+        times = known.event_times
         self.watermark = Watermark(
-            source_partitions, lateness_ms=lateness_ms or 0, idle_s=idle_s, value_ms=known.watermark_ms
+            source_partitions, lateness_ms=lateness_ms or 0, idle_s=idle_s, value_ms=known.watermark_ms, known=times
         )
         # Earliest timer per partition and clock. A missing partition was not opened in this run yet.
         self._timers: dict[int, dict[str, int | None]] = {}
@@ -182,6 +182,7 @@ class TableState:
             soonest=self._soonest(timers, fired),
             unfired=self._unfired_in(timers, fired),
             processing_timers=self._processing_timers_after(reports),
+            event_times={} if self._lateness_ms is None else self.watermark.kept(_latest(reports)),
         )
         if self._local is not None:
             changed = {report.partition: report.commit for report in reports if report.changed}
@@ -196,7 +197,7 @@ class TableState:
         self._table_ends, self._internal_ends = self._ends_after(reports)
         self._now_ms = moment.now_ms
         self._fired = self._fired_after(reports, moment)
-        self.watermark.on_commit(_latest(reports), watermark_ms)
+        self.watermark.on_commit(_latest(reports), watermark_ms, _untimed(reports))
         self.dead_letters.on_commit(_letters(reports, moment))
         for report in reports:
             if report.changed:
@@ -314,7 +315,7 @@ class TableState:
     def _watermark_after(self, reports: Sequence[StateReport]) -> int | None:
         if self._lateness_ms is None:
             return None
-        return self.watermark.after(_latest(reports))
+        return self.watermark.after(_latest(reports), _untimed(reports))
 
 
 def _letters(reports: Sequence[StateReport], moment: Moment) -> Letters:
@@ -327,6 +328,10 @@ def _latest(reports: Sequence[StateReport]) -> dict[Origin, int]:
         for origin, ms in report.max_event_ms.items():
             latest[origin] = max(ms, latest.get(origin, ms))
     return latest
+
+
+def _untimed(reports: Sequence[StateReport]) -> frozenset[Origin]:
+    return frozenset[Origin]().union(*(report.untimed for report in reports))
 
 
 def _commit_of(progress: Progress) -> Commit | None:

@@ -5,18 +5,25 @@ goes back. A partition without records for ``idle_s`` seconds is idle, and the w
 is that of the partition that had records last: as if they had become idle one after the other, however rarely somebody
 looks. (Flink's StatusWatermarkValve does the same for the same reason, with the largest watermark of all. Spark's
 watermark uses the *largest* event time, which makes records of slow partitions late.)
+
+How long a partition is idle counts in wall-clock time over the runs of a flow, so that runs that end soon do not wait
+for it for ever. A partition whose records have never had an event time is not waited for either.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
-Origin: TypeAlias = tuple[str | None, int]
-"""Where rows come from: a `TopicPartition` of a source. If the topic is None, they come from another step, and the
-number is that of the table's partition."""
+from onceflow.clock import clock_ms
+from onceflow.protocol.progress import EventTime, Origin
+
+__all__ = ["Origin", "Watermark"]
+
+_NOTHING: frozenset[Origin] = frozenset()
 
 
 class Watermark:
@@ -27,6 +34,8 @@ class Watermark:
         lateness_ms: how far the event time of a record may be behind the latest one of its partition.
         idle_s: seconds without records after which a partition is idle.
         value_ms: the committed watermark; None: not known yet.
+        known: what earlier runs have committed about partitions.
+        clock, wall_ms: monotonic seconds, and the time of day in epoch milliseconds.
     """
 
     def __init__(
@@ -36,17 +45,25 @@ class Watermark:
         lateness_ms: int,
         idle_s: float,
         value_ms: int | None,
+        known: Mapping[Origin, EventTime] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
+        wall_ms: Callable[[], int] = clock_ms,
     ) -> None:
         self._lateness_ms = lateness_ms
         self._idle_s = idle_s
         self._clock = clock
         self.value_ms = value_ms
-        # After a restart, the latest event time of a partition is at least the committed watermark plus the lateness.
-        known = None if value_ms is None else value_ms + lateness_ms
+        self._wall_ms = wall_ms
         started = clock()
-        self._latest: dict[Origin, int | None] = dict.fromkeys(origins, known)
+        # Of a partition of which nothing was kept, the latest event time is at least the watermark plus the lateness.
+        least = None if value_ms is None else value_ms + lateness_ms
+        self._latest: dict[Origin, int | None] = dict.fromkeys(origins, least)
         self._seen: dict[Origin, float] = dict.fromkeys(self._latest, started)
+        self._untimed: set[Origin] = set()
+        now_ms = wall_ms()
+        for origin in self._latest.keys() & known.keys():
+            self._latest[origin] = known[origin].latest_ms
+            self._seen[origin] = started - max(0, now_ms - known[origin].since_ms) / 1000
         self._looked = started
         self._arriving: frozenset[Origin] = frozenset()
         self._quiet: Mapping[Any, float] = {}
@@ -63,22 +80,36 @@ class Watermark:
         """
         self._looked, self._arriving, self._quiet = self._clock(), frozenset(arriving), quiet
 
-    def after(self, latest_ms: Mapping[Origin, int]) -> int | None:
-        """The watermark after a batch with these latest event times. This call changes nothing."""
-        return self._earliest(latest_ms, latest_ms.keys())
+    def after(self, latest_ms: Mapping[Origin, int], untimed: Collection[Origin] = _NOTHING) -> int | None:
+        """The watermark after a batch with these latest event times. This call changes nothing.
 
-    def _earliest(self, latest_ms: Mapping[Origin, int], active: Collection[Origin]) -> int | None:
+        Args:
+            untimed: partitions with records whose event time is not known.
+        """
+        return self._earliest(latest_ms, latest_ms.keys(), untimed)
+
+    def _earliest(
+        self, latest_ms: Mapping[Origin, int], active: Collection[Origin], untimed: Collection[Origin] = _NOTHING
+    ) -> int | None:
         merged = {origin: self._merged(origin, latest_ms) for origin in {**self._latest, **latest_ms}}
         waiting = [
-            latest for origin, latest in merged.items() if origin in active or self._silence_s(origin) < self._idle_s
+            latest
+            for origin, latest in merged.items()
+            if (origin in active or self._silence_s(origin) < self._idle_s)
+            and not (latest is None and (origin in untimed or origin in self._untimed) and not self._has_more(origin))
         ]
         if not waiting:  # all are idle
-            last = max((self._seen.get(origin, self._looked) for origin in merged), default=self._looked)
-            waiting = [latest for origin, latest in merged.items() if self._seen.get(origin, self._looked) == last]
+            timed = {origin: latest for origin, latest in merged.items() if latest is not None}
+            last = max((self._seen.get(origin, self._looked) for origin in timed), default=self._looked)
+            waiting = [latest for origin, latest in timed.items() if self._seen.get(origin, self._looked) == last]
         if not waiting or any(latest is None for latest in waiting):
             return self.value_ms
         slowest = min(latest for latest in waiting if latest is not None) - self._lateness_ms
         return slowest if self.value_ms is None else max(self.value_ms, slowest)
+
+    def _has_more(self, origin: Origin) -> bool:
+        """Whether it is known that the partition has records behind the batch."""
+        return self._quiet.get(origin) == -math.inf
 
     def _silence_s(self, origin: Origin) -> float:
         known = min(self._looked, self._quiet.get(origin, self._looked))
@@ -89,13 +120,25 @@ class Watermark:
         self.value_ms = self._earliest({}, self._arriving)
         return self.value_ms
 
-    def on_commit(self, latest_ms: Mapping[Origin, int], value_ms: int | None) -> None:
-        """Call this when the batch is committed."""
+    def on_commit(
+        self, latest_ms: Mapping[Origin, int], value_ms: int | None, untimed: Collection[Origin] = _NOTHING
+    ) -> None:
+        """Call this when the batch is committed. Arguments as of `after`."""
+        self._untimed.update(untimed)
         for origin in latest_ms:
             self._latest[origin] = self._merged(origin, latest_ms)
             self._seen[origin] = self._looked
         self.value_ms = value_ms
         self._arriving = frozenset()
+
+    def kept(self, latest_ms: Mapping[Origin, int]) -> dict[Origin, EventTime]:
+        """What the next run has to know about partitions, after a batch with these latest event times."""
+        now, now_ms = self._clock(), self._wall_ms()
+        seen = {**self._seen, **dict.fromkeys(latest_ms, self._looked)}
+        return {
+            origin: EventTime(self._merged(origin, latest_ms), now_ms - max(0, round((now - at) * 1000)))
+            for origin, at in seen.items()
+        }
 
     def _merged(self, origin: Origin, latest_ms: Mapping[Origin, int]) -> int | None:
         known, new = self._latest.get(origin), latest_ms.get(origin)

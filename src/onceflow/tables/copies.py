@@ -22,6 +22,7 @@ from onceflow.client.committed import Chunk
 from onceflow.clock import clock_ms
 from onceflow.errors import EnvironmentUnusableError, OnceflowError
 from onceflow.protocol.partitioners import key_partitions
+from onceflow.protocol.timestamps import known_ms
 from onceflow.state import rows
 from onceflow.state.local.catch_up import CatchUp, Source, snapshot_changes
 from onceflow.state.local.format import (
@@ -59,7 +60,7 @@ class RawChange(NamedTuple):
 
     Args:
         value, before: payloads after and before the record; None: there is no value.
-        timestamp_ms: of the record, epoch milliseconds.
+        timestamp_ms: of the record, epoch milliseconds; None: it has none.
     """
 
     key: bytes
@@ -67,7 +68,7 @@ class RawChange(NamedTuple):
     before: bytes | None
     partition: int
     offset: int
-    timestamp_ms: int
+    timestamp_ms: int | None
 
 
 @dataclass(frozen=True)
@@ -347,7 +348,7 @@ class Copy:
         columns: Sequence[list[int]] = (chunk.offsets.tolist(), chunk.timestamps_ms.tolist())
         for key, value, offset, timestamp_ms in zip(chunk.keys, chunk.values, *columns, strict=True):
             if key in known:
-                found.append(RawChange(key, value, known[key], self.partition, offset, timestamp_ms))
+                found.append(RawChange(key, value, known[key], self.partition, offset, known_ms(timestamp_ms)))
                 known[key] = value
         return found
 
@@ -367,6 +368,6 @@ class Copy:
             for changed in sorted({*before, *after}):
                 old, new = before.get(changed), after.get(changed)
                 if new != old:
-                    found.append(RawChange(changed, new, old, self.partition, offset, timestamp_ms))
+                    found.append(RawChange(changed, new, old, self.partition, offset, known_ms(timestamp_ms)))
             before = after
         return found

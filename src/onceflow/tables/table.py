@@ -31,7 +31,7 @@ class Change(NamedTuple):
         value: its value now; None: the key was deleted.
         before: its value before; None: it had none.
         partition, offset: where the record is.
-        timestamp_ms: the record's timestamp, epoch milliseconds.
+        timestamp_ms: the record's timestamp, epoch milliseconds; None: it has none.
     """
 
     key: Any
@@ -39,7 +39,7 @@ class Change(NamedTuple):
     before: Any
     partition: int
     offset: int
-    timestamp_ms: int
+    timestamp_ms: int | None
 
 
 class Table(Lookups):
@@ -251,13 +251,15 @@ class Table(Lookups):
             )
 
         def call(change: RawChange) -> None:
-            key, value, before, *rest = change
+            key, value, before, partition, offset, timestamp_ms = change
             function(
                 Change(
                     self._decoded_key(key),
                     None if value is None else self._decoded(value, key),
                     None if before is None else self._decoded(before, key),
-                    *rest,
+                    partition,
+                    offset,
+                    timestamp_ms,
                 )
             )
 

@@ -21,10 +21,12 @@ class ExternalOrder:
     """All that a task needs to write its rows.
 
     Args:
+        flow: its name. The attempt has its identity.
         faults: rules of the driver's environment (tests only), see onceflow.hooks.
     """
 
     sink: ExternalSink
+    flow: str
     attempt: BatchAttempt
     faults: str | None = None
 
@@ -43,10 +45,10 @@ class ExternalTask:
             raise RuntimeError("the code of a task was called outside a Spark task")
         order = self.order
         hooks.configure(order.faults)
-        hooks.at("begin", where="task", flow=order.attempt.flow, batch=order.attempt.batch, task=context.partitionId())
+        hooks.at("begin", where="task", flow=order.flow, batch=order.attempt.batch, task=context.partitionId())
         place = TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
         task_logs.use_format()
-        with log_context.within(flow=order.attempt.flow, batch=order.attempt.batch, task=place.task):
+        with log_context.within(flow=order.flow, batch=order.attempt.batch, task=place.task):
             report = write_external(order, place, batches)
         yield report_row(report)
 
@@ -70,7 +72,7 @@ def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.
         if place.attempt > 0:
             raise BatchAbortedError(
                 "Spark ran a task twice in one attempt of the batch",
-                flow=attempt.flow,
+                flow=order.flow,
                 batch=attempt.batch,
                 detail=f"task {place.task} is at attempt {place.attempt}",
                 next_step="none: the batch is run again",
@@ -78,7 +80,7 @@ def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.
         # The stage too: after lost shuffle files Spark may run a task again in another one.
         receipt = order.sink.write(attempt, f"{place.stage}-{place.task}", counted())
         if place.where == "task":  # the driver announces the step itself
-            hooks.at("write", where="task", flow=attempt.flow, batch=attempt.batch, task=place.task)
+            hooks.at("write", where="task", flow=order.flow, batch=attempt.batch, task=place.task)
     except OnceflowError as problem:
         error = problem
     report = Report(

@@ -119,7 +119,8 @@ class RowsMap:
         for name in self.schema.names:
             if names.count(name) != 1:
                 problem = "without the column" if name not in names else "with several columns"
-                raise self._wrong(f"returned a batch {problem} {name!r}", given, self._columns())
+                has = f"; it has {', '.join(map(repr, names))}" if name not in names else ""
+                raise self._wrong(f"returned a batch {problem} {name!r}{has}", given, self._columns())
         extra = [name for name in names if name not in self.schema.names]
         if extra:
             raise self._wrong(f"returned a batch with the further column {extra[0]!r}", given, self._columns())

@@ -7,6 +7,8 @@ micro-batch.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import resource
 import threading
@@ -23,16 +25,20 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.settings import ClientSettings
-from onceflow.client.topics import max_message_bytes, missing
+from onceflow.client.topics import missing, topic_limits
 from onceflow.client.transaction_requests import add_partitions
 from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError, UnknownTopicError, located
 from onceflow.messages import NotCopartitionedError, Report, Target, TaskPlace, TaskReport, WriteOrder, report_row
+from onceflow.protocol import timestamps
 from onceflow.protocol.batches import encode_batches, next_sequence
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.task import task_logs
 
+log = logging.getLogger("onceflow")
+
+_TELL_EVERY_S = 60.0
 _GATHERED_BYTES = 256_000  # a small batch of a flow is one request to each broker
 
 
@@ -306,8 +312,8 @@ class RowWriter:
                 info = self._cluster.topic(topic, self._deadline, fresh=True, patient=True)
             except UnknownTopicError as error:
                 raise missing(self._cluster, error, {topic: "output"}, self._deadline) from None
-            limit = max_message_bytes(self._cluster, [topic], self._deadline)[topic]
-            self._targets[topic] = Target(info.partitions, limit)
+            limits = topic_limits(self._cluster, [topic], self._deadline)[topic]
+            self._targets[topic] = Target(info.partitions, *limits)
         return self._targets[topic]
 
     # ---- writing -------------------------------------------------------------------------------------
@@ -326,22 +332,51 @@ class RowWriter:
             # With transaction version 1, a partition must be added to the transaction before it is written to.
             add_partitions(self._cluster, transactional_id, self._order.producer, {topic: [partition]}, self._deadline)
         names = rows.schema.names
+        headers = rows.column("headers") if "headers" in names else None
+        times, now_ms = None, clock_ms()
+        if "timestamp" in names:
+            times, headers, refused, example_ms = timestamps.fitted(
+                rows.column("timestamp"), headers, target.times, now_ms
+            )
+            if refused:
+                _tell_refused(self._order.flow, topic, refused, example_ms)
         sequence = self._sequences.get((topic, partition), self._order.sequences.get((topic, partition), 0))
         with located(flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch):
             for encoded in encode_batches(
                 rows.column("key") if "key" in names else None,
                 rows.column("value") if "value" in names else None,
-                rows.column("headers") if "headers" in names else None,
-                rows.column("timestamp") if "timestamp" in names else None,
+                headers,
+                times,
                 identity=self._order.producer,
                 base_sequence=sequence,
                 compression=self._order.compression,
                 max_batch_bytes=target.max_message_bytes,
-                default_timestamp_ms=clock_ms(),
+                default_timestamp_ms=now_ms,
             ):
                 self._producer.send(topic, partition, encoded)
                 sequence = next_sequence(sequence, encoded.count)
         self._sequences[topic, partition] = sequence
+
+
+_told_refused: dict[tuple[str, str], float] = {}
+
+
+def _tell_refused(flow: str, topic: str, count: int, example_ms: int) -> None:
+    """Log that a topic refuses timestamps: at most once a minute in a process."""
+    now = time.monotonic()
+    if now - _told_refused.get((flow, topic), -math.inf) >= _TELL_EVERY_S:
+        _told_refused[flow, topic] = now
+        log.warning(
+            "flow %s: topic %s does not accept the timestamps of %d records, for example %d (%s); its settings are "
+            "message.timestamp.before.max.ms and after.max.ms. They get the time of writing, and the header %s has "
+            "their own",
+            flow,
+            topic,
+            count,
+            example_ms,
+            timestamps.in_utc(example_ms),
+            timestamps.ORIGINAL_TIMESTAMP,
+        )
 
 
 # Python workers are reused for many batches, so the connections are kept. They must not be used across a fork. Only one

@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from onceflow.errors import BadRecordError, data_loss, located
+from onceflow.errors import data_loss, located
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.record_columns import RecordColumns
+from onceflow.protocol.timestamps import LATEST_MS, NO_TIMESTAMP
 from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, SinkForm
 
 log = logging.getLogger("onceflow")
 
 # Larger batches are not joined: the copy would cost more than it saves.
 _JOINED_BYTES = 1_000_000
-_LAST_MS = (2**63 - 1) // 1000
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,16 @@ def source_columns(records: RecordColumns, place: TopicPartition, needed: Sequen
         "topic": lambda: pa.repeat(pa.scalar(place[0], pa.string()), len(records)),
         "partition": lambda: pa.repeat(pa.scalar(place[1], pa.int32()), len(records)),
         "offset": lambda: pa.array(records.offsets),
-        "timestamp": lambda: pa.array(_microseconds(records, place)).view(SOURCE_TYPES["timestamp"]),
+        "timestamp": lambda: pa.array(_microseconds(records)).view(SOURCE_TYPES["timestamp"]),
         "timestampType": lambda: pa.array(records.timestamp_types),
         "headers": lambda: records.headers,
     }
     return {name: made[name]() for name in needed}
 
 
-def _microseconds(records: RecordColumns, place: TopicPartition) -> Any:
-    stamps = records.timestamps_ms
-    if len(stamps) and stamps.max() > _LAST_MS:
-        raise BadRecordError(
-            "A source record has a timestamp that no row can have",
-            topic=f"{place[0]}-{place[1]}",
-            detail=f"{stamps.max()} ms since 1970 at offset {records.offsets[stamps.argmax()]}, after the year 292,000",
-            next_step="leave out the column timestamp; or pass this offset with `onceflow reset FLOW --to`",
-        )
-    return stamps * 1000
+def _microseconds(records: RecordColumns) -> Any:
+    # A time that cannot be expressed is the latest one that can, see timestamps.py; any time before 1970 is unknown.
+    return np.clip(records.timestamps_ms, NO_TIMESTAMP, LATEST_MS) * 1000
 
 
 def expired(place: TopicPartition, first: int, end: int, *, may_lose: bool, flow: str) -> None:

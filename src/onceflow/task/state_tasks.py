@@ -26,6 +26,7 @@ from onceflow.errors import OnceflowError, OptionError
 from onceflow.messages import NotCopartitionedError, StateOrder, TaskPlace, TaskReport, encoded, report_row
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.spark import queries
+from onceflow.state.engine import input_batch
 from onceflow.state.local.prepare import Prepared
 from onceflow.state.run import StateRun
 from onceflow.state.spec import StateReport
@@ -245,5 +246,4 @@ def engine_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
     position = batch.schema.get_field_index("timestamp")
     if position < 0 or not pa.types.is_timestamp(batch.schema.field(position).type):
         return batch
-    millis = pc.divide(batch.column(position).cast(pa.timestamp("us", tz="UTC")).cast(pa.int64()), 1000)
-    return batch.set_column(position, "timestamp", millis)
+    return batch.set_column(position, "timestamp", input_batch.milliseconds(batch.column(position)))

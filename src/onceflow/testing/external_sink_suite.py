@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -31,12 +32,17 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pytest
 
-from onceflow.errors import FencedError
-from onceflow.external.sink import BatchAttempt, ExternalSink
+from onceflow.errors import FencedError, ProgressConflictError
+from onceflow.external.sink import BatchAttempt, ExternalSink, ProgressRow
 
 #: The columns of the rows that are written. ``id`` is different in all rows of a flow.
 SCHEMA = pa.schema([("id", pa.int64()), ("text", pa.string())])
 _ROWS = 40  # of a batch
+_CLUSTER = "MkU3OEVBNTcwNTJENDM2Qg"
+#: The identity of the flow of most tests, see `ExternalSink`.
+FLOW = f"onceflow.suite@{_CLUSTER}"
+# Flows of the same name: with a prefix, on another cluster, and with the longest names that there are.
+_OTHERS = (f"a.{FLOW}", "onceflow.suite@abcdefghijklmnopqrstuv", f"{'p' * 99}.onceflow.{'n' * 200}@{_CLUSTER}")
 _CHILD_S = 60.0
 
 
@@ -50,20 +56,25 @@ class Writer:
     """What a driver and two tasks do.
 
     Args:
+        flow: its identity.
         first: of the numbers of the rows, so that the rows of two flows differ.
+        owner: of the driver; None: a new one.
     """
 
-    def __init__(self, sink: ExternalSink, flow: str = "suite", first: int = 0) -> None:
+    def __init__(self, sink: ExternalSink, flow: str = FLOW, first: int = 0, owner: str | None = None) -> None:
         self.sink = copied(sink)  # each driver has its own
         self.flow = flow
         self.first = first
+        self.owner = owner or uuid.uuid4().hex
         self.generation = 0
         self.batch = 0  # the last one that was committed
         self._attempts: Counter[int] = Counter()
 
     def open(self, generation: int | None = None) -> Writer:
-        opened = self.sink.open(self.flow, generation)
+        opened = self.sink.open(self.flow, self.owner, generation)
         assert opened.generation > (generation or 0)
+        assert opened.owner == self.owner
+        assert opened == self.sink.progress_row(self.flow)
         self.generation = opened.generation
         self.batch = 0 if opened.progress is None else json.loads(opened.progress)["batch"]
         return self
@@ -76,7 +87,7 @@ class Writer:
         """The next batch, written by some tasks, and not committed."""
         batch = self.batch + 1
         self._attempts[batch] += 1
-        attempt = BatchAttempt(self.flow, self.generation, batch, self._attempts[batch])
+        attempt = BatchAttempt(self.flow, self.owner, self.generation, batch, self._attempts[batch])
         self.sink.begin(attempt)
         rows = self.rows(attempt)
         return attempt, [self.task(attempt, str(n), rows[n::of_tasks]) for n in range(of_tasks)]
@@ -160,6 +171,42 @@ class ExternalSinkSuite:
         writer.commit(again, receipts)
         assert self.seen(sink) == writer.rows(attempt) + writer.rows(again)
 
+    def test_looking_changes_nothing(self, sink: ExternalSink) -> None:
+        """A start reads the progress row, and may be refused then: the driver that has the flow goes on."""
+        sink.check(SCHEMA)
+        assert copied(sink).progress_row(FLOW) is None
+        writer = Writer(sink).open()
+        attempt, receipts = writer.staged()
+        for _ in range(2):
+            seen = copied(sink).progress_row(FLOW)
+            assert seen == ProgressRow(writer.generation, writer.owner, None)
+        writer.commit(attempt, receipts)
+        seen = copied(sink).progress_row(FLOW)
+        assert seen == ProgressRow(writer.generation, writer.owner, json.dumps({"batch": 1}))
+        assert copied(sink).progress_row(_OTHERS[0]) is None
+        writer.commit(*writer.staged())
+        assert Writer(sink).open().batch == 2
+
+    @pytest.mark.parametrize("committed", [True, False])
+    def test_the_answers_of_takeovers_are_lost(self, sink: ExternalSink, committed: bool) -> None:
+        """The driver wants to find out how a commit ended, and does not get the answer, again and again."""
+        writer = Writer(sink).open()
+        attempt, receipts = writer.staged()
+        if committed:
+            writer.commit(attempt, receipts)
+        writer.batch = 0
+        generations = [writer.generation]
+        for _ in range(3):
+            writer.open(attempt.generation)
+            generations.append(writer.generation)
+        assert generations == sorted({*generations})
+        assert (writer.batch, self.seen(sink)) == ((1, writer.rows(attempt)) if committed else (0, []))
+        with pytest.raises(FencedError):
+            writer.sink.commit(attempt, receipts, "{}")
+        again, receipts = writer.staged()
+        writer.commit(again, receipts)
+        assert self.seen(sink) == [*(writer.rows(attempt) if committed else []), *writer.rows(again)]
+
     # ---- two drivers ---------------------------------------------------------------------------------
 
     def test_an_older_driver_is_fenced(self, sink: ExternalSink) -> None:
@@ -168,21 +215,24 @@ class ExternalSinkSuite:
         new = Writer(sink).open()
         with pytest.raises(FencedError):
             old.commit(left, receipts)
-        with pytest.raises(FencedError):
-            sink.open("suite", left.generation)
+        for _ in range(2):
+            with pytest.raises(FencedError):
+                old.open(left.generation)
         assert self.seen(sink) == []
         attempt, receipts = new.staged()
         new.commit(attempt, receipts)
         assert self.seen(sink) == new.rows(attempt)
 
-    def test_two_flows_do_not_meet(self, sink: ExternalSink) -> None:
-        one, two = Writer(sink, "one").open(), Writer(sink, "two", first=1_000_000).open()
-        first, second = one.staged(), two.staged()
-        Writer(sink, "two", first=1_000_000)
-        two.commit(*second)
-        one.commit(*first)
-        assert self.seen(sink) == one.rows(first[0]) + two.rows(second[0])
-        assert (Writer(sink, "one").open().batch, Writer(sink, "two").open().batch) == (1, 1)
+    def test_flows_of_one_name_do_not_meet(self, sink: ExternalSink) -> None:
+        """They have different prefixes, or are on different clusters."""
+        flows = (FLOW, *_OTHERS)
+        writers = [Writer(sink, flow, first=n * 1_000_000).open() for n, flow in enumerate(flows)]
+        staged = [writer.staged() for writer in writers]
+        for writer, (attempt, receipts) in reversed([*zip(writers, staged, strict=True)]):
+            writer.commit(attempt, receipts)
+        expected = [row for writer, (attempt, _) in zip(writers, staged, strict=True) for row in writer.rows(attempt)]
+        assert self.seen(sink) == expected
+        assert [Writer(sink, flow).open().batch for flow in flows] == [1] * len(flows)
 
     def test_a_commit_meets_a_takeover(self, sink: ExternalSink) -> None:
         """Either the new driver knows of the commit, or nothing of it is seen."""
@@ -217,6 +267,23 @@ class ExternalSinkSuite:
                 by_batch = {(row["id"] // _ROWS, row["text"]) for row in seen}
                 assert len(by_batch) == committed, "rows of one batch come from several attempts"
 
+    def test_a_takeover_is_killed_at_any_moment(self, sink: ExternalSink) -> None:
+        """The same owner takes the flow over once more, as if the answer was lost, and others cannot."""
+        chance = random.Random(8)
+        writer, other = Writer(sink).open(), Writer(sink)
+        with _drivers(sink) as killed:
+            for _ in range(self.rounds):
+                attempt, receipts = writer.staged()
+                killed(chance.randrange(0, 3), chance.random() * 0.03, writer)
+                with pytest.raises((FencedError, ProgressConflictError)):
+                    other.open(attempt.generation)
+                writer.open(attempt.generation)
+                assert writer.batch == attempt.batch - 1
+                with pytest.raises(FencedError):
+                    writer.sink.commit(attempt, receipts, "{}")
+                writer.commit(*writer.staged())
+        assert [row["id"] for row in self.seen(sink)] == list(range(_ROWS, (self.rounds + 1) * _ROWS))
+
 
 def _try_to_commit(writer: Writer, attempt: BatchAttempt, receipts: list[bytes], failed: list[Exception]) -> None:
     try:
@@ -226,9 +293,10 @@ def _try_to_commit(writer: Writer, attempt: BatchAttempt, receipts: list[bytes],
 
 
 @contextlib.contextmanager
-def _drivers(sink: ExternalSink) -> Iterator[Callable[[int, float], int]]:
+def _drivers(sink: ExternalSink) -> Iterator[Callable[..., int]]:
     """Yields a function that runs a driver that commits batches, and kills it. It takes how many commits it waits for,
-    and how many seconds more; it returns how many commits the driver has reported.
+    and how many seconds more; it returns how many commits the driver has reported. With a `Writer` as the third
+    argument, the driver takes the flow over as its owner, again and again, from its generation, and commits nothing.
 
     The drivers are forks of one process that has imported everything, so that each begins at once.
     """
@@ -256,11 +324,11 @@ def _drivers(sink: ExternalSink) -> Iterator[Callable[[int, float], int]]:
                 count += 1
             return count
 
-        def killed(after_commits: int, after_s: float) -> int:
+        def killed(after_commits: int, after_s: float, writer: Writer | None = None) -> int:
             given_up = threading.Timer(_CHILD_S, os.killpg, (process.pid, signal.SIGKILL))
             given_up.start()
             try:
-                order(b"begin\n")
+                order(b"begin\n" if writer is None else f"{writer.owner} {writer.generation}\n".encode())
                 assert commits(after_commits) == after_commits, "the driver has ended by itself"
                 time.sleep(after_s)
                 order(b"kill\n")
@@ -276,19 +344,25 @@ def drive() -> None:
     """The process whose forks are killed. Its standard input has the sink, and then two lines for each driver: one for
     its begin, one for its end."""
     sink = pickle.load(sys.stdin.buffer)
-    while sys.stdin.buffer.readline():
+    while line := sys.stdin.buffer.readline().decode():
         pid = os.fork()
         if pid == 0:
-            _commit_batches(sink)
+            _commit_batches(sink, line.split())
         sys.stdin.buffer.readline()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.write(1, b"killed\n")
 
 
-def _commit_batches(sink: ExternalSink) -> NoReturn:
-    """What a fork does: it takes the flow over, and commits one batch after the other."""
+def _commit_batches(sink: ExternalSink, line: list[str]) -> NoReturn:
+    """What a fork does: it takes the flow over, and commits one batch after the other. If it is given an owner and a
+    generation, it only takes the flow over."""
     try:
+        if len(line) == 2:
+            writer = Writer(sink, owner=line[0])
+            while True:
+                writer.open(int(line[1]))
+                os.write(1, b"%d\n" % writer.generation)
         writer = Writer(sink).open()
         for attempt, receipts in _endless(writer):
             writer.commit(attempt, receipts)

@@ -13,20 +13,20 @@ class PostgresProxy:
     """Forwards connections to a server; a context manager.
 
     ``cut("before")``: the next connection that sends a COMMIT is closed, and the server does not get it.
-    ``cut("after")``: the server gets it, and its answer is lost.
+    ``cut("after")``: the server gets it, and its answer is lost. ``cut("after", 3)``: so it is with the next three.
     """
 
     def __init__(self, upstream_port: int) -> None:
         self._upstream_port = upstream_port
         self._server = socket.create_server((HOST, 0))
         self.port = int(self._server.getsockname()[1])
-        self._armed: str | None = None
+        self._armed: list[str] = []
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self.cuts = 0
 
-    def cut(self, when: str) -> None:
-        self._armed = when
+    def cut(self, when: str, times: int = 1) -> None:
+        self._armed = [when] * times
 
     def __enter__(self) -> PostgresProxy:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -71,9 +71,10 @@ class PostgresProxy:
 
     def _take(self) -> str | None:
         with self._lock:
-            when, self._armed = self._armed, None
-            self.cuts += when is not None
-            return when
+            if not self._armed:
+                return None
+            self.cuts += 1
+            return self._armed.pop()
 
 
 def _close(each: socket.socket) -> None:

@@ -55,7 +55,8 @@ class ProcessorDriver:
     Args:
         processor: a `Processor` or `ColumnProcessor`. To test a migration, assign a newer one to ``driver.processor``.
         partitions: the number of partitions of the table.
-        now_ms: processing time at the beginning, in epoch milliseconds. It moves only when the test moves it.
+        now_ms: processing time at the beginning, in epoch milliseconds. It moves only when the test moves it. None: it
+            begins at 0, and event times may be as far ahead of it as they like (``max_ahead`` does not hold).
         tables: what ``state.table(name)`` finds, as dicts: ``{"rates": {"EUR": {"rate": 1.1}}}``. A test may change the
             dicts; the next batch sees that.
         options: options of the engine: ``on_error="dead-letter"``, ``default_ttl_ms``, ``max_timers_per_batch``, ...
@@ -73,19 +74,19 @@ class ProcessorDriver:
         processor: Processor | ColumnProcessor,
         partitions: int = 1,
         *,
-        now_ms: int = 0,
+        now_ms: int | None = None,
         tables: Mapping[str, Mapping[Any, Any]] | None = None,
         **options: Any,
     ) -> None:
         self.processor = processor
-        self.now_ms = now_ms
+        self.now_ms = 0 if now_ms is None else now_ms
         self.watermark_ms: int | None = None
         self.outputs: _Records = []
         self.tables = dict(tables or {})
         self.late: _Records = []
         self.dead_letters: _Records = []
         self.counts: dict[str, int] = {}
-        self._options = {"dead_letter_topic": _DEAD, "late_topic": _LATE, **options}
+        self._options = {"dead_letter_topic": _DEAD, "late_topic": _LATE, "keeps_time": now_ms is not None, **options}
         self._queue: list[tuple[int, Record]] = []  # partition of the table and record, in bytes
         self._offsets: dict[tuple[str, int], int] = {}
         self._latest: dict[tuple[str | None, int], int] = {}

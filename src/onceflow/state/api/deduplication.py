@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onceflow.state.api.processor import ColumnProcessor
+from onceflow.state.api.processor import MAX_AHEAD, ColumnProcessor
 
 #: Columns of the rows of a de-duplication, besides those of every step. ``key`` is the id there.
 RECORD_KEY, EVENT_TIME = "record_key", "event_time"
@@ -24,6 +24,7 @@ class Deduplication(ColumnProcessor):
         duplicates_topic: the topic of duplicates; None: they are dropped.
         id_name: the column with the id, for messages.
         id_is_key: whether the id is the record's key, so that ``RECORD_KEY`` is null but for keys that are hashed.
+        max_ahead: as in `Processor`.
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class Deduplication(ColumnProcessor):
         duplicates_topic: str | None = None,
         id_name: str = "key",
         id_is_key: bool = True,
+        max_ahead: str | float | None = MAX_AHEAD,
     ) -> None:
         self.within_ms, self.records = within_ms, records
         self.duplicates_topic = duplicates_topic
         self.id_name, self.id_is_key = id_name, id_is_key
+        self.max_ahead = max_ahead
         # The watermark of the flow is then stream time minus ``within``: older records are late, older ids forgotten.
         self.allowed_lateness = None if within_ms is None else within_ms / 1000
         # A table is of one kind or the other: progress knows the fields, and a start with others is refused.

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from onceflow.state.api.timers import Timer
 
 
+MAX_AHEAD = "1 day"
+"""How far event time may be ahead of the clock, unless a processor says otherwise. A clock in another time zone is
+ahead by less."""
+
+
 class Processor:
     """User code with state per key that processes record by record.
 
@@ -46,6 +51,8 @@ class Processor:
         allowed_lateness: how far the watermark stays behind the latest event, for example ``"10 seconds"``. Records
             older than the watermark go to the late topic. None: event time is not used, there is no watermark, and
             event-time timers do not fire.
+        max_ahead: with ``allowed_lateness``, how far the event time of a record may be ahead of the clock. A record
+            beyond that cannot be processed (``on_error``), and does not move the watermark. None: as far as it likes.
 
     A subclass may also define ``migrate(self, payload, from_version)``. It gets the bytes of a state row that an older
     version has written, and returns the value as the ``state`` serde of this version would decode it. If ``migrate``
@@ -59,6 +66,7 @@ class Processor:
     output: Any = BYTES
     ttl: str | float | None = None
     allowed_lateness: str | float | None = None
+    max_ahead: str | float | None = MAX_AHEAD
 
     def open(self, partition: int) -> None:
         """Called for every partition, before anything else in a batch."""
@@ -67,7 +75,8 @@ class Processor:
         """Called for every partition, at the end of its part of a batch."""
 
     def event_time(self, record: Record) -> int | None:
-        """The event time of a record in epoch milliseconds. None: it is not known; such a record is never late."""
+        """The event time of a record in epoch milliseconds. None, or a time before 1970: it is not known; such a record
+        is never late, and does not move the watermark."""
         return record.timestamp_ms
 
     def late_before_ms(self, watermark_ms: int) -> int:
@@ -94,7 +103,10 @@ class Processor:
         raise NotImplementedError(f"{type(self).__name__} does not define process()")
 
     def on_timer(self, key: Any, timer: Timer, state: State) -> Iterable[Record] | None:
-        """Handle a timer that is due. The timer is already deleted. An error here stops the flow.
+        """Handle a timer that is due. The timer is already deleted.
+
+        ``on_error`` of the step says what an error does. ``fail``: the flow stops. ``dead-letter``: what this call has
+        changed is undone, the timer is gone, and a dead letter names key and timer.
 
         Args:
             key: the key for which the timer was registered.
@@ -165,8 +177,8 @@ class ColumnProcessor:
                 return outputs, new_states
 
     Class attributes:
-        version, ttl, allowed_lateness: as in `Processor`. ``migrate(self, payload, from_version)`` returns a dict of
-            the fields, or bytes if there are no ``state_fields``.
+        version, ttl, allowed_lateness, max_ahead: as in `Processor`. ``migrate(self, payload, from_version)`` returns a
+            dict of the fields, or bytes if there are no ``state_fields``.
         state_fields: names and types of the state's fields, as in ``struct()``. None: one binary field ``value`` with
             the bytes of the state.
     """
@@ -175,6 +187,7 @@ class ColumnProcessor:
     state_fields: dict[str, str] | None = None
     ttl: str | float | None = None
     allowed_lateness: str | float | None = None
+    max_ahead: str | float | None = MAX_AHEAD
 
     def open(self, partition: int) -> None:
         """Called for every partition, before anything else in a batch."""
@@ -183,7 +196,8 @@ class ColumnProcessor:
         """Called for every partition, at the end of its part of a batch."""
 
     def event_time(self, records: pa.Table) -> Any:
-        """The event times in epoch milliseconds: an integer array, with null where the time is not known."""
+        """The event times in epoch milliseconds: an integer array, with null where the time is not known. Times before
+        1970 are not known, either."""
         return records["timestamp_ms"] if "timestamp_ms" in records.column_names else None
 
     def process(self, records: pa.Table, states: pa.Table, context: ColumnContext) -> tuple[Any, Any]:

@@ -22,7 +22,8 @@ class Record:
             written. None: a tombstone. You may also write bytes.
         topic: where it was read, or where to write it. None: the default output topic.
         headers: pairs of a name and bytes (or None). They are a tuple in a record that was read.
-        timestamp_ms: epoch milliseconds. None in a record to write: the time of writing.
+        timestamp_ms: epoch milliseconds. None in a record that was read: it has no time. None, or a time before 1970,
+            in a record to write: the time of writing.
         partition: where it was read. Ignored when it is written: the key decides the partition.
         offset: where it was read. Ignored when it is written.
 

@@ -10,11 +10,35 @@ from onceflow.durations import duration_ms
 from onceflow.errors import ClaimCheckError, EnvironmentUnusableError, OnceflowError, ProcessorError
 from onceflow.state import rows
 from onceflow.state.api.joined_table import JoinedTable
+from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES
 from onceflow.state.stores.overlay import Overlay
 
 #: The result of reading a row that has expired.
 ABSENT: Any = object()
+
+
+class Failures:
+    """What a timer could not do, although the rest of its work is done.
+
+    Args:
+        check: raises what writing records would raise. It gets the key, its bytes, and the records.
+        never: errors that the timer has not caused.
+
+    Attributes:
+        found: what each was about, and the error.
+    """
+
+    def __init__(self, check: Callable[[Any, bytes, list[Record]], None], never: tuple[type[Exception], ...]) -> None:
+        self.check = check
+        self.found: list[tuple[Mapping[str, Any], Exception]] = []
+        self._never = never
+
+    def add(self, error: Exception, about: Mapping[str, Any]) -> None:
+        """Note what could not be done."""
+        if isinstance(error, self._never):
+            raise error
+        self.found.append((about, error))
 
 
 class Scope:
@@ -56,6 +80,8 @@ class Scope:
         self.uses_clock = ttl_ms is not None
         """Whether results may depend on processing time: user code has asked for it, or has set a timer of that clock
         or a time to live, even if it was taken back in the same batch."""
+        self.failures: Failures | None = None
+        """Set while a timer that has failed runs once more: it leaves out what it cannot do, and notes it here."""
         self.fatal: OnceflowError | None = None
         """An error that no record has caused: the batch fails, even if user code has caught the error."""
 

@@ -9,11 +9,15 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from onceflow.durations import duration_ms
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError, ProcessorError
+from onceflow.protocol import timestamps
 from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.progress import Origin
 from onceflow.protocol.succession import TimerId
+from onceflow.protocol.timestamps import FarAheadError
 from onceflow.state import dead_letters
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.record import Record
@@ -64,12 +68,14 @@ class BaseEngine:
             next batch. None: all that are due.
         tables: tables that the flow joins with, by name.
         timers_until, unfired: see `Moment`.
+        keeps_time: whether ``now_ms`` is the time of day, so that event times can be compared with it.
 
     Attributes:
         timers_left: whether more timers were due than one batch may fire, or one of them has not done all of its work.
         fired: by clock, the latest time of a timer that has fired.
         max_event_ms: the latest event time by topic and partition of the source (None and the table's partition if
             those are not known); only if the processor has ``allowed_lateness``.
+        untimed: in the same form, the sources with records whose event time is not known.
         counts: what happened so far.
         causes: of dead letters, by class of the cause: their number, and a description of the first one.
 
@@ -101,20 +107,19 @@ class BaseEngine:
         tables: Mapping[str, JoinedTable] | None = None,
         timers_until: Mapping[str, int] | None = None,
         unfired: frozenset[TimerId] = frozenset(),
+        keeps_time: bool = True,
     ) -> None:
         self.processor = copy.copy(processor)
         self.flow, self.table, self.partition, self.batch = flow, table, partition, batch
-        self.now_ms, self.watermark_ms = now_ms, watermark_ms
-        self._late_before_ms = watermark_ms
+        self.now_ms, self.watermark_ms, self._late_before_ms = now_ms, watermark_ms, watermark_ms
         self.uses_event_time = processor.allowed_lateness is not None
         self._check(on_error, dead_letter_topic, late_topic)
         if default_ttl_ms is None and processor.ttl is not None:
             default_ttl_ms = duration_ms(processor.ttl)
         self._dead_letter_topic = dead_letter_topic if on_error == "dead-letter" else None
         self._late_topic, self._source_topic = late_topic, source_topic
-        self._max_timers = max_timers_per_batch
         self._timers_until, self._unfired = timers_until, due.Unfired(unfired)
-        self.timers_left, self.fired = False, set[str]()
+        self.timers_left, self.fired, self._max_timers = False, set[str](), max_timers_per_batch
         self._overlay = Overlay(store)
         self._scope = Scope(
             processor,
@@ -127,9 +132,10 @@ class BaseEngine:
         self._scope.tables = tables or {}
         self._own_topics = own_topics or OwnTopics()
         self._collector = OutputCollector(own_topics=self._own_topics)
-        self.max_event_ms = dict[tuple[str | None, int], int]()
-        self.counts = dict.fromkeys(COUNTS, 0)
-        self.causes: dict[str, tuple[int, str]] = {}
+        self.max_event_ms, self.untimed = dict[Origin, int](), set[Origin]()
+        self._max_ahead = processor.max_ahead if keeps_time else None
+        self._last_ms = _last_ms(now_ms, self._max_ahead)
+        self.counts, self.causes = dict.fromkeys(COUNTS, 0), dict[str, tuple[int, str]]()
 
     def _check(self, on_error: str, dead_letter_topic: str | None, late_topic: str | None) -> None:
         if on_error not in ("fail", "dead-letter"):
@@ -139,7 +145,7 @@ class BaseEngine:
         if self.uses_event_time and late_topic is None and not self.may_drop_late:
             raise OptionError("a processor with allowed_lateness needs a topic for late records", flow=self.flow)
         check_windows(self.processor, self.flow)
-        for name in ("ttl", "allowed_lateness"):
+        for name in ("ttl", "allowed_lateness", "max_ahead"):
             value = getattr(self.processor, name)
             try:
                 if value is not None and duration_ms(value) <= 0 and name == "ttl":
@@ -244,13 +250,16 @@ class BaseEngine:
 
         Args:
             batch: a normalised batch.
-            times: int64 Arrow array, null where the time is not known.
+            times: int64 Arrow array, null where the time is not known. None is too far ahead.
 
         Returns:
             Which records are not late; None: all of them.
         """
         for place, ms in input_batch.latest(batch, times, self._source_topic, self.partition):
             self.max_event_ms[place] = max(ms, self.max_event_ms.get(place, ms))
+        if times.null_count:
+            unknown = batch.filter(times.is_null())
+            self.untimed.update(input_batch.places(unknown, self._source_topic, self.partition))
         if self.watermark_ms is None or self._late_before_ms is None:
             return None
         known = times.is_valid().to_numpy(zero_copy_only=False)
@@ -272,6 +281,31 @@ class BaseEngine:
         in_time: npt.NDArray[np.bool_] = ~late
         return in_time
 
+    def _far_ahead(self, times: Any) -> npt.NDArray[np.bool_] | None:
+        """Which of these event times are too far ahead of the clock; None: none of them."""
+        highest = pc.max(times).as_py()
+        if highest is None or highest <= self._last_ms:
+            return None
+        found: npt.NDArray[np.bool_] = pc.greater(times, self._last_ms).fill_null(False).to_numpy(zero_copy_only=False)
+        return found
+
+    def _ahead(self, at_ms: int) -> FarAheadError:
+        """The error of a record with an event time that is too far ahead."""
+        return FarAheadError(at_ms, self.now_ms, self._max_ahead)
+
+    def _without_far_ahead(self, batch: pa.RecordBatch, times: Any) -> tuple[pa.RecordBatch, Any]:
+        """Reject the records whose event times are too far ahead. Returns the others, with their times."""
+        far = self._far_ahead(times)
+        if far is None:
+            return batch, times
+        mask = pa.array(far)
+        away = batch.filter(mask)
+        for record, at_ms in zip(self._raw(away), times.filter(mask).to_pylist(), strict=True):
+            self._reject(record, self._ahead(at_ms))
+        self.untimed.update(input_batch.places(away, self._source_topic, self.partition))
+        mask = pa.array(~far)
+        return batch.filter(mask), times.filter(mask)
+
     def _reject(self, record: Record, error: Exception) -> None:
         """Write a dead letter, or fail the batch.
 
@@ -286,11 +320,20 @@ class BaseEngine:
         if self._dead_letter_topic is None:
             where = f"offset {record.offset}, " if record.offset is not None else ""
             raise self._failed("a record could not be processed", error, record, f"{where}key {shown(record.key)}")
-        self._collector.extend([dead_letters.dead_letter(record, self._dead_letter_topic, error)], as_read=True)
+        letter = dead_letters.dead_letter(record, self._dead_letter_topic, error)
+        self._add_letter(letter, error, dead_letters.described(record, error))
+
+    def _add_letter(self, letter: Record, error: Exception, described: str) -> None:
+        """Write a dead letter, and count it.
+
+        Args:
+            described: what has failed, for the log.
+        """
+        self._collector.extend([letter], as_read=True)
         self.counts["dead_letters"] += 1
         self.counts["aside"] += 1
         count, first = self.causes.get(type(error).__name__, (0, ""))
-        self.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)
+        self.causes[type(error).__name__] = count + 1, first or described
 
     def _failed(self, what: str, error: Exception, record: Record | None = None, detail: str = "") -> OnceflowError:
         """The error for a batch that fails. The caller raises it."""
@@ -304,10 +347,13 @@ class BaseEngine:
                 "detail": ", ".join([*known, f"table {self.table}-{self.partition}", line_of(error)]),
             }
             return BadRecordError(error.what, **fields).locate(flow=self.flow, batch=self.batch)
+        wrong = "the processor or the record"
+        if isinstance(error, FarAheadError):
+            wrong = "the clock that has written it, the unit of event_time(), or max_ahead of the processor"
         failed = ProcessorError(
             f"{what}: {full_text_of(error)}",
-            next_step="correct the processor or the record; with on_error='dead-letter' and dead_letter_topic= such "
-            "records go to a topic instead.",
+            next_step=f"correct {wrong}; with on_error='dead-letter' and dead_letter_topic= such records go to a topic "
+            "instead.",
             flow=self.flow,
             topic=place,
             batch=self.batch,
@@ -325,3 +371,10 @@ class BaseEngine:
     def _located(self, error: OnceflowError) -> OnceflowError:
         error.detail = error.detail or f"table {self.table}-{self.partition}"
         return error.locate(flow=self.flow, batch=self.batch)
+
+
+def _last_ms(now_ms: int, max_ahead: str | float | None) -> int:
+    """The latest event time that a record may have."""
+    if max_ahead is None:
+        return timestamps.LATEST_MS
+    return min(timestamps.LATEST_MS - 1, now_ms + duration_ms(max_ahead))

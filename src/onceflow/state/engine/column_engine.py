@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow.protocol import timestamps
 from onceflow.state import rows
 from onceflow.state.api import user_errors
 from onceflow.state.api.json_columns import JsonRowError
@@ -21,6 +22,7 @@ from onceflow.state.api.whole_numbers import NEXT_STEP, rounded, with_nullable_i
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import one_chunk, output_batch
+from onceflow.state.engine.shapes import STATE_COLUMNS
 
 _PREFIX = pa.scalar(rows.VALUE, pa.binary())
 _NO_SEPARATOR = pa.scalar(b"", pa.binary())
@@ -40,7 +42,7 @@ class ColumnEngine(BaseEngine):
         self._struct = None if processor.state_fields is None else Struct(processor.state_fields)
         if self._struct is not None:
             self._scope.decode = self._struct.decode
-            reserved = {"key", "exists", "deleted"} & set(self._struct.fields)
+            reserved = STATE_COLUMNS & set(self._struct.fields)
             if reserved:
                 raise ValueError(f"state_fields cannot be named {', '.join(sorted(reserved))}")
         self._fields = pa.schema([("value", pa.binary())]) if self._struct is None else self._struct.schema
@@ -95,7 +97,9 @@ class ColumnEngine(BaseEngine):
     def _without(self, batch: pa.RecordBatch, bad: BadRows) -> pa.RecordBatch:
         """Returns the records that are not bad, and writes dead letters for the others."""
         numbers = sorted(bad.causes)
-        for record, row in zip(self._raw(batch.take(pa.array(numbers, pa.int64()))), numbers, strict=True):
+        away = batch.take(pa.array(numbers, pa.int64()))
+        self.untimed.update(input_batch.places(away, self._source_topic, self.partition))
+        for record, row in zip(self._raw(away), numbers, strict=True):
             self._reject(record, bad.causes[row])
         others = np.ones(batch.num_rows, dtype=bool)
         others[numbers] = False
@@ -112,7 +116,11 @@ class ColumnEngine(BaseEngine):
             times = self._asked(with_nullable_integers(pa.table(columns)))
             if times is not None:
                 array = times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times)
-                in_time = self._see_times(batch, input_batch.milliseconds(one_chunk(array)))
+                known = timestamps.known_times(input_batch.milliseconds(one_chunk(array)))
+                far = self._far_ahead(known)
+                if far is not None:
+                    raise BadRows({row: self._ahead(known[row].as_py()) for row in np.flatnonzero(far).tolist()})
+                in_time = self._see_times(batch, known)
                 if in_time is not None:
                     mask = pa.array(in_time)
                     places = places[in_time]

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow.protocol import timestamps
 from onceflow.state import dead_letters, rows, stamps
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, SOURCE_COLUMNS, Deduplication
 from onceflow.state.engine import input_batch
@@ -66,12 +67,16 @@ class DedupEngine(BaseEngine):
         bad = ids.is_null() if times is None else pc.or_(ids.is_null(), pc.less(times, 0))
         if (bad_rows := bad.to_numpy(zero_copy_only=False)).any():
             self._reject_all(batch.filter(bad), ids.filter(bad))
+            self.untimed.update(input_batch.places(batch.filter(bad), self._source_topic, self.partition))
             good = pa.array(~bad_rows)
             batch, ids = batch.filter(good), ids.filter(good)
             times = None if times is None else times.filter(good)
         if (back := returned(batch, self._own_topics.sources)) is not None:
             left = self._without_returned(batch, ids, times, back)
             batch, ids, times = batch.filter(left), ids.filter(left), None if times is None else times.filter(left)
+        if times is not None:
+            ids = ids if (far := self._far_ahead(times)) is None else ids.filter(pa.array(~far))
+            batch, times = self._without_far_ahead(batch, times)
         if times is not None and (in_time := self._see_times(batch, times)) is not None:
             mask = pa.array(in_time)
             batch, ids, times = batch.filter(mask), ids.filter(mask), times.filter(mask)
@@ -131,7 +136,7 @@ class DedupEngine(BaseEngine):
         if self.processor.within_ms is None:
             return None
         times = given.column(EVENT_TIME) if EVENT_TIME in given.schema.names else batch.column("timestamp")
-        return input_batch.milliseconds(times).fill_null(-1)
+        return timestamps.known_times(input_batch.milliseconds(times)).fill_null(timestamps.NO_TIMESTAMP)
 
     def _reject_all(self, batch: pa.RecordBatch, ids: Any) -> None:
         for record, id_ in zip(self._raw(batch), ids.to_pylist(), strict=True):
@@ -207,9 +212,6 @@ class DedupEngine(BaseEngine):
                 columns.append(pa.nulls(count, field.type))
                 continue
             column = batch.column(field.name)
-            if field.name == "timestamp" and count and (pc.min(column).as_py() or 0) < 0:
-                # Some clients write negative timestamps, but brokers do not accept them from us.
-                column = pc.if_else(pc.less(column, 0), pa.scalar(None, pa.int64()), column)
             columns.append(column if column.type == field.type else column.cast(field.type))
         columns += [self._source(batch, field) for field in list(_WITH_SOURCE)[len(columns) :]]
         self._collector.add_batch(pa.RecordBatch.from_arrays(columns, schema=_WITH_SOURCE))

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.errors import SchemaError
+from onceflow.protocol import timestamps
 from onceflow.state.api.record import Header
 
 _TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
@@ -19,7 +20,7 @@ _TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 
 def normalised(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch with known columns only, each of a fixed type: key, value, and if present topic, partition, offset,
-    timestamp (int64 epoch milliseconds) and headers.
+    timestamp (int64 epoch milliseconds, null: it has no time) and headers.
 
     Raises:
         SchemaError: key or value is missing, or is not bytes or text.
@@ -33,7 +34,7 @@ def normalised(batch: pa.RecordBatch) -> pa.RecordBatch:
         if name in ("key", "value"):
             column = binary(column, name)
         elif name == "timestamp":
-            column = milliseconds(column)
+            column = timestamps.known_times(milliseconds(column))
         elif name in _TYPES and column.type != _TYPES[name]:
             column = column.cast(_TYPES[name])
         columns[name] = column
@@ -158,19 +159,32 @@ def latest(
         batch, times = batch.filter(known), times.filter(known)
     if not len(times):
         return
+    found, of_place = _places(batch, source_topic, table_partition)
+    greatest = np.full(len(found), np.iinfo(np.int64).min)
+    np.maximum.at(greatest, of_place, times.to_numpy())
+    yield from zip(found, greatest.tolist(), strict=True)
+
+
+def places(batch: pa.RecordBatch, source_topic: str | None, table_partition: int) -> list[tuple[str | None, int]]:
+    """The source partitions of the records of a normalised batch. Arguments as of `latest`."""
+    return _places(batch, source_topic, table_partition)[0] if batch.num_rows else []
+
+
+def _places(
+    batch: pa.RecordBatch, source_topic: str | None, table_partition: int
+) -> tuple[list[tuple[str | None, int]], Any]:
+    """The source partitions, and for each record which of them it comes from."""
+    count = batch.num_rows
     topics: list[str | None] = [source_topic]
-    codes = np.zeros(len(times), dtype=np.int64)
+    codes = np.zeros(count, dtype=np.int64)
     if "topic" in batch.schema.names:
         encoded = batch.column("topic").dictionary_encode("encode")
         topics, codes = _topic_names(encoded, source_topic), encoded.indices.to_numpy().astype(np.int64)
-    partitions = np.full(len(times), table_partition, dtype=np.int64)
+    partitions = np.full(count, table_partition, dtype=np.int64)
     if "partition" in batch.schema.names:
         partitions = batch.column("partition").fill_null(table_partition).to_numpy().astype(np.int64)
-    places, of_place = np.unique(codes << 32 | partitions, return_inverse=True)
-    greatest = np.full(len(places), np.iinfo(np.int64).min)
-    np.maximum.at(greatest, of_place, times.to_numpy())
-    for place, ms in zip(places.tolist(), greatest.tolist(), strict=True):
-        yield (topics[place >> 32], place & 0xFFFF_FFFF), ms
+    found, of_place = np.unique(codes << 32 | partitions, return_inverse=True)
+    return [(topics[place >> 32], place & 0xFFFF_FFFF) for place in found.tolist()], of_place
 
 
 def _topics(batch: pa.RecordBatch, source_topic: str | None) -> Iterable[str | None]:

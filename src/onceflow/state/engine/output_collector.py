@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.errors import BadRecordError
+from onceflow.protocol import timestamps
 from onceflow.protocol.names import OwnTopics
 from onceflow.state.api.record import Header, Record
 from onceflow.state.api.serdes import BYTES
@@ -208,11 +209,18 @@ def output_batch(table: pa.Table) -> pa.RecordBatch:
         if name in ("key", "value"):
             column = binary(column, name)
         elif name == "timestamp_ms":
-            column = milliseconds(column)
+            column = _written_times(milliseconds(column))
         elif column.type != field.type:
             column = column.cast(field.type)
         columns.append(column)
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def _written_times(column: Any) -> Any:
+    highest = pc.max(column).as_py()
+    if highest is not None and highest > timestamps.LATEST_MS:
+        raise ValueError(f"timestamp_ms has {highest}: that is no time in milliseconds ({timestamps.in_utc(highest)})")
+    return timestamps.known_times(column)
 
 
 def one_chunk(column: Any) -> Any:
@@ -241,10 +249,14 @@ def _extras(record: Record) -> tuple[str | None, list[Header], int | None]:
     if topic is not None and not isinstance(topic, str):
         raise TypeError(f"a record's topic is text or None, got {topic!r:.200}")
     at_ms: Any = record.timestamp_ms
-    if at_ms is not None and (
-        isinstance(at_ms, bool) or not isinstance(at_ms, int) or not -(1 << 63) <= at_ms < 1 << 63
-    ):
-        raise TypeError(f"a record's timestamp_ms is a 64-bit integer or None, got {at_ms!r:.200}")
+    if at_ms is not None:
+        if isinstance(at_ms, bool) or not isinstance(at_ms, int) or not -(1 << 63) <= at_ms < 1 << 63:
+            raise TypeError(f"a record's timestamp_ms is a 64-bit integer or None, got {at_ms!r:.200}")
+        if at_ms > timestamps.LATEST_MS:
+            raise ValueError(
+                f"a record's timestamp_ms is {at_ms}: that is no time in milliseconds ({timestamps.in_utc(at_ms)})"
+            )
+        at_ms = timestamps.known_ms(at_ms)
     headers: list[Header] = []
     given: Any = record.headers
     for name, content in given.items() if isinstance(given, Mapping) else (given or ()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import index
 from typing import Any
@@ -13,19 +13,22 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.errors import ProcessorError
-from onceflow.state import exact_json, rows
+from onceflow.protocol.timestamps import FarAheadError
+from onceflow.state import dead_letters, exact_json, rows
 from onceflow.state.api import user_errors
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
-from onceflow.state.api.scope import Scope
+from onceflow.state.api.scope import Failures, Scope
 from onceflow.state.api.serdes import JSON
+from onceflow.state.api.timers import Timer
 from onceflow.state.api.user_errors import shown
 from onceflow.state.engine import due, input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
 from onceflow.state.engine.shapes import SHAPE_ERRORS, lacks
 from onceflow.state.stores.overlay import NoRows, Overlay
+from onceflow.state.windows.processor import WindowProcessor
 
 log = logging.getLogger("onceflow.state")
 
@@ -51,41 +54,87 @@ class Engine(BaseEngine):
         """Open the processor, delete rows that have expired, and fire timers that are due, up to the limit.
 
         Raises:
-            ProcessorError: open() or on_timer() failed.
+            ProcessorError: open() failed; or on_timer() failed, and on_error is ``fail``.
         """
         super().start()
         self._guarded("late_before_ms", self._decide_what_is_late)
-        on_timer, decode = self.processor.on_timer, self.processor.key.decode
         for raw_key, timer in due.due_timers(self._overlay, *self._fire_until()):
             if self._unfired.has(raw_key, timer):
                 continue
             if self.counts["timers_fired"] == self._max_timers:
                 self.timers_left = True
                 break
-            due.take(self._overlay, raw_key, timer)
-            records = None
-            try:
-                try:
-                    key = decode(raw_key)
-                except Exception as error:
-                    user_errors.not_decoded(error, "the key of the timer", raw_key, self.processor.key)
-                    raise
-                records = on_timer(key, timer, State(self._scope, raw_key))
-                if records is not None:
-                    self._collector.extend(records, key, raw_key)
-            except NOT_OF_A_RECORD:
-                raise
-            except Exception as error:
-                if self._scope.fatal is None:
-                    user_errors.handed_over(error, on_timer, records)
-                    where = f"timer {timer.name!r} ({timer.clock} time {timer.at_ms}), key {shown(raw_key)}"
-                    raise self._failed("a timer could not be handled", error, detail=where) from error
-            if self._scope.fatal is not None:
-                raise self._located(self._scope.fatal)
+            self._fire(raw_key, timer)
             self.counts["timers_fired"] += 1
             self.fired.add(timer.clock)
         self.timers_left = self.timers_left or self._scope.timers_left
         self._overlay.savepoint()
+
+    def _fire(self, raw_key: bytes, timer: Timer) -> None:
+        """Call on_timer(). If it fails and there are dead letters, one names the timer, which is gone then.
+
+        A timer that closes windows is run once more after an error, to find those that cannot be closed.
+        """
+        error = self._run_timer(raw_key, timer)
+        if error is None:
+            return
+        failures = Failures(self._can_be_written, (*NOT_OF_A_RECORD, NotRecordsError))
+        if self._dead_letter_topic is not None and isinstance(self.processor, WindowProcessor):
+            self._scope.failures = failures
+            error = self._run_timer(raw_key, timer)
+            self._scope.failures = None
+        if error is not None and (self._dead_letter_topic is None or isinstance(error, NotRecordsError)):
+            where = f"timer {timer.name!r} ({timer.clock} time {timer.at_ms}), key {shown(raw_key)}"
+            raise self._failed("a timer could not be handled", error, detail=where) from error
+        if error is not None:
+            self._overlay.savepoint()
+            due.take(self._overlay, raw_key, timer)
+            self._reject_timer(raw_key, timer, error)
+            return
+        for about, reason in failures.found:
+            self._reject_timer(raw_key, timer, reason, about)
+
+    def _run_timer(self, raw_key: bytes, timer: Timer) -> Exception | None:
+        """Call on_timer(). Returns what went wrong; then nothing has changed."""
+        on_timer, mark, records = self.processor.on_timer, self._collector.mark(), None
+        self._overlay.savepoint()
+        due.take(self._overlay, raw_key, timer)
+        failed: Exception | None = None
+        try:
+            try:
+                key = self.processor.key.decode(raw_key)
+            except Exception as error:
+                user_errors.not_decoded(error, "the key of the timer", raw_key, self.processor.key)
+                raise
+            records = on_timer(key, timer, State(self._scope, raw_key))
+            if records is not None:
+                self._collector.extend(records, key, raw_key)
+        except NOT_OF_A_RECORD:
+            raise
+        except Exception as error:
+            user_errors.handed_over(error, on_timer, records)
+            end_generator(records)
+            self._overlay.roll_back()
+            self._collector.truncate(mark)
+            failed = error
+        if self._scope.fatal is not None:
+            raise self._located(self._scope.fatal) from failed
+        return failed
+
+    def _can_be_written(self, key: Any, raw_key: bytes, records: list[Record]) -> None:
+        """Raise what writing these records of a timer would raise."""
+        trial = OutputCollector(self.processor.key, self.processor.output, self._own_topics)
+        trial.extend(records, key, raw_key)
+
+    def _reject_timer(
+        self, raw_key: bytes, timer: Timer, error: Exception, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write the dead letter of a timer."""
+        assert self._dead_letter_topic is not None
+        table = f"{self.table}-{self.partition}"
+        letter = dead_letters.timer_letter(raw_key, timer, self._dead_letter_topic, table, error, about)
+        what = f"timer {timer.name!r} ({timer.clock} time {timer.at_ms}) of {table}, key {shown(raw_key)}"
+        self._add_letter(letter, error, dead_letters.described_as(what, error))
 
     def finish(self) -> None:
         """See `BaseEngine`. After a promotion, timers that this batch has registered may have fired already, too."""
@@ -108,11 +157,12 @@ class Engine(BaseEngine):
 
     def _feed(self, batch: pa.RecordBatch) -> None:
         if self.uses_event_time and not self._own_event_time and "timestamp" in batch.schema.names:
-            in_time = self._see_times(batch, batch.column("timestamp"))
+            batch, times = self._without_far_ahead(batch, batch.column("timestamp"))
+            in_time = self._see_times(batch, times)
             if in_time is not None:
                 batch = batch.filter(pa.array(in_time))
-                if not batch.num_rows:
-                    return
+        if not batch.num_rows:
+            return
         raw_keys, ends, batch = input_batch.by_key(batch)
         # A serde whose values are much larger than their bytes says so: then one key after the other is in memory.
         large = getattr(self.processor.value, "decodes_large", None)
@@ -304,8 +354,11 @@ class Engine(BaseEngine):
                 try:
                     at_ms = self.processor.event_time(record)
                     at_ms = None if at_ms is None else index(at_ms)
-                    if at_ms is not None and not -(1 << 63) <= at_ms < 1 << 63:
-                        raise ValueError(f"event time {at_ms} is not in milliseconds")
+                    at_ms = None if at_ms is not None and at_ms < 0 else at_ms
+                    if at_ms is not None and at_ms > self._last_ms:
+                        raise self._ahead(at_ms)
+                except FarAheadError as error:
+                    bad[i], at_ms = error, None
                 except Exception as error:
                     if at_ms is not None:
                         user_errors.explain(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from onceflow.state.api.processor import ColumnProcessor, Processor
-from onceflow.state.api.serdes import Struct, struct
+from onceflow.state.api.serdes import Struct
 from onceflow.state.windows.processor import WindowProcessor
 
 SHAPE_ERRORS = (KeyError, AttributeError, TypeError, IndexError)
 """What Python raises if a value does not have the fields or the type that code expects."""
+
+
+STATE_COLUMNS = frozenset({"key", "exists", "deleted"})
+"""The columns of the states of a column processor besides its ``state_fields``."""
 
 
 def lacks(stored: Any, new: Any) -> bool:
@@ -36,7 +40,14 @@ def _is_plain(value: Any) -> bool:
 def declared_fields(processor: Processor | ColumnProcessor) -> str | None:
     """The fields and windows that a processor declares for its state, as text; None if it declares none."""
     if isinstance(processor, ColumnProcessor):
-        return None if processor.state_fields is None else struct(**processor.state_fields).name
+        if processor.state_fields is None:
+            return None
+        reserved = STATE_COLUMNS & processor.state_fields.keys()
+        if reserved:
+            raise ValueError(
+                f"fields cannot be named {', '.join(sorted(reserved))}: the table of states has such columns"
+            )
+        return Struct(processor.state_fields).name
     fields = processor.state.name if isinstance(processor.state, Struct) else None
     if isinstance(processor, WindowProcessor):
         return " of ".join(filter(None, (fields, repr(processor.window))))

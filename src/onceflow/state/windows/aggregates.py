@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from decimal import Context, Decimal, Inexact
+from numbers import Integral, Real
 from typing import Any
 
 from onceflow.state.api.record import Record
 
 Source = str | Callable[[Record], Any]
+
+# Panes are added when a window closes, and then no record can be blamed any more. So what is summed is bounded when it
+# is read: not even 100 million of the largest numbers have a sum beyond the range of a float.
+_LARGEST = 1e300
+_DIGITS = 400
+_EXACT = Context(prec=2 * _DIGITS, traps=[Inexact])
 
 
 class Aggregate:
@@ -76,35 +84,46 @@ class Count(Aggregate):
 
 
 class Sum(Aggregate):
-    """The sum of the numbers; null if there is none. Whole numbers are summed exactly."""
+    """The sum of the numbers; null if there is none. Whole numbers are summed exactly, however large the sum is."""
 
     def add(self, part: Any, record: Record) -> Any:
-        found = super().add(part, record)
-        _check_total(found, self._of)
-        return found
+        value = self._value(record)
+        return part if value is None else _plus(part, self.part(value), self._of)
 
     def part(self, value: Any) -> Any:
-        return _number(value, self._of)
+        return _summand(value, self._of)
 
     def merge(self, left: Any, right: Any) -> Any:
-        return right if left is None else left if right is None else left + right
+        return right if left is None else left if right is None else _plus(left, right, self._of)
 
 
-class Min(Aggregate):
-    """The smallest value; null if there is none."""
+class _Extreme(Aggregate):
+    """The smallest or the largest value; null if there is none.
+
+    All values are numbers, or all are text: otherwise they could not be compared when a window closes, and no record
+    would be to blame any more.
+
+    Args:
+        text: whether the values are text, which is compared character by character (by code points).
+    """
+
+    def __init__(self, of: Source, *, text: bool = False) -> None:
+        super().__init__(of)
+        self._text = text
 
     def part(self, value: Any) -> Any:
-        return _number(value, self._of) if isinstance(value, float) else value
+        return _text(value, self._of) if self._text else _number(value, self._of)
+
+
+class Min(_Extreme):
+    """The smallest number, or with ``text=True`` the first text; null if there is none."""
 
     def merge(self, left: Any, right: Any) -> Any:
         return right if left is None else left if right is None else min(left, right)
 
 
-class Max(Aggregate):
-    """The largest value; null if there is none."""
-
-    def part(self, value: Any) -> Any:
-        return _number(value, self._of) if isinstance(value, float) else value
+class Max(_Extreme):
+    """The largest number, or with ``text=True`` the last text; null if there is none."""
 
     def merge(self, left: Any, right: Any) -> Any:
         return right if left is None else left if right is None else max(left, right)
@@ -116,20 +135,15 @@ class Mean(Aggregate):
     def initial(self) -> Any:
         return [0, 0]
 
-    def add(self, part: Any, record: Record) -> Any:
-        found = super().add(part, record)
-        _check_total(found[0], self._of)
-        return found
-
     def part(self, value: Any) -> Any:
-        return [_number(value, self._of), 1]
+        return [_summand(value, self._of), 1]
 
     def merge(self, left: Any, right: Any) -> Any:
-        return [left[0] + right[0], left[1] + right[1]]
+        return [_plus(left[0], right[0], self._of), left[1] + right[1]]
 
     def result(self, part: Any) -> float | None:
         total, count = part
-        return total / count if count else None
+        return float(total / count) if count else None
 
 
 def _one(record: Record) -> int:
@@ -137,13 +151,70 @@ def _one(record: Record) -> int:
 
 
 def _number(value: Any, of: Source) -> Any:
+    """The value as an int, a float or a Decimal.
+
+    Raises:
+        ValueError: it is none of them, or not finite.
+    """
+    kind = type(value)
+    if kind is not int and kind is not float and kind is not Decimal:
+        if isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
+            raise ValueError(f"{_name(of)} is {value!r:.100}, not a finite number")
+        value = int(value) if isinstance(value, Integral) else float(value)  # of NumPy, for example
     # JSON has no infinity: it would come back from the state as null.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{of if isinstance(of, str) else 'the value'} is {value!r:.100}, not a finite number")
+    if not (value.is_finite() if kind is Decimal else kind is int or math.isfinite(value)):
+        raise ValueError(f"{_name(of)} is {value!r:.100}, not a finite number")
     return value
 
 
-def _check_total(total: Any, of: Source) -> None:
+def _summand(value: Any, of: Source) -> Any:
+    """As `_number`, for numbers that are summed with others.
+
+    Raises:
+        ValueError: it is too large for that, or has too many digits.
+    """
+    value = _number(value, of)
+    if type(value) is Decimal and value.as_tuple().exponent < -_DIGITS:
+        raise ValueError(f"{_name(of)} has more than {_DIGITS} digits behind the point")
+    if not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"{_name(of)} is beyond {_LARGEST:.0e}: a sum of such numbers may be no number any more")
+    return value
+
+
+def _text(value: Any, of: Source) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{_name(of)} is {value!r:.100}, not text")
+    return value
+
+
+def _plus(left: Any, right: Any, of: Source) -> Any:
+    """The sum of two parts. Ints and Decimals are added exactly, and a float counts as it is written.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    if left is None:
+        return right
+    try:
+        if isinstance(left, Decimal) or isinstance(right, Decimal):
+            total = _EXACT.add(_decimal(left), _decimal(right))
+        else:
+            total = left + right
+    except ArithmeticError as error:
+        raise _too_large(of) from error
     # As in `_number`: the sum of the window would begin again, without the records that it had.
     if isinstance(total, float) and not math.isfinite(total):
-        raise ValueError(f"with this record, the sum of {of if isinstance(of, str) else 'the values'} is too large")
+        raise _too_large(of)
+    return total
+
+
+def _decimal(value: Any) -> Decimal:
+    return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+
+
+def _too_large(of: Source) -> ValueError:
+    return ValueError(f"the sum of {of if isinstance(of, str) else 'the values'} is too large")
+
+
+def _name(of: Source) -> str:
+    return of if isinstance(of, str) else "the value"

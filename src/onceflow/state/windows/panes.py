@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -63,13 +65,14 @@ class Panes:
             timers.register(TIMER, first_end)
         return self._changed(panes)
 
-    def close(self, from_ms: int, until_ms: int) -> Iterator[tuple[Window, Any]]:
+    def close(self, from_ms: int, until_ms: int) -> Iterator[Closed]:
         """The windows that end from ``from_ms`` to ``until_ms``. Afterwards, panes are deleted, and the timer moves."""
         panes = self._starts()
         windows = list(islice(self._kind.closed(panes, from_ms, until_ms), CLOSED_AT_ONCE))
         done_ms = until_ms if len(windows) < CLOSED_AT_ONCE else windows[-1].end_ms
         for window in windows:
-            yield window, self._merged(window)
+            # The panes are decoded for every window, because merge() may change what it gets.
+            yield Closed(window, [found for _, found in self._map.items(*window)], self._processor.merge)
         count = self._kind.forgotten(panes, done_ms)
         for pane in panes[:count]:
             self._map.delete(pane)
@@ -92,6 +95,24 @@ class Panes:
 
     def _starts(self, from_ms: int | None = None, until_ms: int | None = None) -> list[int]:
         return [pane for pane, _ in self._state.map(MAP, key=_TIME, value=BYTES).items(from_ms, until_ms)]
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A window that closes.
+
+    Args:
+        parts: the accumulators of its panes, or of the session.
+        merge: makes one of two.
+    """
+
+    window: Window
+    parts: list[Any]
+    merge: Callable[[Any, Any], Any]
+
+    def accumulator(self) -> Any:
+        """The accumulator of all its records."""
+        return reduce(self.merge, self.parts)
 
 
 def added(processor: Accumulation, accumulator: Any, record: Record) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import index
 from types import MappingProxyType
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 Emit = Literal["close", "update"]
 
-# Beyond this, the bounds of a window might not fit into 64 bits.
-_FAR_MS = 1 << 62
-
 
 class WindowProcessor(Processor):
     """Results over windows of event time, for each key.
@@ -41,7 +39,8 @@ class WindowProcessor(Processor):
     a window is the accumulator: anything that the ``state`` serde can encode, except None.
 
     A record that belongs to a closed window is late, and goes to ``late_topic``. It is in no result. Every other record
-    is in the results of all its windows. A record whose ``event_time`` is None is one that cannot be processed.
+    is in the results of all its windows. A record whose ``event_time`` is None, or before 1970, is one that cannot be
+    processed.
 
     Class attributes:
         window: ``Tumbling``, ``Hopping``, ``Sliding`` or ``Session``. Another one needs another table.
@@ -49,6 +48,7 @@ class WindowProcessor(Processor):
             each window that has changed, each time records of the key were processed, and none at the end.
         aggregates: names and aggregates; each name is a field of the result.
         allowed_lateness: as in `Processor`; it cannot be None.
+        max_ahead: as in `Processor`.
         state, output: as in `Processor`, but `JSON` if nothing else is declared.
     """
 
@@ -84,7 +84,8 @@ class WindowProcessor(Processor):
         return [aggregate.merge(*pair) for aggregate, *pair in parts]
 
     def result(self, key: Any, window: Window, accumulator: Any) -> Record | Iterable[Record] | None:
-        """The records to write for a window. An error here stops the flow when the window closes.
+        """The records to write for a window. When the window closes, ``on_error`` of the step says what an error here
+        does: the flow stops, or a dead letter names key, timer and window, and has the accumulators.
 
         Returns:
             By default, a record with the key and a dict: ``start_ms``, ``end_ms`` and the aggregates.
@@ -122,14 +123,32 @@ class WindowProcessor(Processor):
                 yield from _listed(self.result(key, window, accumulator))
 
     def on_timer(self, key: Any, timer: Timer, state: State) -> Iterator[Record]:
-        """Close the windows of a key. See `Processor.on_timer`."""
+        """Close the windows of a key. See `Processor.on_timer`.
+
+        When this has failed and there are dead letters, the engine calls it once more. Then a window that cannot be
+        closed is left out and noted, and the others are closed.
+        """
         if timer.name != TIMER:
             raise NotImplementedError(f"{type(self).__name__} registers timers, but does not define on_timer()")
         watermark_ms = state.watermark_ms
         assert watermark_ms is not None, "timers of event time need a watermark"
-        for window, accumulator in self._windows(state).close(timer.at_ms, watermark_ms):
-            if self.emit == "close":
-                yield from _listed(self.result(key, window, accumulator))
+        failures = state._scope.failures
+        for closed in self._windows(state).close(timer.at_ms, watermark_ms):
+            if self.emit != "close":
+                continue
+            if failures is None:
+                yield from _listed(self.result(key, closed.window, closed.accumulator()))
+                continue
+            parts = copy.deepcopy(closed.parts)  # merge() may change what it gets
+            try:
+                records = [*_listed(self.result(key, closed.window, closed.accumulator()))]
+                failures.check(key, state._key, records)
+            except Exception as error:
+                if state._scope.fatal is not None:
+                    raise
+                failures.add(error, {"window": closed.window._asdict(), "accumulators": parts})
+            else:
+                yield from records
 
     def _windows(self, state: State) -> Panes | Sessions:
         kind = self.window
@@ -137,13 +156,11 @@ class WindowProcessor(Processor):
 
     def _time_of(self, record: Record) -> int:
         at_ms = self.event_time(record)
-        if at_ms is None:
+        if at_ms is None or at_ms < 0:
             raise ValueError(
                 "the record has no event time, so it belongs to no window: define event_time, or if it comes from "
                 "another processor, yield it there with timestamp_ms"
             )
-        if abs(at_ms) > _FAR_MS:
-            raise ValueError(f"event time {at_ms} is too far away for a window")
         return index(at_ms)
 
 
@@ -169,7 +186,12 @@ def check_windows(processor: object, flow: str | None, *, late_topic: bool = Tru
         raise _option(processor, "allowed_lateness is None", "declare one: without it no window is ever closed", flow)
     if not late_topic:
         raise _option(processor, "it has windows, but late_topic= is missing", "name a topic for late records", flow)
-    for name, aggregate in processor.aggregates.items():
+    aggregates: Mapping[Any, Any] = processor.aggregates
+    for name, aggregate in aggregates.items():
+        given = name in Window._fields and type(processor).result is WindowProcessor.result
+        if given or not isinstance(name, str):
+            why = "is a field of every result" if given else "is no text"
+            raise _option(processor, f"aggregates: the name {name!r} {why}", "give it another name", flow)
         if not isinstance(aggregate, Aggregate):
             raise _option(processor, f"aggregates: {name!r} is {aggregate!r}", "give one like windows.Count()", flow)
     needed = ["add", "result", *(["merge"] if kind.merges else [])]

@@ -11,7 +11,7 @@ from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import Serde
 from onceflow.state.api.timers import MS_MIN
 from onceflow.state.windows.kinds import Session, Window
-from onceflow.state.windows.panes import CLOSED_AT_ONCE, MAP, TIMER, Accumulation, added
+from onceflow.state.windows.panes import CLOSED_AT_ONCE, MAP, TIMER, Accumulation, Closed, added
 
 if TYPE_CHECKING:
     from onceflow.state.api.handle import State
@@ -70,7 +70,7 @@ class Sessions:
             self._state.timers.register(TIMER, due_ms)
         return iter(results)
 
-    def close(self, from_ms: int, until_ms: int) -> Iterator[tuple[Window, Any]]:
+    def close(self, from_ms: int, until_ms: int) -> Iterator[Closed]:
         """The sessions that end before ``until_ms``, which are deleted. Afterwards, the timer moves.
 
         A record at the end of a session would still extend it, so it is closed one millisecond later. The timer of a
@@ -83,8 +83,8 @@ class Sessions:
             if closed == CLOSED_AT_ONCE:
                 self._state.timers.register_rest(TIMER, window.end_ms + 1)
                 return
+            yield Closed(window, [accumulator], self._processor.merge)
             self._map.delete(window)
-            yield window, accumulator
 
     def _near(self, first_ms: int, last_ms: int) -> list[tuple[Window, Any]]:
         """The sessions that times from the first to the last one may be in, or extend."""

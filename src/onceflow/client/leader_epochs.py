@@ -1,0 +1,117 @@
+"""Which leader a partition has had when, and what its log has of the leaders before (KIP-320).
+
+Each leader of a partition has an epoch, and each record that of the leader which has appended it. If an unclean leader
+election truncates a log, the new leader ends the earlier epochs where its own log ends. So a reader that has read
+further knows that its records are gone, even if others have the same offsets by now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kafka.protocol.consumer import OffsetForLeaderEpochRequest
+from kafka.protocol.metadata import MetadataRequest
+
+from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.deadline import Deadline
+from onceflow.client.leaders import ask_leaders
+from onceflow.protocol.names import TopicPartition
+
+
+@dataclass(frozen=True)
+class LeaderView:
+    """Partitions as their leaders know them.
+
+    Args:
+        topic_ids: by topic.
+        epochs: the epoch of each leader.
+    """
+
+    topic_ids: Mapping[str, str]
+    epochs: Mapping[TopicPartition, int]
+
+
+def look_at_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], deadline: Deadline) -> LeaderView:
+    """Ask the leader of each partition for its metadata: another broker may not know yet that a topic was deleted and
+    created again, or that the leader has changed. A leader knows it before it takes or returns a record.
+
+    Raises:
+        UnknownTopicError: a topic does not exist.
+        DeadlineExceededError: a partition has no leader that answers.
+    """
+    missing = {*partitions}
+    topic_ids: dict[str, str] = {}
+    epochs: dict[TopicPartition, int] = {}
+    attempt = 0
+    while missing:
+        problem = "its leader does not know that it leads"
+        topics = sorted({topic for topic, _ in missing})
+        if attempt:
+            cluster.topics(topics, deadline, patient=True, leaderless=True)
+        for node in sorted({cluster.leader(topic, partition, deadline) for topic, partition in missing}):
+            wanted = [MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
+            request = MetadataRequest(topics=wanted, allow_auto_topic_creation=False)
+            try:
+                response = cluster.exchange(request, node, deadline)
+            except ConnectionFailedError as lost:
+                problem = str(lost)
+                continue
+            for topic in response.topics:
+                for each in topic.partitions:
+                    place = (str(topic.name), int(each.partition_index))
+                    if int(each.leader_id) == node and place in missing:
+                        missing.discard(place)
+                        epochs[place] = int(each.leader_epoch)
+                        topic_ids[place[0]] = str(topic.topic_id)
+        if missing:
+            topic, partition = min(missing)
+            deadline.pause(attempt, f"{topic}-{partition}: {problem}")
+            attempt += 1
+    return LeaderView(topic_ids, epochs)
+
+
+def epoch_ends(cluster: Cluster, epochs: Mapping[TopicPartition, int], deadline: Deadline) -> dict[TopicPartition, int]:
+    """Where the log of each partition ends what leaders up to an epoch have appended; -1: the leader does not know.
+
+    Raises:
+        PermissionDeniedError: DESCRIBE on a topic is missing.
+        BrokerUnsupportedError: the brokers are older than Kafka 2.1.
+    """
+    if not epochs:
+        return {}
+    cluster.connect(deadline)
+    version = cluster.version(OffsetForLeaderEpochRequest, min_version=2, max_version=4)
+
+    def request(wanted: Mapping[str, Sequence[int]]) -> OffsetForLeaderEpochRequest:
+        topic_type = OffsetForLeaderEpochRequest.OffsetForLeaderTopic
+        return OffsetForLeaderEpochRequest(
+            version=version,
+            replica_id=-1,
+            topics=[
+                topic_type(
+                    topic=topic,
+                    partitions=[
+                        topic_type.OffsetForLeaderPartition(
+                            partition=number, current_leader_epoch=-1, leader_epoch=epochs[topic, number]
+                        )
+                        for number in numbers
+                    ],
+                )
+                for topic, numbers in wanted.items()
+            ],
+        )
+
+    def place(topic: Any, answer: Any) -> TopicPartition:
+        return str(topic.topic), int(answer.partition)
+
+    return ask_leaders(
+        cluster,
+        epochs,
+        deadline,
+        api="OffsetForLeaderEpoch",
+        request=request,
+        read=lambda answer: int(answer.end_offset),
+        place=place,
+    )

@@ -1,0 +1,101 @@
+"""Whether the sources are still the same while a batch reads them: the same topics, with the same records (KIP-320).
+
+Spark and its tasks ask for offsets by the names of topics. So if a topic is deleted and created again, or if an unclean
+leader election truncates its log, they go on at the same offsets, where other records are. The driver looks at the
+leaders when the range of a batch is known, and again when its records were read. Where the driver itself has fetched
+the records, the leaders have checked both at each Fetch, and the batches of records have their epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.leader_epochs import LeaderView, epoch_ends, look_at_leaders
+from onceflow.driver.offset_log import SourceRange
+from onceflow.errors import UnknownTopicError
+from onceflow.planning.source_starts import check_log
+from onceflow.protocol.names import TopicPartition
+from onceflow.protocol.progress import Epochs, Progress
+
+
+class SourceWatch:
+    """Watches the sources of one query.
+
+    Args:
+        cluster: connections of the driver.
+    """
+
+    def __init__(self, cluster: Cluster, flow: str) -> None:
+        self._cluster = cluster
+        self._flow = flow
+        self._topic_ids: Mapping[str, str] = {}
+        self._epochs: dict[TopicPartition, int] = {}
+
+    def planned(self, source: SourceRange, progress: Progress, deadline: Deadline) -> None:
+        """Check that the partitions have the records before the range that were read. Its end must be known by now.
+
+        Raises:
+            UnknownTopicError: a topic was deleted, or deleted and created again.
+            DataLossError: a log was truncated below the range.
+        """
+        self._topic_ids = progress.topic_ids
+        view = self._look(self._unwatched(source), deadline)
+        before = {
+            (topic, partition): pair
+            for topic, partition in view.epochs
+            if (pair := progress.epochs.get(topic, {}).get(partition)) is not None
+        }
+        self._check_logs(view, before, source.start, deadline)
+        self._epochs = {**view.epochs, **{place: source.epochs[place] for place in source.epochs}}
+
+    def was_read(self, source: SourceRange, deadline: Deadline) -> None:
+        """Check that the records of the range were those of the logs that `planned` has seen. Errors as of it."""
+        wanted = self._unwatched(source)
+        view = self._look(wanted, deadline)
+        read = {place: (source.end[place[0]][place[1]], self._epochs[place]) for place in wanted}
+        self._check_logs(view, read, source.end, deadline)
+
+    def epochs(self, source: SourceRange, before: Epochs) -> Epochs:
+        """What progress knows of the leaders after the batch."""
+        found = {topic: dict(pairs) for topic, pairs in before.items()}
+        for topic, partition in source.news():
+            epoch = self._epochs.get((topic, partition), -1)
+            if epoch >= 0:
+                found.setdefault(topic, {})[partition] = (source.end[topic][partition], epoch)
+        return found
+
+    def _unwatched(self, source: SourceRange) -> list[TopicPartition]:
+        """The partitions of the range of which it is not known from Fetch responses whose records were read."""
+        return [place for place in source.news() if source.epochs.get(place, -1) < 0]
+
+    def _look(self, places: Collection[TopicPartition], deadline: Deadline) -> LeaderView:
+        if not places:
+            return LeaderView({}, {})
+        view = look_at_leaders(self._cluster, places, deadline)
+        for topic, topic_id in view.topic_ids.items():
+            if self._topic_ids.get(topic) not in (None, topic_id):
+                raise UnknownTopicError(
+                    f"Topic {topic} was deleted and created again while the flow ran",
+                    flow=self._flow,
+                    topic=topic,
+                    detail=f"topic id was {self._topic_ids[topic]}, is {topic_id}; nothing of the new topic was read",
+                    next_step="`onceflow reset` the flow to read the new topic from its start, or use another flow "
+                    "name",
+                )
+        return view
+
+    def _check_logs(
+        self,
+        view: LeaderView,
+        known: Mapping[TopicPartition, tuple[int, int]],
+        read: Mapping[str, Mapping[int, int]],
+        deadline: Deadline,
+    ) -> None:
+        """Args: known: as in progress, by partition. read: the first offsets that were not read."""
+        # While the same leader leads, it keeps its log.
+        changed = {place: epoch for place, (_, epoch) in known.items() if view.epochs[place] != epoch}
+        for (topic, partition), end in epoch_ends(self._cluster, changed, deadline).items():
+            pairs = {partition: known[topic, partition]}
+            check_log(topic, {partition: end}, read[topic], pairs, self._flow)

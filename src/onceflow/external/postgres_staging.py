@@ -1,0 +1,165 @@
+"""How the rows of a task get into a staging table: COPY, in binary, through ADBC.
+
+COPY fails as a whole and does not name a row. So what it would not take is found before, and replaced; the row is
+staged with its problem, and becomes a refused row when the batch is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from decimal import Decimal
+from functools import cache
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+
+from onceflow.errors import EnvironmentUnusableError
+
+# Days and seconds from 1970-01-01 to the first and behind the last day that PostgreSQL has (4714-11-24 BC,
+# 5874897-12-31; src/include/datatype/timestamp.h). The last moment of Arrow's timestamps is before its last one.
+_FIRST_DAY, _END_DAY = -2_440_588, 2_145_042_906
+_FIRST_SECOND = _FIRST_DAY * 86_400
+_PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+_MAX_MICROS = 2**63 - 1
+
+#: Decimals that drivers before 1.12 have stored with other digits.
+_DECIMALS = [Decimal(text) for text in ("5000000000.000001", "-5000000000.000001", "10000.000100", "0.000001")]
+
+#: Places in an array of values, with the class of error that PostgreSQL has for such a value, what is wrong, and what
+#: can be staged in its place.
+_Faults = Mapping[int, tuple[str, str, Any]]
+
+
+def storable(
+    columns: Sequence[pa.Array], names: Sequence[str], required: Collection[str], encoding: str
+) -> tuple[pa.Array, list[pa.Array]]:
+    """Rows without what PostgreSQL has no place for.
+
+    Args:
+        names: of the columns. required: those that must not be null.
+        encoding: Python's name for the encoding of the database.
+
+    Returns:
+        The problem of each row (mostly null), as ``ClassOfError: message``; and the columns as they can be staged.
+    """
+    problems: dict[int, str] = {}
+    sound = []
+    for name, column in zip(names, columns, strict=True):
+        is_list = kinds.is_list(column.type) or kinds.is_large_list(column.type)
+        values = column.flatten() if is_list else column
+        faults = _faults(values, encoding)
+        if faults:
+            rows = pc.list_parent_indices(column).to_pylist() if is_list else None
+            for place, (kind, text, _) in faults.items():
+                row = place if rows is None else rows[place]
+                problems.setdefault(row, f"{kind}: column {name} has {text}")
+            values = _replaced(values, faults)
+            column = _as_lists(column, values) if is_list else values
+        if name in required and column.null_count:
+            for row in pc.indices_nonzero(column.is_null()).to_pylist():
+                problems.setdefault(row, f"NotNullViolation: column {name} of the key is null, so no row has this key")
+        sound.append(column)
+    total = len(columns[0]) if columns else 0
+    if not problems:
+        return pa.nulls(total, pa.string()), sound
+    return pa.array([problems.get(row) for row in range(total)], pa.string()), sound
+
+
+def _faults(values: pa.Array, encoding: str) -> _Faults:
+    kind = values.type
+    if kinds.is_string(kind) or kinds.is_large_string(kind):
+        return _faults_of_text(values, encoding)
+    if kinds.is_date32(kind):
+        days = values.cast(pa.int32())
+        return _outside(days, _FIRST_DAY, _END_DAY - 1, "day", lambda day: f"the day {day:,} after 1970-01-01")
+    if kinds.is_timestamp(kind):
+        per_s = _PER_SECOND[kind.unit]
+        last = _MAX_MICROS * per_s // 1_000_000 if per_s < 1_000_000 else _MAX_MICROS
+        first = max(_FIRST_SECOND * per_s, -_MAX_MICROS - 1)
+        return _outside(
+            values.cast(pa.int64()), first, last, "time", lambda at: f"the time {at:,} {kind.unit} after 1970-01-01"
+        )
+    return {}
+
+
+def _outside(numbers: pa.Array, first: int, last: int, what: str, shown: Callable[[int], str]) -> _Faults:
+    """Values that are not between two others."""
+    low, high = pc.min_max(numbers).as_py().values()
+    if low is None or (low >= first and high <= last):
+        return {}
+    return {
+        place: ("DatetimeFieldOverflow", f"{shown(number)}, a {what} that PostgreSQL has no place for", None)
+        for place, number in enumerate(numbers.to_pylist())
+        if number is not None and not first <= number <= last
+    }
+
+
+def _faults_of_text(values: pa.Array, encoding: str) -> _Faults:
+    try:
+        values.validate(full=True)
+        is_utf8 = True
+    except pa.ArrowInvalid:
+        is_utf8 = False
+    if is_utf8 and encoding == "utf-8" and not pc.any(pc.match_substring(values, "\0")).as_py():
+        return {}
+    faults = {}
+    binary = pa.large_binary() if kinds.is_large_string(values.type) else pa.binary()
+    for place, raw in enumerate(values.cast(binary).to_pylist()):
+        found = None if raw is None else _fault_of_text(raw, encoding)
+        if found is not None:
+            faults[place] = found
+    return faults
+
+
+def _fault_of_text(raw: bytes, encoding: str) -> tuple[str, str, str] | None:
+    text, kind, found = raw.decode(errors="replace"), "", ""
+    if b"\0" in raw:
+        kind, found = "UntranslatableCharacter", "the character 0x00, which PostgreSQL cannot store"
+        text = text.replace("\0", "\ufffd")
+    if not found and text.encode() != raw:
+        kind, found = "CharacterNotInRepertoire", "bytes that are not text in UTF-8"
+    escaped = text.encode(encoding, "backslashreplace").decode(encoding)
+    if not found and escaped != text:
+        kind, found = "UntranslatableCharacter", f"a character that the database's encoding {encoding} lacks"
+    return (kind, found, escaped) if found else None
+
+
+def _replaced(values: pa.Array, faults: _Faults) -> pa.Array:
+    mask = pa.array([place in faults for place in range(len(values))])
+    return pc.replace_with_mask(values, mask, pa.array([sound for *_, sound in faults.values()], values.type))
+
+
+def _as_lists(lists: pa.Array, values: pa.Array) -> pa.Array:
+    """The same lists with other values."""
+    ends = pc.cumulative_sum(pc.fill_null(pc.list_value_length(lists), 0))
+    offsets = pa.concat_arrays([pa.array([0], ends.type), ends])
+    made = pa.LargeListArray if kinds.is_large_list(lists.type) else pa.ListArray
+    return made.from_arrays(offsets, values, type=lists.type, mask=lists.is_null())
+
+
+@cache
+def check_driver(dsn: str) -> None:
+    """Let the driver send decimals, once in a process. Drivers before 1.12 have stored other digits.
+
+    Raises:
+        EnvironmentUnusableError: it sends other ones.
+    """
+    import adbc_driver_postgresql
+    from adbc_driver_postgresql import dbapi
+
+    sent = pa.record_batch({"sent": pa.array(_DECIMALS, pa.decimal128(18, 6))})
+    with dbapi.connect(dsn) as connection, connection.cursor() as cursor:
+        cursor.execute("SELECT $1::numeric::text", parameters=sent)
+        stored = [Decimal(text) for (text,) in cursor.fetchall()]
+    if stored != _DECIMALS:
+        raise EnvironmentUnusableError(
+            f"The driver adbc-driver-postgresql {adbc_driver_postgresql.__version__} stores wrong decimals",
+            detail=f"sent {_listed(_DECIMALS)}; stored {_listed(stored)}",
+            next_step="pip install --upgrade 'adbc-driver-postgresql>=1.12', on executors, too",
+        )
+
+
+def _listed(numbers: Sequence[Decimal]) -> str:
+    return ", ".join(map(str, numbers))

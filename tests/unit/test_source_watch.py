@@ -1,0 +1,258 @@
+"""Whether the sources of a batch are still those that its range was planned for. Logs and leaders are made up here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onceflow.client.deadline import Deadline
+from onceflow.client.leader_epochs import LeaderView
+from onceflow.driver import source_watch
+from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.source_watch import SourceWatch
+from onceflow.errors import DataLossError, UnknownTopicError
+from onceflow.planning import source_starts
+from onceflow.planning.source_starts import SourceTopic
+from onceflow.protocol.names import TopicPartition
+from onceflow.protocol.progress import Progress
+
+PLACE = ("in", 0)
+Record = tuple[int, int]
+NUMBERS = itertools.count()
+
+
+def soon() -> Deadline:
+    return Deadline(5, "a test")
+
+
+@dataclass
+class Partition:
+    """A partition, as its leaders know it: its records, each with an epoch and a number of its own."""
+
+    epoch: int = 0
+    log: list[Record] = field(default_factory=list)
+    topic_id: str = "id"
+    truncated_at: int = 10**9  # the lowest offset of a record that was lost
+
+    def append(self, count: int) -> None:
+        self.log += [(self.epoch, next(NUMBERS)) for _ in range(count)]
+
+    def elect(self, *, lost: int = 0) -> None:
+        """Another leader, whose log lacks the last records: an unclean one, if there are any."""
+        end = max(0, len(self.log) - lost)
+        if end < len(self.log):
+            self.truncated_at = min(self.truncated_at, end)
+        del self.log[end:]
+        self.epoch += 1
+
+    def end_of(self, epoch: int) -> int:
+        """Kafka: LeaderEpochFileCache.endOffsetFor. The leader's own epoch ends where its log does."""
+        return next((offset for offset, (each, _) in enumerate(self.log) if each > epoch), len(self.log))
+
+
+class Cluster:
+    """Its leaders answer about one partition."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, partition: Partition) -> None:
+        self.partition = partition
+        self.looks = 0
+        monkeypatch.setattr(source_watch, "look_at_leaders", self._look)
+        monkeypatch.setattr(source_watch, "epoch_ends", self._ends)
+
+    def _look(self, cluster: Any, places: Any, deadline: Any) -> LeaderView:
+        assert list(places) == [PLACE]
+        self.looks += 1
+        return LeaderView({"in": self.partition.topic_id}, {PLACE: self.partition.epoch})
+
+    def _ends(self, cluster: Any, epochs: Mapping[TopicPartition, int], deadline: Any) -> dict[TopicPartition, int]:
+        return {place: self.partition.end_of(epoch) for place, epoch in epochs.items()}
+
+
+def range_of(start: int, end: int, **more: Any) -> SourceRange:
+    return SourceRange({"in": {0: start}}, {"in": {0: end}}, **more)
+
+
+def progress_at(offset: int, **more: Any) -> Progress:
+    return Progress("f", 1, {"in": {0: offset}}, {"in": "id"}, 0, **more)
+
+
+class Flow:
+    """Batches whose records tasks read."""
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+        self.progress = progress_at(0)
+        self.watch = SourceWatch(None, "f")  # type: ignore[arg-type]
+        self.read: list[Record] = []
+        self.planned_to = 0
+
+    def batch(self, during: Any = lambda: None) -> None:
+        start = self.progress.offsets["in"][0]
+        end = len(self.partition.log)
+        if end <= start:
+            return
+        source = range_of(start, end)
+        self.planned_to = end
+        self.watch.planned(source, self.progress, soon())
+        during()
+        found = self.partition.log[start:end]
+        self.watch.was_read(source, soon())
+        self.read += found
+        self.progress = progress_at(end, epochs=self.watch.epochs(source, self.progress.epochs))
+
+    def start(self) -> None:
+        """A start: the decision of `source_starts`, with the answer of the leader."""
+        known = self.progress.epochs.get("in", {})
+        ends = {number: self.partition.end_of(epoch) for number, (_, epoch) in known.items()}
+        topic = SourceTopic("in", "id", {0: 0}, {0: max(len(self.partition.log), self.progress.offsets["in"][0])}, ends)
+        source_starts.plan(topic, self.progress, starting_offsets="earliest", fail_on_data_loss=True, flow="f")
+
+
+_MOVES = st.one_of(
+    st.tuples(st.just("append"), st.integers(1, 6)),
+    st.tuples(st.just("elect"), st.sampled_from([0, 0, 1, 3, 7])),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["between", "during", "stopped"]), st.lists(_MOVES, max_size=4)), max_size=8))
+def test_no_record_is_read_in_place_of_another_one(rounds: list[tuple[str, list[tuple[str, int]]]]) -> None:
+    """What a batch has committed is the log up to there. It is only refused if a record of it is gone."""
+    partition = Partition()
+
+    def happen(moves: list[tuple[str, int]]) -> None:
+        for kind, count in moves:
+            if kind == "append":
+                partition.append(count)
+            else:
+                partition.elect(lost=count)
+
+    with pytest.MonkeyPatch.context() as patched:
+        Cluster(patched, partition)
+        flow = Flow(partition)
+        for when, moves in rounds:
+            try:
+                if when != "during":
+                    happen(moves)
+                if when == "stopped":
+                    flow.start()
+                    assert flow.read == partition.log[: len(flow.read)]
+                before = len(flow.read)
+                flow.batch((lambda moves=moves: happen(moves)) if when == "during" else lambda: None)
+            except DataLossError:
+                assert partition.truncated_at < flow.planned_to
+                return
+            if len(flow.read) > before:
+                assert flow.read == partition.log[: len(flow.read)]
+            assert len(flow.read) == flow.progress.offsets["in"][0]
+
+
+def test_clean_elections_are_no_truncation(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = Partition()
+    flow = Flow(partition)
+    cluster = Cluster(monkeypatch, partition)
+    for _ in range(5):
+        partition.append(3)
+        flow.batch(partition.elect)
+        flow.start()
+    assert flow.read == partition.log
+    assert flow.progress.epochs == {"in": {0: (15, 4)}}
+    assert cluster.looks == 10
+
+
+@pytest.mark.parametrize("lost, noticed", [(0, False), (2, True)])
+def test_a_start_after_an_election(lost: int, noticed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(10)
+    flow.batch()
+    partition.elect(lost=lost)
+    partition.append(20)
+    if not noticed:
+        flow.start()
+        flow.batch()
+        assert len(flow.read) == 30
+        return
+    for see in (flow.start, flow.batch):
+        with pytest.raises(DataLossError, match="truncated at offset 8") as caught:
+            see()
+        assert caught.value.topic == "in-0"
+        assert "onceflow reset FLOW --to offsets=in:0=8" in caught.value.next_step
+
+
+def test_a_log_that_is_replaced_while_a_batch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows which of the records were read. The batch is aborted, so the next start reads what is there now."""
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(5)
+    flow.batch()
+    partition.append(5)
+
+    def replace_end() -> None:
+        partition.elect(lost=2)
+        partition.append(9)
+
+    with pytest.raises(DataLossError, match="truncated at offset 8"):
+        flow.batch(replace_end)
+    flow.start()
+    flow.batch()
+    assert flow.read == partition.log
+
+
+def test_a_topic_that_is_created_again_while_a_batch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(5)
+
+    def again() -> None:
+        partition.topic_id, partition.epoch, partition.log = "new", 0, []
+        partition.append(50)
+
+    with pytest.raises(UnknownTopicError, match="deleted and created again") as caught:
+        flow.batch(again)
+    assert flow.progress.offsets == {"in": {0: 0}}
+    assert "is new" in caught.value.detail
+    with pytest.raises(UnknownTopicError):
+        flow.batch()
+
+
+def test_what_the_driver_has_fetched_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, Partition(epoch=7))
+    watch = SourceWatch(None, "f")  # type: ignore[arg-type]
+    source = range_of(4, 9, epochs={PLACE: 3})
+    before = {"in": {0: (4, 2), 1: (8, 1)}}
+    watch.planned(source, progress_at(4), soon())
+    watch.was_read(source, soon())
+    assert watch.epochs(source, before) == {"in": {0: (9, 3), 1: (8, 1)}}
+    assert cluster.looks == 0
+    assert watch.epochs(range_of(9, 9), before) == before, "a batch without records"
+
+
+def test_progress_of_an_earlier_onceflow_knows_no_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cluster(monkeypatch, Partition(epoch=7))
+    watch = SourceWatch(None, "f")  # type: ignore[arg-type]
+    source = range_of(4, 9)
+    watch.planned(source, progress_at(4), soon())
+    watch.was_read(source, soon())
+    assert watch.epochs(source, {}) == {"in": {0: (9, 7)}}
+
+
+def test_a_move_accepts_the_truncation() -> None:
+    """A position before the one that is known asks only for what is before it; `onceflow reset --to` forgets it."""
+    progress = progress_at(10, epochs={"in": {0: (10, 1)}})
+    topic = SourceTopic("in", "id", {0: 0}, {0: 30}, {0: 8})
+
+    def start(found: Progress) -> None:
+        source_starts.plan(topic, found, starting_offsets="earliest", fail_on_data_loss=False, flow="f")
+
+    with pytest.raises(DataLossError, match="truncated at offset 8"):
+        start(progress)
+    start(replace(progress, offsets={"in": {0: 8}}))
