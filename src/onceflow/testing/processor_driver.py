@@ -15,8 +15,7 @@ import pyarrow as pa
 from onceflow.durations import duration_ms
 from onceflow.errors import ProcessorError
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.state import rows
-from onceflow.state.api import exact_json
+from onceflow.state import exact_json, rows
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Header, Record

@@ -83,7 +83,7 @@ class OutputCollector:
         Args:
             records: what was returned. If it is a generator, it runs inside this call.
             key: the key that process() or on_timer() was called for.
-            raw_key: the bytes of this key, so that it need not be encoded again.
+            raw_key: the bytes of this key. Records with a key of the same value get it in these bytes.
             as_read: values are bytes that were read, and go on unchanged: dead letters and late records.
 
         Raises:
@@ -96,6 +96,7 @@ class OutputCollector:
         if not hasattr(records, "__iter__") and not hasattr(records, "__getitem__"):
             raise _no_record(records, records)
         keys, values = self._keys, self._values
+        own_key: bytes | None = None  # raw_key as the serde writes it
         encode_value, encode_bytes = self._encode_value, None if as_read else self._encode_bytes
         for record in records:
             if type(record) is not Record and not isinstance(record, Record):
@@ -107,6 +108,12 @@ class OutputCollector:
                 else:
                     try:
                         out_key = _checked(self._encode_key(out_key), "key")
+                        if out_key != raw_key and raw_key is not None:
+                            # The same value in other bytes would go to another partition.
+                            if own_key is None:
+                                own_key = self._encode_key(self._key_serde.decode(raw_key))
+                            if out_key == own_key:
+                                out_key = raw_key
                     except Exception as error:
                         not_encoded(error, "the key you yielded", record.key, self._key_serde, "key")
                         raise

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from onceflow.errors import ProcessorError
 from onceflow.protocol.timestamps import FarAheadError
-from onceflow.state import dead_letters, rows
-from onceflow.state.api import exact_json, user_errors
+from onceflow.state import dead_letters, exact_json, rows
+from onceflow.state.api import user_errors
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
