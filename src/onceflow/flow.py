@@ -213,7 +213,8 @@ class Flow(FlowSteps):
                 ``~/.local/state/onceflow`` where that is not set.
             adopt_existing: use the rows of an existing table topic for which the flow has no progress. In the first run
                 of a copy (``onceflow fork``), the table may also begin empty in place of a copied one.
-            idle_timeout: the watermark ignores a source partition that has had no new records for this long.
+            idle_timeout: the watermark ignores a source partition that has had no new records for this long, over all
+                runs of the flow.
             max_timers_per_batch: maximum number of timers that fire in one partition and batch, the earliest first. The
                 others fire in further batches, which follow at once. None: all due timers fire in one transaction.
             max_dead_letters: stop the flow when one run has more dead letters than this: a count (``100``), or a share

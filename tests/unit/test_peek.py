@@ -17,7 +17,7 @@ from onceflow.errors import OptionError
 from onceflow.flow_runs import FlowRuns
 from onceflow.protocol.names import Names
 from onceflow.state.api.record import Record
-from onceflow.topic_frame import excerpt, peek
+from onceflow.topic_frame import _row, excerpt, peek
 
 NONE: dict[str, Any] = {"last": None, "first": None, "since": None, "partitions": None}
 
@@ -54,6 +54,14 @@ def test_no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONCEFLOW_BOOTSTRAP_SERVERS", raising=False)
     with pytest.raises(OptionError, match="No bootstrap servers"):
         peek(None, "t")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "at, year", [(0, 1970), (4_070_908_800_000, 2099), (-1, None), (None, None), (1_795_000_000_000_000, None)]
+)
+def test_times_that_python_cannot_have(at: int | None, year: int | None) -> None:
+    stamp = _row(Record(b"k", b"v", "t", (), at, 0, 1), 0)[5]
+    assert (None if stamp is None else stamp.year) == year
 
 
 def records(partition: int, *stamps: int) -> list[Record]:

@@ -77,6 +77,17 @@ class Writer:
             self._limits[topic].times,
             clock_ms(),
         )
+        if taken.refused:
+            log.warning(
+                "%s-%d: the topic does not accept the timestamps of %d records, for example %d (%s). They get the time "
+                "of writing, and the header %s has their own",
+                topic,
+                partition,
+                taken.refused,
+                taken.example_ms,
+                timestamps.in_utc(taken.example_ms),
+                timestamps.ORIGINAL_TIMESTAMP,
+            )
         self._send(topic, partition, keys, pa.array(values, pa.large_binary()), taken.headers, taken.times)
 
     def delete(self, topic: str, partition: int, keys: Iterable[bytes]) -> None:

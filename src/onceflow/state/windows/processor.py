@@ -47,6 +47,7 @@ class WindowProcessor(Processor):
             each window that has changed, each time records of the key were processed, and none at the end.
         aggregates: names and aggregates; each name is a field of the result.
         allowed_lateness: as in `Processor`; it cannot be None.
+        max_ahead: as in `Processor`.
         state, output: as in `Processor`, but `JSON` if nothing else is declared.
     """
 
