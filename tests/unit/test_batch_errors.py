@@ -50,8 +50,8 @@ def test_sparks_source_has_lost_records(text: str, lost: str) -> None:
     [
         (
             (
-                "Record at topic in.put-x partition 0 offset 7 has timestamp value 1795000000000000000 that overflows when "
-                "converting to Spark's microsecond-precision TimestampType."
+                "Record at topic in.put-x partition 0 offset 7 has timestamp value 1795000000000000000 that overflows "
+                "when converting to Spark's microsecond-precision TimestampType."
             ),
             PLACE,
             "1795000000000000000 ms since 1970 (+56883255-",
