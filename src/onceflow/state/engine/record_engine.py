@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.errors import ProcessorError
-from onceflow.protocol.timestamps import FarAheadError
 from onceflow.state import dead_letters, exact_json, rows
 from onceflow.state.api import user_errors
 from onceflow.state.api.handle import State
@@ -356,9 +355,7 @@ class Engine(BaseEngine):
                     at_ms = None if at_ms is None else index(at_ms)
                     at_ms = None if at_ms is not None and at_ms < 0 else at_ms
                     if at_ms is not None and at_ms > self._last_ms:
-                        raise self._ahead(at_ms)
-                except FarAheadError as error:
-                    bad[i], at_ms = error, None
+                        bad[i], at_ms = self._ahead(at_ms), None
                 except Exception as error:
                     if at_ms is not None:
                         user_errors.explain(
