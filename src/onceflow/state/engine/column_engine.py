@@ -148,6 +148,10 @@ class ColumnEngine(BaseEngine):
         changed = None if new_states is None else self._rows(as_table(new_states, "new states"), keys, row_keys)
         if batch is not None:
             self._collector.check_batch(batch)
+        small = self._overlay.large_bytes
+        if changed is not None and max(map(len, filter(None, changed[1])), default=0) > small:
+            for row_key, row in zip(*changed, strict=True):
+                self._check_row(row_key, row)
         # From here on, nothing can fail.
         if batch is not None:
             self._collector.add_batch(batch)
