@@ -12,19 +12,13 @@ from onceflow.errors import BadRecordError
 from onceflow.external.postgres_columns import Column, Relation, named
 from onceflow.external.postgres_connection import may_be_of_a_row
 from onceflow.external.postgres_key import Key
+from onceflow.external.postgres_staging import HEADERS, PROBLEM, RECEIPT, ROW
 from onceflow.external.rows import UPSERT, TableWrite
 from onceflow.external.sink import RefusedRow
 
 if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg
     from psycopg import sql
-
-#: Columns of a staging table: which task has staged the row, and where it stands in the task's rows.
-RECEIPT, ROW = "receipt", "row"
-#: Another one: why the row cannot be in the table, which only tasks could see; mostly null.
-PROBLEM = "problem"
-#: The headers of a record as two arrays, because structs cannot be staged.
-HEADERS = {"onceflow_header_names": "text[]", "onceflow_header_values": "bytea[]"}
 
 _PLACE = "place"
 # Rows are tried in ranges of this many, which are divided until the refused rows are found.
@@ -352,7 +346,10 @@ class Moves:
                 record = {each.name: row.pop(each.name) for each in self._record}
                 headers = [record.pop(name, None) or () for name in HEADERS]
                 if headers[0]:
-                    record["headers"] = [{"key": key, "value": value} for key, value in zip(*headers, strict=True)]
+                    record["headers"] = [
+                        {"key": key.decode(errors="replace"), "value": value}
+                        for key, value in zip(*headers, strict=True)
+                    ]
                 rows.append(RefusedRow(row, found[number].kind, found[number].message, record))
         return rows
 
