@@ -141,6 +141,9 @@ def test_a_trigger_may_raise_any_code(dsn: str) -> None:
     batch = pa.RecordBatch.from_pylist([{"n": n, "url": code} for n, code in enumerate(["", *_CODES, ""])])
     found = written(PostgresSink(dsn, "t"), batch)
     assert [each.message for each in found] == [f"code {code}" for code in _CODES]
+    assert [each.kind for each in found][-5:] == [
+        "SQLSTATE ZZ999", "UndefinedTable", "ConnectionException", "DiskFull", "ReadOnlySqlTransaction",
+    ]  # fmt: skip
     assert run(dsn, "SELECT n FROM t") == [(0,), (len(_CODES) + 1,)]
 
 

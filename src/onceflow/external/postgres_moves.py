@@ -108,9 +108,9 @@ class Moves:
             rows = self._rows(connection, numbered.sql, found)
         # Without one, rows disturbed each other in one statement only, and have been moved in several.
         for row in rows:
-            key = "".join(f" with the key {name}={row.row[name]!r:.200}" for name in self._write.key[:1])
+            key = ", ".join(f"{name}={row.row[name]!r:.200}" for name in self._write.key)
             raise BadRecordError(
-                f"Table {self._write.table} does not take a row{key}",
+                f"Table {self._write.table} does not take a row{f' with the key {key}' if key else ''}",
                 detail=f"{row.message}; the row: {dict(row.row)!s:.500}",
                 next_step="correct the row in the query, or the table's constraints; with dead_letter_topic= it "
                 "becomes a dead letter",
@@ -226,7 +226,7 @@ class Moves:
                 if not may_be_of_a_row(error):
                     raise
                 if low == high:
-                    yield low, _Refusal(type(error).__name__, _message(error))
+                    yield low, _Refusal(_kind(error), _message(error))
                 else:
                     middle = (low + high) // 2
                     left += [(middle + 1, high), (low, middle)]
@@ -429,6 +429,17 @@ def _loaders() -> dict[str, Any]:
         "timestamptz": lenient(types.TimestamptzLoader),
         "interval": lenient(types.IntervalLoader),
     }
+
+
+def _kind(error: psycopg.Error) -> str:
+    """The name of PostgreSQL's class of the error. Codes that are not PostgreSQL's have none."""
+    import psycopg
+
+    code = error.sqlstate or ""
+    try:
+        return psycopg.errors.lookup(code).__name__
+    except KeyError:
+        return f"SQLSTATE {code}"
 
 
 def _message(error: psycopg.Error) -> str:
