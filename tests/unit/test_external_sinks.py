@@ -23,7 +23,7 @@ from onceflow import (
     SchemaError,
     SqliteSink,
 )
-from onceflow.external.sink import BatchAttempt
+from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.planning.external_start import plan_external
 from onceflow.protocol.progress import Progress
 from onceflow.testing.external_sink_suite import ExternalSinkSuite, Writer
@@ -129,6 +129,30 @@ def test_modes(tmp_path: Path) -> None:
     by_flag = SqliteSink(path, "t", mode="delete-by-flag", key=["k"])
     written(by_flag, [{"k": "x", "a": None, "deleted": True}, {"k": "z", "a": 9, "deleted": None}], batch=2)
     assert rows_of(path, "SELECT * FROM t ORDER BY k") == [("y", 2, 7), ("z", 9, 7)]
+
+
+@pytest.mark.parametrize("mode", ["upsert", "delete-by-flag"])
+def test_a_key_with_null_is_refused(tmp_path: Path, mode: str) -> None:
+    """Null is different from null, so it would neither replace a row nor delete one."""
+    path = database(tmp_path, "CREATE TABLE t (a TEXT, b TEXT, UNIQUE (a, b)); INSERT INTO t VALUES ('x', NULL)")
+    sink = SqliteSink(path, "t", mode=mode, key=["a", "b"])
+    sink.set_aside()
+    schema = pa.schema([("a", pa.string()), ("b", pa.string()), ("deleted", pa.bool_())])
+    rows = [{"a": "x", "b": None, "deleted": n == 1} for n in range(2)] + [{"a": "x", "b": "y", "deleted": False}]
+    if mode == "upsert":
+        schema = schema.remove(2)
+    attempt = BatchAttempt("f", sink.open("f", None).generation, 1, 1)
+    sink.begin(attempt)
+    receipt = sink.write(attempt, "0", iter([pa.RecordBatch.from_pylist(rows, schema=schema)]))
+    found: list[tuple[str, str]] = []
+
+    def progress(refused: Sequence[RefusedRow]) -> str:
+        found.extend((each.kind, each.message) for each in refused)
+        return "{}"
+
+    sink.commit_accepted(attempt, [receipt], progress)
+    assert found == [("NotNullViolation", "column b of the key is null, so no row has this key")] * 2
+    assert rows_of(path, "SELECT * FROM t ORDER BY b") == [("x", None), ("x", "y")]
 
 
 def test_types(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pyarrow.types as kinds
 
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.external.postgres_columns import Column, Type
+from onceflow.external.rows import null_key
 
 #: Columns of a staging table: which task has staged the row, and where it stands in the task's rows.
 RECEIPT, ROW = "receipt", "row"
@@ -145,7 +146,7 @@ def storable(
             column = _as_lists(column, values) if is_list else values
         if name in required and column.null_count:
             for row in pc.indices_nonzero(column.is_null()).to_pylist():
-                problems.setdefault(row, f"NotNullViolation: column {name} of the key is null, so no row has this key")
+                problems.setdefault(row, f"NotNullViolation: {null_key(name)}")
         sound.append(column)
     total = len(columns[0]) if columns else 0
     if not problems:

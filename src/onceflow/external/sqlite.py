@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, SchemaError
-from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
+from onceflow.external.rows import DELETE_BY_FLAG, INSERT, NullKeyError, TableWrite
 from onceflow.external.sink import (
     RECORD_COLUMNS,
     BatchAttempt,
@@ -198,13 +198,15 @@ class SqliteSink(ExternalSink):
             for batch in stream:
                 for row in batch.to_pylist():
                     try:
+                        self._write.check_key(row)
                         if self._write.mode == DELETE_BY_FLAG and row[self._write.flag]:
                             connection.execute(deleted, [_stored(row[name]) for name in self._write.key])
                         else:
                             connection.execute(written, [_stored(row[name]) for name in columns])
-                    except (sqlite3.IntegrityError, sqlite3.InterfaceError, OverflowError) as error:
+                    except (sqlite3.IntegrityError, sqlite3.InterfaceError, OverflowError, NullKeyError) as error:
                         record = {name: row.pop(name) for name in self._record}
-                        refuse(RefusedRow(row, type(error).__name__, str(error), record))
+                        kind = "NotNullViolation" if isinstance(error, NullKeyError) else type(error).__name__
+                        refuse(RefusedRow(row, kind, str(error), record))
 
 
 @contextmanager
