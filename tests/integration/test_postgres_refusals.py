@@ -141,6 +141,9 @@ def test_a_trigger_may_raise_any_code(dsn: str) -> None:
     batch = pa.RecordBatch.from_pylist([{"n": n, "url": code} for n, code in enumerate(["", *_CODES, ""])])
     found = written(PostgresSink(dsn, "t"), batch)
     assert [each.message for each in found] == [f"code {code}" for code in _CODES]
+    assert [each.kind for each in found][-5:] == [
+        "SQLSTATE ZZ999", "UndefinedTable", "ConnectionException", "DiskFull", "ReadOnlySqlTransaction",
+    ]  # fmt: skip
     assert run(dsn, "SELECT n FROM t") == [(0,), (len(_CODES) + 1,)]
 
 
@@ -291,6 +294,23 @@ def test_refused_rows_have_values_that_python_lacks(dsn: str) -> None:
     (found,) = written(PostgresSink(dsn, "t"), batch)
     assert found.row == {"n": 1, "c": "12921-08-18", "d": "14645-06-30 15:06:40", "e": "1200-02-15 14:13:20+00 BC",
                          "f": dt.timedelta(1), "g": ["12921-08-18"]}  # fmt: skip
+
+
+def test_what_only_a_record_has_refuses_no_row(dsn: str) -> None:
+    """Its key, value and headers may have what PostgreSQL cannot store as text. Dead letters have them exactly."""
+    run(dsn, "CREATE TABLE t (n int CHECK (n > 0))")
+    odd = pa.array([b"a\0\xff"] * 2).view(pa.string())
+    names = pa.StructArray.from_arrays([pa.array(["\0h"] * 2), pa.array([b"\0\xff"] * 2)], ["key", "value"])
+    batch = pa.RecordBatch.from_pydict({
+        "n": pa.array([0, 1], pa.int32()), "key": odd, "value": odd,
+        "headers": pa.ListArray.from_arrays([0, 1, 2], names),
+        "topic": ["a", "b"], "timestamp": pa.array([-(2**63) + 1] * 2).cast(pa.timestamp("us", tz="UTC")),
+    })  # fmt: skip
+    (found,) = written(PostgresSink(dsn, "t"), batch)
+    assert run(dsn, "SELECT n FROM t") == [(1,)]
+    assert found.row == {"n": 0}
+    assert found.record == {"key": b"a\0\xff", "value": b"a\0\xff", "topic": "a", "timestamp": None,
+                            "headers": [{"key": "\0h", "value": b"\0\xff"}]}  # fmt: skip
 
 
 @pytest.mark.parametrize("encoding", ["LATIN1", "EUC_JP", "SQL_ASCII"])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import Producer
 
 import onceflow
 from onceflow import hooks
@@ -266,3 +267,20 @@ def test_a_flow_that_has_become_another_one(make_pair: Callable[..., Pair], call
     assert not again["already"]
     told(call(*pair.command()[:-2]))
     assert not told(call("fork", pair.old, pair.copy, "--yes", "--json"))["already"]
+
+
+def test_open_transactions_of_other_flows_are_not_waited_for(make_pair: Callable[..., Pair], call: Call) -> None:
+    """They hold the last stable offset of the progress topic back, for 15 minutes if a command was killed."""
+    pair = make_pair(state=False, together=True)
+    other = Producer({"bootstrap.servers": pair.bootstrap, "transactional.id": f"other-{pair.source}"})
+    other.init_transactions(30)
+    other.begin_transaction()
+    other.produce(PROGRESS_TOPIC, b"{}", b"other", partition=partition_of(pair.old))
+    other.flush(30)
+    began = time.monotonic()
+    third = f"{pair.old}-third"
+    told(call("fork", pair.old, third, "--yes", "--json"))
+    assert pair.found(third) is not None
+    assert not told(call(*pair.command()[:-2]))["already"]
+    assert time.monotonic() - began < 30, "less than the timeout of a transaction"
+    other.abort_transaction(30)

@@ -12,19 +12,13 @@ from onceflow.errors import BadRecordError
 from onceflow.external.postgres_columns import Column, Relation, named
 from onceflow.external.postgres_connection import may_be_of_a_row
 from onceflow.external.postgres_key import Key
+from onceflow.external.postgres_staging import HEADERS, PROBLEM, RECEIPT, ROW
 from onceflow.external.rows import UPSERT, TableWrite
 from onceflow.external.sink import RefusedRow
 
 if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg
     from psycopg import sql
-
-#: Columns of a staging table: which task has staged the row, and where it stands in the task's rows.
-RECEIPT, ROW = "receipt", "row"
-#: Another one: why the row cannot be in the table, which only tasks could see; mostly null.
-PROBLEM = "problem"
-#: The headers of a record as two arrays, because structs cannot be staged.
-HEADERS = {"onceflow_header_names": "text[]", "onceflow_header_values": "bytea[]"}
 
 _PLACE = "place"
 # Rows are tried in ranges of this many, which are divided until the refused rows are found.
@@ -114,9 +108,9 @@ class Moves:
             rows = self._rows(connection, numbered.sql, found)
         # Without one, rows disturbed each other in one statement only, and have been moved in several.
         for row in rows:
-            key = "".join(f" with the key {name}={row.row[name]!r:.200}" for name in self._write.key[:1])
+            key = ", ".join(f"{name}={row.row[name]!r:.200}" for name in self._write.key)
             raise BadRecordError(
-                f"Table {self._write.table} does not take a row{key}",
+                f"Table {self._write.table} does not take a row{f' with the key {key}' if key else ''}",
                 detail=f"{row.message}; the row: {dict(row.row)!s:.500}",
                 next_step="correct the row in the query, or the table's constraints; with dead_letter_topic= it "
                 "becomes a dead letter",
@@ -232,7 +226,7 @@ class Moves:
                 if not may_be_of_a_row(error):
                     raise
                 if low == high:
-                    yield low, _Refusal(type(error).__name__, _message(error))
+                    yield low, _Refusal(_kind(error), _message(error))
                 else:
                     middle = (low + high) // 2
                     left += [(middle + 1, high), (low, middle)]
@@ -352,7 +346,10 @@ class Moves:
                 record = {each.name: row.pop(each.name) for each in self._record}
                 headers = [record.pop(name, None) or () for name in HEADERS]
                 if headers[0]:
-                    record["headers"] = [{"key": key, "value": value} for key, value in zip(*headers, strict=True)]
+                    record["headers"] = [
+                        {"key": key.decode(errors="replace"), "value": value}
+                        for key, value in zip(*headers, strict=True)
+                    ]
                 rows.append(RefusedRow(row, found[number].kind, found[number].message, record))
         return rows
 
@@ -432,6 +429,17 @@ def _loaders() -> dict[str, Any]:
         "timestamptz": lenient(types.TimestamptzLoader),
         "interval": lenient(types.IntervalLoader),
     }
+
+
+def _kind(error: psycopg.Error) -> str:
+    """The name of PostgreSQL's class of the error. Codes that are not PostgreSQL's have none."""
+    import psycopg
+
+    code = error.sqlstate or ""
+    try:
+        return psycopg.errors.lookup(code).__name__
+    except KeyError:
+        return f"SQLSTATE {code}"
 
 
 def _message(error: psycopg.Error) -> str:
