@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from onceflow import ProgressConflictError
+from onceflow import ExternalSink, ProgressConflictError
+from onceflow.client.deadline import Deadline
+from onceflow.driver import external_run
+from onceflow.driver.refused_rows import progress_row
+from onceflow.errors import ProtocolError
+from onceflow.external.sink import ProgressRow, next_generation
 from onceflow.planning.external_start import of_row, plan_external
+from onceflow.planning.source_starts import SourceTopic
+from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
+from onceflow.task.step_outputs import OUTPUT_SCHEMA
 
 
 def progress(batch: int, **offsets: int) -> Progress:
@@ -46,3 +55,99 @@ def test_an_error_names_the_row_that_decides() -> None:
     assert isinstance(found, ProgressConflictError)
     assert found.topic == "a"
     assert "id was 1; this is what the progress row 'onceflow.f@c' of t says" in str(found)
+
+
+# ---- in which order a start looks, decides and takes over --------------------------------------------
+
+
+class Target(ExternalSink):
+    """A system that is one progress row. It says what was done to it."""
+
+    target = "t"
+    local_only = True
+
+    def __init__(self, row: ProgressRow | None, later: str | None = None) -> None:
+        self.row = row
+        self.later = later  # what a driver that works commits after the start has looked
+        self.done: list[str] = []
+        self.flows: set[str] = set()
+
+    def progress_row(self, flow: str) -> ProgressRow | None:
+        self.done.append("look")
+        self.flows.add(flow)
+        found = self.row
+        if self.later is not None and self.row is not None:
+            self.row = replace(self.row, progress=self.later)
+        return found
+
+    def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
+        self.done.append("open")
+        self.flows.add(flow)
+        progress = None if self.row is None else self.row.progress
+        self.row = ProgressRow(next_generation("t", flow, self.row, owner, generation), owner, progress)
+        return self.row
+
+    def check(self, schema: Any) -> None: ...
+    def begin(self, attempt: Any) -> None: ...
+    def write(self, attempt: Any, task: str, batches: Any) -> bytes:
+        return b""
+
+    def commit(self, attempt: Any, receipts: Any, progress: str) -> None: ...
+    def abort(self, attempt: Any) -> None: ...
+
+
+def started(sink: Target, kafka: Progress, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Progress]]:
+    """Start flow ``f`` of a cluster ``c``, whose topic ``a`` has the offsets 0 to 100."""
+    followed: list[Progress] = []
+    monkeypatch.setattr(external_run, "commit_progress", lambda session, progress, *_: followed.append(progress))
+    cluster = SimpleNamespace(cluster_id=lambda deadline: "c")
+    source = SourceTopic("a", "id-a", {0: 0}, {0: 100})
+    startup = SimpleNamespace(
+        flow="f", names=Names("f"), session=SimpleNamespace(cluster=cluster), sources={"a": source}
+    )
+    write = SimpleNamespace(sink=sink, dead_letter_topic=None)
+    return external_run._take_over(write, startup, kafka, Deadline(10, "a test")), followed  # type: ignore[arg-type]
+
+
+def row_of(progress: Progress) -> ProgressRow:
+    return ProgressRow(7, "somebody", progress_row(progress, OUTPUT_SCHEMA.empty_table()))
+
+
+def test_a_start_looks_and_then_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = Target(row_of(progress(3, a=9)))
+    (owned, starts, _), followed = started(sink, progress(2, a=5), monkeypatch)
+    assert sink.done == ["look", "open"]
+    assert sink.flows == {"onceflow.f@c"}
+    assert sink.row is not None
+    assert (owned.generation, owned.owner, owned.identity) == (8, sink.row.owner, "onceflow.f@c")
+    assert (starts, [each.batch_id for each in followed], owned.progress.batch_id) == ({"a": {0: 9}}, [3], 3)
+
+
+@pytest.mark.parametrize(
+    "row, kafka, message",
+    [
+        (None, progress(3, a=9), "has no progress row"),
+        (row_of(progress(3, a=101)), progress(2, a=5), r"(?s)ahead of a-0.*the progress row 'onceflow.f@c' of t says"),
+        (
+            row_of(replace(progress(3, a=9), topic_ids={"a": "other"})),
+            progress(2, a=5),
+            r"(?s)created again.*the progress row 'onceflow.f@c' of t says",
+        ),
+        (ProgressRow(7, "o", "garbage"), progress(2, a=5), "The progress row 'onceflow.f@c' of t cannot be read"),
+        (row_of(replace(progress(3, a=9), flow="b")), progress(2, a=5), "'onceflow.f@c' of t cannot be read"),
+    ],
+)
+def test_a_start_that_is_refused_takes_nothing_over(
+    monkeypatch: pytest.MonkeyPatch, row: ProgressRow | None, kafka: Progress, message: str
+) -> None:
+    sink = Target(row)
+    with pytest.raises((ProgressConflictError, ProtocolError), match=message):
+        started(sink, kafka, monkeypatch)
+    assert (sink.done, sink.row) == (["look"], row)
+
+
+def test_a_batch_is_committed_while_a_start_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is the row as it is when the flow was taken over."""
+    sink = Target(row_of(progress(3, a=9)), later=row_of(progress(4, a=20)).progress)
+    (owned, starts, _), followed = started(sink, progress(2, a=5), monkeypatch)
+    assert (starts, [each.batch_id for each in followed], owned.progress.batch_id) == ({"a": {0: 20}}, [4], 4)
