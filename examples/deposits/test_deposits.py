@@ -127,12 +127,11 @@ def test_an_account_that_is_not_the_key_is_rejected(driver: ProcessorDriver) -> 
         (deposit(2, 5) | {"kind": "gift"}, "KeyError"),
         ({"kind": "transfer", "id": "op-2", "account": ADA, "amount": 5}, "KeyError"),
         (deposit(2, 5) | {"id": 2}, "TypeError"),
-        (deposit(2, 5) | {"id": "x" * 500}, "ValueError"),
         (deposit(2, 5) | {"amount": "5"}, "TypeError"),
         (deposit(2, 5) | {"amount": 5.0}, "TypeError"),
         (deposit(2, 5) | {"amount": True}, "TypeError"),
         (deposit(2, 5) | {"amount": None}, "TypeError"),
-        (deposit(2, 5) | {"amount": 2**64}, "TypeError"),
+        (deposit(2, 5) | {"amount": 2**64}, "Rejected"),
         (deposit(2, 5) | {"note": "x" * 300_000}, "ValueError"),
     ],
 )

@@ -36,6 +36,7 @@ def names(s3: S3Server, sink: DeltaSink) -> list[str]:
     return [name.removeprefix(f"{root}/") for name in s3.filesystem().find(root)]
 
 
+@pytest.mark.long
 class TestS3(ExternalSinkSuite):
     rounds = 3
 

@@ -230,8 +230,9 @@ def test_a_column_processor_joins(joined: Joined) -> None:
 
 @pytest.mark.parametrize("how", ["left", "inner"])
 def test_join_table(joined: Joined, how: str) -> None:
-    joined.put(EUR={"rate": 1.5, "name": "euro"}, USD={"rate": 2, "name": None})
-    numbers = joined.order("EUR", "USD", "XXX", "EUR")
+    long = "EUR" * 300  # longer than a key of LMDB may be
+    joined.put(**{long: {"rate": 1.5, "name": "euro"}, "USD": {"rate": 2, "name": None}})
+    numbers = joined.order(long, "USD", "XXX", long)
 
     def join(flow: Any, df: Any) -> Any:
         from pyspark.sql import functions as F
@@ -303,13 +304,13 @@ def test_join_table_with_other_serdes_and_operators(joined: Joined, make_topic: 
 
 
 def test_keys_that_are_structs(joined: Joined, make_topic: Callable[..., str]) -> None:
-    """Also keys of text for a binary column, and rows that come out of Spark's state."""
+    """Also keys of text for a binary column, JSON in other bytes, and rows that come out of Spark's state."""
     from pyspark.sql import functions as F
 
     pair = serdes.struct(a="int64", b="string")
     pairs, documents, names = (make_topic(name, 2, cleanup_policy="compact") for name in ("pairs", "docs", "names"))
     independent.fill(joined.bootstrap, pairs, [(pair.encode({"a": n, "b": f"b{n}"}), b"p%d" % n) for n in range(3)])
-    independent.fill(joined.bootstrap, documents, [(serdes.JSON.encode({"n": n}), b"d%d" % n) for n in range(1, 4)])
+    independent.fill(joined.bootstrap, documents, [(b'{"n": %d }' % n, b"d%d" % n) for n in range(1, 4)])
     independent.fill(joined.bootstrap, names, [(b"key-%d" % n, b"n%d" % n) for n in range(2)])
     joined.order("EUR", "USD", "GBP", "XXX", "EUR")
 

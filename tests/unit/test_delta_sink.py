@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from datetime import date, datetime, timezone
@@ -131,6 +132,7 @@ def test_the_store_has_created_a_commit_and_its_answer_was_lost(
 
 def test_two_drivers_with_the_same_generation(sink: DeltaSink, tmp_path: Path) -> None:
     """The table is put back to before the first one: the second one gets its generation, but not its attempts."""
+    DeltaTable.create(sink.root, SCHEMA)
     shutil.copytree(sink.root, tmp_path / "backup")
     old = Writer(sink).open()
     attempt, receipts = old.staged()
@@ -299,7 +301,7 @@ def test_a_table_that_was_created_again_has_no_progress(sink: DeltaSink) -> None
     writer = Writer(sink).open()
     writer.commit(*writer.staged())
     shutil.rmtree(Path(sink.root, "_delta_log"))
-    sink.check(SCHEMA)
+    DeltaTable.create(sink.root, SCHEMA)
     assert sink.progress_row(FLOW) is None
     assert Writer(sink).open().batch == 0
 
@@ -504,12 +506,30 @@ def test_the_table_is_changed_while_a_batch_is_written(sink: DeltaSink) -> None:
     assert len(rows_of(sink.root)) == 40
 
 
+def test_another_table_is_there_than_at_the_start(tmp_path: Path) -> None:
+    """Its columns are checked again: none of the rows' columns is left out, and none of the table's is null."""
+    sink = DeltaSink(tmp_path)
+    sink.check(SCHEMA)
+    DeltaTable.create(tmp_path, pa.schema([("id", pa.int64())]))
+    writer = Writer(sink).open()
+    with pytest.raises(SchemaError, match="Column text does not fit the table"):
+        writer.staged()
+    assert rows_of(tmp_path) == []
+
+
+def test_a_partition_column_is_not_written(tmp_path: Path) -> None:
+    """A column that may be null can be left out, also one by which files are divided."""
+    partitioned(tmp_path, "string")
+    _, there = written(tmp_path, [{"id": 1}], pa.schema([("id", pa.int64())]))
+    assert there == [{"id": 1, "p": None}]
+
+
 def test_texts_that_are_none(tmp_path: Path) -> None:
     """Spark passes on bytes of a record as a string. A file with them could not be read any more, with all its rows."""
     schema = pa.schema([("id", pa.int64()), ("text", pa.string()), ("more", pa.list_(pa.string()))])
-    DeltaSink(tmp_path).check(schema)
     sink = DeltaSink(tmp_path)
     sink.set_aside()
+    sink.check(schema)
     attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
     sink.begin(attempt)
     wrong = pa.array([b"x", b"\xff\x00", b"\xc3\xa4", None]).view(pa.string())
@@ -657,9 +677,29 @@ def test_types_that_delta_does_not_know(tmp_path: Path, kind: pa.DataType) -> No
         DeltaSink(tmp_path).check(pa.schema([("x", pa.list_(kind))]))
 
 
-def test_what_does_not_fit_is_found_at_the_start(tmp_path: Path) -> None:
-    sink = DeltaSink(tmp_path)
+@pytest.mark.parametrize("name", ["a b", "a,b", "a=b", "", "a\nb", "{"])
+def test_names_that_spark_cannot_read(tmp_path: Path, name: str) -> None:
+    for schema in (pa.schema([(name, pa.int64())]), pa.schema([("x", pa.list_(pa.struct([(name, pa.int64())])))])):
+        with pytest.raises(SchemaError, match=re.escape(f"cannot be named {name!r}")):
+            DeltaSink(tmp_path).check(schema)
+    DeltaTable.create(tmp_path, pa.schema([(name, pa.int64())]))
+    _, there = written(tmp_path, [{name: 1}], pa.schema([(name, pa.int64())]))
+    assert there == [{name: 1}]
+
+
+def test_a_table_is_created_when_the_flow_is_taken_over(tmp_path: Path) -> None:
+    """A start that is refused leaves nothing in a place that was a mistake."""
+    sink = DeltaSink(tmp_path / "table")
     sink.check(SCHEMA)
+    assert sink.progress_row(FLOW) is None
+    assert not (tmp_path / "table").exists()
+    Writer(sink).open()
+    assert rows_of(sink.root) == []
+
+
+def test_what_does_not_fit_is_found_at_the_start(tmp_path: Path) -> None:
+    DeltaTable.create(tmp_path, SCHEMA)
+    sink = DeltaSink(tmp_path)
     with pytest.raises(SchemaError, match="Column id does not fit"):
         sink.check(pa.schema([("id", pa.string())]))
     with pytest.raises(SchemaError, match="Column other does not fit"):
@@ -776,6 +816,24 @@ def test_options_with_which_drivers_could_overwrite_each_other(monkeypatch: pyte
     monkeypatch.setenv("AWS_S3_ALLOW_UNSAFE_RENAME", "1")
     with pytest.raises(OptionError, match="overwrite each other"):
         DeltaSink("s3://bucket/table")
+
+
+@pytest.mark.parametrize("name", ["a b", "a#b", "a?b", "a%b", "é ö", "a'b", "a&b=c", ".a", "x" * 200])
+def test_names_of_folders(tmp_path: Path, name: str) -> None:
+    sink = DeltaSink(tmp_path / name)
+    sink.check(SCHEMA)
+    writer = Writer(sink).open()
+    writer.commit(*writer.staged(of_tasks=1))
+    sink.abort(writer.staged(of_tasks=1)[0])
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert len(rows_of(tmp_path / name)) == 40
+    assert Writer(sink).open().batch == 1
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a\\b"])
+def test_names_of_folders_that_deltalake_reads_otherwise(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OptionError, match="cannot have a table of Delta Lake"):
+        DeltaSink(tmp_path / name)
 
 
 def test_secrets_are_not_shown() -> None:

@@ -20,7 +20,7 @@ from onceflow.admin import record_lines
 from onceflow.admin.identity import identity_of
 from onceflow.server.formats import KEYS
 from onceflow.server.problems import Problem
-from onceflow.state.api import exact_json
+from onceflow.state import exact_json
 from onceflow.state.api.serdes import JSON
 from onceflow.testing.joined_tables import joined_table
 from onceflow.testing.processor_driver import ProcessorDriver

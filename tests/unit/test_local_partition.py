@@ -117,11 +117,11 @@ class Flow:
         self.goal = Goal("flow", "table", 3, "id-t", "id-i", 0, 0)
 
     def changes(self, count: int = 30) -> Changes:
-        """Of values, map entries and timers; some with expiry or version, some of long keys, some deletes."""
+        """Of values, map entries and timers; some with expiry or version, some deletes. Keys are plain, JSON, long."""
         dice, found = self.dice, {}
         for _ in range(count):
             number = dice.randrange(self.keys)
-            key = b"key" + b"-" * (1 if number % 4 else 600) + b"%d\0" % number
+            key = (b"key-%d\0", b'{"key": %d}', b'{"key":%d}', b"key" + b"-" * 600 + b"%d")[number % 4] % number
             kind = dice.choice("vvvmt")
             if kind == "t":
                 row_key = rows.timer_key(key, b"timer")

@@ -268,12 +268,12 @@ def test_next_timer_counts_unchanged_and_rewritten_timers(store: Any) -> None:
 
 def test_timers_of_impossible_times_names_and_clocks_are_refused() -> None:
     def run_it(key: str, records: Any, state: Any) -> None:
-        for arguments in (("t", 1 << 63), ("t", 1, "wall"), ("t" * 600, 1)):
-            with pytest.raises(ValueError, match=r"milliseconds|clock|bytes together"):
+        for arguments in (("t", 1 << 63), ("t", 1, "wall")):
+            with pytest.raises(ValueError, match=r"milliseconds|clock"):
                 state.timers.register(*arguments)
         with pytest.raises(TypeError):
             state.timers.register("t", 1.5)
-        state.timers.register("last", (1 << 63) - 1)
+        state.timers.register("last" * 600, (1 << 63) - 1)
 
     driver = ProcessorDriver(Text(run_it))
     driver.send("k", "1")

@@ -22,6 +22,7 @@ from onceflow.planning.process import StepOptions, check_options
 from onceflow.protocol.timestamps import LATEST_MS, known_ms
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.engine.dedup_engine import DedupEngine
+from onceflow.state.engine.input_batch import milliseconds
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -280,3 +281,25 @@ def test_sources_without_times_are_told(caplog: pytest.LogCaptureFixture) -> Non
     run.feed(rows([None, NOW, -1, NOW]))
     assert run.untimed == {("in", 0)}
     MemoryStore.remove(Path("/dev/null/untimed"))
+
+
+@given(
+    st.lists(st.none() | st.integers(-(2**63), 2**63 - 1) | st.sampled_from([-1, 0, 999, -999, -(2**63)]), max_size=5),
+    st.sampled_from([("s", 1), ("ms", 1), ("us", 1000), ("ns", 1_000_000)]),
+    st.sampled_from([None, "UTC", "Europe/Berlin"]),
+    st.integers(0, 2),
+)
+def test_columns_of_times_in_any_unit(
+    ticks: list[int | None], unit: tuple[str, int], zone: str | None, offset: int
+) -> None:
+    """Rounded down, in whatever way the column lies in memory."""
+    kind = pa.timestamp(unit[0], tz=zone)
+    found = milliseconds(pa.array([7, 7, *ticks], pa.int64()).view(kind).slice(offset))
+    expected = [7 * 1000 if unit[0] == "s" else 7 // unit[1]] * (2 - offset)
+    for each in ticks:
+        if each is None or unit[0] != "s":
+            expected.append(None if each is None else each // unit[1])
+        else:
+            expected.append(max(-LATEST_MS, min(LATEST_MS, each)) * 1000)
+    assert found.type == pa.int64()
+    assert found.to_pylist() == expected

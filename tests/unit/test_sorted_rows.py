@@ -22,7 +22,20 @@ from onceflow.state.local.spool import Spool
 
 Pairs = list[tuple[bytes, bytes | None]]
 Headers = dict[int, list[tuple[str, bytes | None]]]
-KEYS = [b"", b"\0", b"\0\0", b"a", b"a\0", b"ab", b"b" * 300, b"\xff", b"\xff\xff", *(b"key-%d" % n for n in range(40))]
+KEYS = [
+    b"",
+    b"\0",
+    b"\0\0",
+    b"a",
+    b"a\0",
+    b"ab",
+    b"b" * 300,
+    b"\xff",
+    b"\xff\xff",
+    b'{"a": 1}',
+    b"[ 1]",
+    *(b"key-%d" % n for n in range(40)),
+]
 
 
 def columns(pairs: Pairs) -> RowColumns:

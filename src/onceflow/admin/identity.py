@@ -8,7 +8,7 @@ from typing import Any
 
 from onceflow.admin.tally import digest_of
 from onceflow.errors import OptionError
-from onceflow.state.api import exact_json
+from onceflow.state import exact_json
 
 Headers = Sequence[tuple[str, "bytes | None"]]
 Identity = Callable[["bytes | None", "bytes | None", Headers], bytes]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from onceflow.state.api import exact_json
+from onceflow.state import exact_json
 from onceflow.state.api.record import Header, Record
 
 _BASE64 = "_base64"

@@ -109,6 +109,10 @@ class Cells:
         except ValueError as error:
             raise click.UsageError(f"{text!r} is not a key of --key {self._key}: {error}") from None
 
+    @property
+    def keys_are_json(self) -> bool:
+        return self._key == "json"
+
     def prefix(self, text: str) -> bytes:
         """The bytes that keys begin with. Of JSON, this is the beginning of the text."""
         if self._key == "long":

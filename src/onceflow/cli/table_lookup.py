@@ -22,6 +22,7 @@ from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.progress import progress_bar
 from onceflow.cli.table_cells import Cells, cells
 from onceflow.cli.text import counted, timeout_ms
+from onceflow.state.api import serdes
 
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
@@ -60,8 +61,11 @@ class Opener:
     state_dir: Path | None
 
     @contextlib.contextmanager
-    def opened(self, topic: str) -> Iterator[tuple[Table, Callable[[], None]]]:
+    def opened(self, topic: str, key: Any = serdes.BYTES) -> Iterator[tuple[Table, Callable[[], None]]]:
         """The table, current, and a function that raises KeyboardInterrupt if Ctrl-C was pressed.
+
+        Args:
+            key: serde of its keys.
 
         Raises:
             OnceflowError: as `Table.start`.
@@ -73,6 +77,7 @@ class Opener:
             topic,
             bootstrap_servers=self.settings.bootstrap_servers,
             options=self.settings.options,
+            key=key,
             partitions=self.partitions or None,
             state_dir=self.state_dir,
             restore_timeout=f"{self.timeout_s} seconds",
@@ -174,8 +179,12 @@ def get(ctx: click.Context, topic: str, keys: tuple[str, ...], cells: Cells, ope
     `onceflow table get TOPIC --key long -- 42 -5`.
     """
     wanted = {cells.key(key): key for key in keys}
-    with opener.opened(topic) as (table, _):
-        found = table.multi_get([*wanted])
+    with opener.opened(topic, serdes.JSON if cells.keys_are_json else serdes.BYTES) as (table, _):
+        if cells.keys_are_json:  # the same value in other bytes is the same key
+            values = {key: table.get(serdes.JSON.decode(key)) for key in wanted}
+            found = {key: value for key, value in values.items() if value is not None}
+        else:
+            found = table.multi_get([*wanted])
         _print(cells.row(key, value) for key, value in found.items())
     missing = [text for key, text in wanted.items() if key not in found]
     for text in missing:

@@ -20,6 +20,7 @@ from onceflow.external.delta_rows import (
     Refused,
     TableFacts,
     check_columns,
+    check_expressions,
     check_partition_by,
     facts_of,
     new_table_schema,
@@ -79,6 +80,7 @@ class DeltaSink(ExternalSink):
         self.partition_by = (partition_by,) if isinstance(partition_by, str) else tuple(partition_by)
         self.local_only = self._storage.is_local and not shared
         self._sets_aside = False
+        self._new: pa.Schema | None = None  # of a table that is created when the flow is taken over
         self._facts: TableFacts | None = None  # as they were at the begin of the attempt
         self._last: dict[str, int] = {}  # version of the last entry of a flow that this driver has committed
 
@@ -103,10 +105,11 @@ class DeltaSink(ExternalSink):
     def check(self, schema: pa.Schema) -> None:
         with self._storage.reached():
             if not self._storage.has_table():
-                self._create(schema)
+                self._new = self._checked_new(schema)
+                return
             facts = facts_of(self._storage.table(), self.root)
-        record = self._record(schema.names, facts)
-        check_columns(facts, pa.schema([column for column in schema if column.name not in record]))
+        check_columns(facts, self._of_table(schema, facts))
+        check_expressions(facts)
 
     def progress_row(self, flow: str) -> ProgressRow | None:
         with self._storage.reached():
@@ -118,6 +121,8 @@ class DeltaSink(ExternalSink):
     def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
         log = DeltaLog(self._storage, flow)
         with self._storage.reached():
+            if self._new is not None and generation is None:
+                self._create(self._new)
             for _ in range(_TRIES):
                 table = self._storage.table()
                 last = log.committed(table)
@@ -148,8 +153,12 @@ class DeltaSink(ExternalSink):
         refused: list[pa.Table] = []
         with row_checks(facts) as checks, contextlib.ExitStack() as stack:
             files = TaskFiles(stack, self._storage, folder, name, facts.partition_by)
+            columns: list[str] | None = None
             for batch in batches:
-                columns = [column for column in batch.schema.names if column in facts.arrow.names]
+                if columns is None:  # the table may have been changed since the start
+                    own = self._of_table(batch.schema, facts)
+                    check_columns(facts, own)
+                    columns = own.names
                 taken, others = checks.divided(batch.select(columns))
                 files.write(taken)
                 if others:
@@ -271,7 +280,12 @@ class DeltaSink(ExternalSink):
 
     # ---- the table -----------------------------------------------------------------------------------
 
-    def _create(self, schema: pa.Schema) -> None:
+    def _checked_new(self, schema: pa.Schema) -> pa.Schema:
+        """The schema of a table that does not exist yet.
+
+        Raises:
+            SchemaError: it cannot have these columns.
+        """
         given = new_table_schema(schema)
         record = [name for name in RECORD_COLUMNS if self._sets_aside and name in given.names]
         check_partition_by(self.partition_by, given)
@@ -282,6 +296,10 @@ class DeltaSink(ExternalSink):
                 detail=f"columns of records: {', '.join(record)}",
                 next_step="create the table before, or leave these columns out",
             )
+        return given
+
+    def _create(self, given: pa.Schema) -> None:
+        """Create the table, unless another driver has done so."""
         try:
             load_deltalake().DeltaTable.create(
                 self.root,
@@ -298,6 +316,11 @@ class DeltaSink(ExternalSink):
                 detail=self._storage.said(error),
                 next_step="create it, or rename or cast the columns",
             ) from error
+
+    def _of_table(self, schema: pa.Schema, facts: TableFacts) -> pa.Schema:
+        """The columns of rows that are meant for the table."""
+        record = self._record(schema.names, facts)
+        return pa.schema([column for column in schema if column.name not in record])
 
     def _record(self, names: Sequence[str], facts: TableFacts) -> list[str]:
         """Columns of the rows that are of the Kafka records, for dead letters."""

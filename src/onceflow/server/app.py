@@ -31,7 +31,7 @@ from onceflow.server.requests import (
 )
 from onceflow.server.service import Service
 from onceflow.server.short_way import answer, one_key
-from onceflow.state.api import exact_json
+from onceflow.state import exact_json
 
 _KEYS_BODY = {
     "requestBody": {

@@ -10,6 +10,7 @@ letter    rest of the row key                             row                   
 ``t``     escaped user key, timer's name                  when it is due         internal topic, unchanged
 ``T``     clock, time, escaped user key, timer's name     empty                  nowhere: an index of ``t``
 ``X``     time, row key                                   empty                  nowhere: an index of expiry
+``J``     escaped canonical form, the user's key          empty                  nowhere: see `json_index`
 ``S``     segment, user key                               a stamped row          table topic: key, stamp
 ``F``     segment, or nothing                             filter, or the list    nowhere: see ``segments.py``
 ========  ==============================================  =====================  =======================
@@ -27,10 +28,14 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from onceflow.state import exact_json
+
 VALUE, MAP, TIMER, TIMER_INDEX, EXPIRY_INDEX, SEGMENT, FILTER = b"v", b"m", b"t", b"T", b"X", b"S", b"F"
+JSON_INDEX = b"J"
 
 # Keys of rows may have any length: stores see to that.
 
@@ -44,6 +49,8 @@ _VERSION = struct.Struct(">I")
 _SIGN = 1 << 63
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 _VERSION_MAX = (1 << 32) - 1
+#: What JSON documents begin with that may have a `json_index`.
+JSON_BEGINS = (b"\t", b"\n", b"\r", b" ", b'"', b"[", b"{")
 
 Changes = Iterable[tuple[bytes, bytes | None]]
 """Row keys and rows; None deletes the row."""
@@ -202,6 +209,33 @@ def expiry_index_parts(row_key: bytes) -> tuple[int, bytes]:
     return time_of(row_key[1:9]), row_key[9:]
 
 
+def json_index(row_key: bytes) -> bytes | None:
+    """The key of the index row of a ``v`` row whose key is a JSON document, but not in its canonical form; otherwise
+    None. By this index, a key is found that has the same value in other bytes, such as other blanks or another order of
+    fields. Numbers have none: most keys of digits are no JSON, or are in their canonical form.
+    """
+    key = row_key[1:]
+    if key[:1] not in JSON_BEGINS:
+        return None
+    try:
+        canonical = exact_json.canonical(key)
+    except (ValueError, RecursionError):
+        return None
+    return None if canonical == key else json_forms(canonical) + key
+
+
+def json_forms(canonical: bytes) -> bytes:
+    """What the `json_index` of all keys of this value begins with."""
+    return JSON_INDEX + escape(canonical)
+
+
+def may_have_json_index(row_keys: Sequence[bytes]) -> Iterator[bytes]:
+    """Those of sorted row keys that may have a `json_index`. Most tables have none, and this finds out at once."""
+    for begin in JSON_BEGINS:
+        first, behind = bisect_left(row_keys, VALUE + begin), bisect_left(row_keys, VALUE + bytes((begin[0] + 1,)))
+        yield from row_keys[first:behind]
+
+
 def after(prefix: bytes) -> bytes | None:
     """The smallest key that is greater than all keys with this prefix; None if there is none."""
     stripped = prefix.rstrip(b"\xff")
@@ -239,6 +273,8 @@ def with_index(changes: Changes, old_row: Callable[[bytes], bytes | None]) -> It
                     yield expiry_index(before, row_key), None
                 if after_ms is not None:
                     yield expiry_index(after_ms, row_key), b""
+            if kind == VALUE and (old is None) != (row is None) and (found := json_index(row_key)) is not None:
+                yield found, None if row is None else b""
         yield row_key, row
 
 
@@ -252,5 +288,8 @@ def new_index(changes: Iterable[tuple[bytes, bytes | None]]) -> Iterator[tuple[b
             if row_key[:1] == TIMER:
                 at = _TIMER_PAYLOAD if not row[0] else len(row) - len(unpack(row).payload)
                 yield TIMER_INDEX + row[at : at + 9] + row_key[1:], b""
-            elif row[0] & HAS_EXPIRY:
+                continue
+            if row[0] & HAS_EXPIRY:
                 yield EXPIRY_INDEX + row[1:9] + row_key, b""
+            if row_key[:1] == VALUE and (found := json_index(row_key)) is not None:
+                yield found, b""

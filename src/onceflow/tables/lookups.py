@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from onceflow.errors import BadRecordError, OptionError
 from onceflow.state import rows
-from onceflow.state.api.serdes import is_serde
+from onceflow.state.api.serdes import JSON, is_serde
 from onceflow.state.local.stored_rows import StoredRows
 from onceflow.tables.columns import column
 
@@ -28,6 +28,7 @@ class Lookups(abc.ABC):
         check_serde("key", key)
         check_serde("value", value)
         self._key, self._value = key, value
+        self._by_value = key == JSON  # documents of the same value in other bytes are the same key
 
     @property
     @abc.abstractmethod
@@ -40,7 +41,7 @@ class Lookups(abc.ABC):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The value of a key, or the default."""
-        raw = self._readable().get(self._encoded(key, "key for get()"))
+        raw = self._found(self._encoded(key, "key for get()"))
         return default if raw is None else self._decoded(raw, key)
 
     def multi_get(self, keys: Sequence[Any]) -> dict[Any, Any]:
@@ -54,7 +55,8 @@ class Lookups(abc.ABC):
                 f"multi_get() takes a list of keys, got {type(keys).__name__}: {keys!r:.100}",
                 next_step="give a list, or look up one key with get()",
             )
-        raws = self._readable().get_many([self._encoded(key, "key for multi_get()") for key in keys])
+        encoded = [self._encoded(key, "key for multi_get()") for key in keys]
+        raws = self._readable().find(encoded) if self._by_value else self._readable().get_many(encoded)
         return {key: self._decoded(raw, key) for key, raw in zip(keys, raws, strict=True) if raw is not None}
 
     def range(self, start: Any = None, end: Any = None, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
@@ -88,10 +90,10 @@ class Lookups(abc.ABC):
         return (key for key, _ in self.items())
 
     def __contains__(self, key: Any) -> bool:
-        return self._readable().get(self._encoded(key, "key")) is not None
+        return self._found(self._encoded(key, "key")) is not None
 
     def __getitem__(self, key: Any) -> Any:
-        raw = self._readable().get(self._encoded(key, "key"))
+        raw = self._found(self._encoded(key, "key"))
         if raw is None:
             raise KeyError(key)
         return self._decoded(raw, key)
@@ -129,6 +131,9 @@ class Lookups(abc.ABC):
         return self.to_arrow().to_pandas()
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _found(self, key: bytes) -> bytes | None:
+        return self._readable().find([key])[0] if self._by_value else self._readable().get(key)
 
     def _pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[tuple[Any, Any]]:
         for raw_key, raw in self._readable().range(low, high, reverse=reverse):

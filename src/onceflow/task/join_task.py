@@ -60,7 +60,8 @@ class JoinTask:
         (spec,) = copies.specs.values()
         encoded = self._keys(batch.column(self.order.on))
         places = key_partitions(encoded.dictionary, spec.partitions)
-        copies.open(np.unique(places[places >= 0]).tolist())
+        # In other bytes, a key may be in another partition.
+        copies.open(range(spec.partitions) if spec.key == serdes.JSON else np.unique(places[places >= 0]).tolist())
         found = copies.handle(spec.name, now_ms, None).values_of(encoded.dictionary)
         matched = found.take(encoded.indices)
         if self.order.inner:

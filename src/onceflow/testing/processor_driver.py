@@ -15,8 +15,7 @@ import pyarrow as pa
 from onceflow.durations import duration_ms
 from onceflow.errors import ProcessorError
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.state import rows
-from onceflow.state.api import exact_json
+from onceflow.state import exact_json, rows
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Header, Record
@@ -116,7 +115,7 @@ class ProcessorDriver:
         Args:
             key, value: bytes, None, or what the serdes of the processor can encode. With a column processor also text,
                 and values that become JSON.
-            timestamp_ms: epoch milliseconds; None: now.
+            timestamp_ms: epoch milliseconds; None: now; -1: the record has no time.
             topic, partition: where the record comes from.
             run: False: keep the record for the next batch.
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
+from onceflow.state.api.serdes import JSON
 from onceflow.state.api.user_errors import not_encoded
 from onceflow.state.local.stored_rows import StoredRows, Stores
 
@@ -41,6 +42,7 @@ class JoinedTable:
         self._partitions = partitions
         self._key, self._value = key, value
         self._own_partition = own_partition
+        self._by_value = key == JSON  # documents of the same value in other bytes are the same key
         self.position = position
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -52,7 +54,7 @@ class JoinedTable:
         Raises:
             ValueError: the table is co-partitioned, and the key belongs to another partition than this one.
         """
-        raw = self._rows.get(self._encoded(key))
+        raw = self._found(key)
         return default if raw is None else self._decoded(raw, key)
 
     def multi_get(self, keys: Sequence[Any]) -> dict[Any, Any]:
@@ -66,11 +68,11 @@ class JoinedTable:
                 f"multi_get() of table {self._name!r} takes a list of keys, got {type(keys).__name__}: {keys!r:.100}; "
                 "get() looks up one key"
             )
-        raws = self._rows.get_many([self._encoded(key) for key in keys])
+        raws = self._found_all([self._bytes(key) for key in keys])
         return {key: self._decoded(raw, key) for key, raw in zip(keys, raws, strict=True) if raw is not None}
 
     def __contains__(self, key: Any) -> bool:
-        return self._rows.get(self._encoded(key)) is not None
+        return self._found(key) is not None
 
     def values_of(self, keys: Any) -> pa.Array:
         """The values of a whole column of keys.
@@ -85,8 +87,7 @@ class JoinedTable:
             keys = keys.combine_chunks()
         encoded = keys.cast(pa.binary()).dictionary_encode()
         distinct = encoded.dictionary
-        self._check_partitions(distinct)
-        found = pa.array(self._rows.get_many(distinct.to_pylist()), pa.binary())
+        found = pa.array(self._found_all(distinct.to_pylist()), pa.binary())
         return found.take(encoded.indices)
 
     def range(self, start: Any = None, end: Any = None, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
@@ -107,11 +108,24 @@ class JoinedTable:
             key = raw_key if self._key is None else self._key.decode(raw_key)
             yield key, self._decoded(raw, key)
 
-    def _encoded(self, key: Any) -> bytes:
-        raw = self._bytes(key)
-        if self._own_partition is not None:
-            self._check_partitions(pa.array([raw], pa.binary()))
-        return raw
+    def _found(self, key: Any) -> bytes | None:
+        if self._by_value or self._own_partition is not None:
+            return self._found_all([self._bytes(key)])[0]
+        return self._rows.get(self._bytes(key))
+
+    def _found_all(self, keys: list[bytes]) -> list[bytes | None]:
+        """The value of each key.
+
+        Raises:
+            ValueError: the table is co-partitioned, and a key that is not in this partition belongs to another one.
+        """
+        if not self._by_value:
+            self._check_partitions(keys)
+            return self._rows.get_many(keys)
+        found = self._rows.find(keys)
+        # In other bytes, a key may belong to another partition. So only one that is not found is refused.
+        self._check_partitions([key for key, raw in zip(keys, found, strict=True) if raw is None])
+        return found
 
     def _bytes(self, key: Any) -> bytes:
         if self._key is not None:
@@ -126,16 +140,16 @@ class JoinedTable:
             return key
         raise TypeError(f"keys of table {self._name!r} are bytes or str, got {type(key).__name__}: give it a key serde")
 
-    def _check_partitions(self, keys: Any) -> None:
+    def _check_partitions(self, keys: list[bytes]) -> None:
         """Refuse keys that this task cannot find: it has only one partition of a co-partitioned table."""
         if self._own_partition is None or not len(keys):
             return
-        places = key_partitions(keys, self._partitions)
+        places = key_partitions(pa.array(keys, pa.binary()), self._partitions)
         elsewhere = (places != self._own_partition) & (places >= 0)
         if elsewhere.any():
             at = int(elsewhere.argmax())
             raise ValueError(
-                f"key {keys[at].as_py()!r:.100} of table {self._name!r} is in partition {places[at]}, but this task "
+                f"key {keys[at]!r:.100} of table {self._name!r} is in partition {places[at]}, but this task "
                 f"has partition {self._own_partition}: look up the record's own key, or leave co_partitioned out"
             )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from onceflow.state.api import exact_json
+from onceflow.state import exact_json
 from onceflow.state.api.structs import Struct, struct
 
 __all__ = ["BYTES", "DOUBLE", "JSON", "LONG", "STRING", "Serde", "Struct", "struct"]

@@ -16,6 +16,7 @@ from onceflow.state import rows
 from onceflow.state.local.row_columns import NOTHING, TO_THE_END, RowColumns, first_bytes
 
 _SIGN = np.uint64(1 << 63)
+_JSON_BEGINS = pa.array(rows.JSON_BEGINS, pa.binary())
 _FIELDS = 1 + 8 + 4  # the most that a row begins with: flags, expiry, version
 
 
@@ -78,10 +79,21 @@ def index_of(block: RowColumns) -> RowColumns | None:
     if expiring.any():
         keys, found_rows = _chosen(block, expiring)
         found.append(_joined(rows.EXPIRY_INDEX, pc.binary_slice(found_rows, 1, 9), keys))
+    found += _json_index(block, kinds == rows.VALUE[0])
     if not found:
         return None
     keys = pa.concat_arrays(found)
     return RowColumns(keys, pa.repeat(NOTHING, len(keys)))
+
+
+def _json_index(block: RowColumns, of_values: npt.NDArray[np.bool_]) -> list[pa.BinaryArray]:
+    """The keys of `rows.json_index`, if there are any."""
+    if not of_values.any():
+        return []
+    begins = pc.is_in(pc.binary_slice(block.keys, 1, 2), value_set=_JSON_BEGINS).to_numpy(zero_copy_only=False)
+    keys = block.keys.filter(pa.array(begins & of_values)).to_pylist()
+    index = [each for each in map(rows.json_index, keys) if each is not None]
+    return [pa.array(index, pa.binary())] if index else []
 
 
 def _chosen(block: RowColumns, which: npt.NDArray[np.bool_]) -> tuple[pa.BinaryArray, pa.BinaryArray]:

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 import pyarrow as pa
 
 from onceflow.clock import clock_ms
+from onceflow.errors import BadRecordError
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.state import rows
+from onceflow.state import exact_json, rows
 from onceflow.state.stores.base import Store
 
 Stores = Mapping[int, Store]
@@ -69,6 +70,41 @@ class StoredRows:
                         found[at] = rows.live_payload(row, now_ms)
         return found
 
+    def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """As `get_many`, for keys that are JSON documents: a key that does not exist in these bytes is found if there
+        is one with the same value, such as the same fields in another order.
+
+        Raises:
+            BadRecordError: there are several with the same value, none of which is in these bytes.
+        """
+        found = self.get_many(keys)
+        for at, key in enumerate(keys):
+            if found[at] is None:
+                found[at] = self._of_same_value(key)
+        return found
+
+    def _of_same_value(self, key: bytes) -> bytes | None:
+        try:
+            canonical = exact_json.canonical(key)
+        except (ValueError, RecursionError):
+            return None
+        prefix = rows.json_forms(canonical)
+        forms = {canonical}
+        with self._stores() as stores:
+            for store in stores.values():
+                forms.update(each[len(prefix) :] for each, _ in store.scan(prefix, rows.after(prefix)))
+        listed = sorted(forms)
+        known = {form: value for form, value in zip(listed, self.get_many(listed), strict=True) if value is not None}
+        if len(known) > 1:
+            one, other = list(known)[:2]
+            raise BadRecordError(
+                f"The key {key!r:.100} of a table is not there in these bytes, and {len(known)} keys have its value",
+                detail=f"for example {one!r:.100} and {other!r:.100}",
+                next_step="delete all but one of them in the topic, or look up the bytes that are meant, with a table "
+                "whose keys are serdes.BYTES",
+            )
+        return next(iter(known.values()), None)
+
     def range(self, start: bytes, end: bytes | None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         """Keys with ``start <= key < end`` and their values, in order of keys over all partitions."""
         now_ms = self._clock_ms()
@@ -90,7 +126,8 @@ class StoredRows:
             for store in stores.values():
                 others = (rows.MAP, rows.TIMER, rows.TIMER_INDEX, rows.EXPIRY_INDEX)
                 if all(next(store.scan(kind, rows.after(kind)), None) is None for kind in others):
-                    total += store.row_count()
+                    index = store.scan(rows.JSON_INDEX, rows.after(rows.JSON_INDEX))
+                    total += store.row_count() - sum(1 for _ in index)
                 else:
                     scan = store.scan(rows.VALUE, rows.after(rows.VALUE))
                     total += sum(rows.live_payload(row, now_ms) is not None for _, row in scan)

@@ -222,7 +222,7 @@ def _index_rows(
         keys: of the changes, sorted. flags: of the rows.
     """
     timers, behind = (bisect_left(keys, each) for each in (rows.TIMER, bytes((rows.TIMER[0] + 1,))))
-    concerned = set(keys[timers:behind])
+    concerned = {*keys[timers:behind], *rows.may_have_json_index(keys)}
     if any(each & 1 for each in flags):
         concerned.update(key for key, row in changes.items() if row and row[0] & 1)
     if not old:

@@ -67,9 +67,11 @@ class LmdbStore(Store):
                 file.unlink(missing_ok=True)
 
     def get(self, key: bytes) -> bytes | None:
+        row: bytes | None
         if len(key) > SHORT_KEY_BYTES_MAX:
-            return self._environment.read(lambda txn, _: self._keys(txn).get(key))
-        row: bytes | None = self._environment.read(lambda txn, db: txn.get(key, db=db))
+            row = self._environment.read(lambda txn, _: self._keys(txn).get(key))
+        else:
+            row = self._environment.read(lambda txn, db: txn.get(key, db=db))
         return row
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:

@@ -27,9 +27,11 @@ _KEPT = {**dict.fromkeys(b"0123456789.", b"0"), **dict.fromkeys(b"eE", b"e"), **
 _OUTLINE = bytes({**_KEPT, ord("-"): b"-"}.get(code, b"x")[0] for code in range(256))
 # A number of at most 15 digits is a float without loss, unless its exponent is below that of the smallest normal float.
 _LONG, _SMALL = b"0" * 16, b"0e-000"
+_SMALL_NUMBER = re.compile(rb"0e-000+(?![0xe-])")  # not a part of a text, for example of a UUID
 _LONG_NUMBERS = re.compile(rb"[0-9][0-9.]{15,}(?:[eE][+-]?[0-9]+)?")  # those in texts do no harm
 _SMALLEST = 2.2250738585072014e-308
 _FLOAT_DIGITS = 15  # a float holds every decimal number of so many digits
+_CHECKED_AT_ONCE = 16  # few, so that they stay in the CPU cache
 _INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
 
 
@@ -45,7 +47,7 @@ def loads(raw: bytes | bytearray | memoryview | str) -> Any:
     value = orjson.loads(raw)
     if type(raw) is bytes:
         outline = raw.translate(_OUTLINE)  # as `has_only_short_numbers`, without another call
-        if outline.find(_LONG) < 0 and outline.find(_SMALL) < 0:
+        if outline.rfind(_LONG) < 0 and outline.rfind(_SMALL) < 0:
             return value
     return _exactly(raw, value)
 
@@ -56,23 +58,18 @@ def has_only_short_numbers(raw: bytes) -> bool:
     False means that it has to be looked at more closely.
     """
     outline = raw.translate(_OUTLINE)
-    if outline.find(_LONG) >= 0:  # faster than `in`
+    if outline.rfind(_LONG) >= 0:  # in CPython, rfind() takes half the time of find() and `in`
         return False
-    at = outline.find(_SMALL)
-    while at >= 0:
-        if outline[at + 1 : at + 32].lstrip(b"e-0")[:1] in b" ":  # otherwise it is in a text, for example in a UUID
-            return False
-        at = outline.find(_SMALL, at + 1)
-    return True
+    return outline.rfind(_SMALL) < 0 or _SMALL_NUMBER.search(outline) is None
 
 
 def loader(raws: Sequence[bytes | None]) -> Callable[[bytes], Any]:
-    """What reads these documents as `loads` does. To check all of them at once takes less time."""
-    try:
-        whole = b",".join(raws)  # type: ignore[arg-type]  # most often there is no None
-    except TypeError:
-        whole = b",".join([raw for raw in raws if raw is not None])
-    return orjson.loads if has_only_short_numbers(whole) else loads
+    """What reads these documents as `loads` does. To check some of them at once takes less time."""
+    present = [raw for raw in raws if raw is not None] if None in raws else raws
+    for at in range(0, len(present), _CHECKED_AT_ONCE):
+        if not has_only_short_numbers(b",".join(present[at : at + _CHECKED_AT_ONCE])):  # type: ignore[arg-type]
+            return loads
+    return orjson.loads
 
 
 def dumps(value: Any) -> bytes:
@@ -86,7 +83,7 @@ def dumps(value: Any) -> bytes:
         raw = orjson.dumps(value)
     except TypeError:
         return orjson.dumps(_writable(value), default=_decimal)
-    if raw.find(b"null") >= 0 and not _has_nulls(value, raw.count(b"null")):
+    if raw.rfind(b"null") >= 0 and not _has_nulls(value, raw.count(b"null")):
         _check(value)
     return raw
 
@@ -129,7 +126,7 @@ def _exactly(raw: bytes | bytearray | memoryview | str, value: Any) -> Any:
     with suppress(TypeError):  # nested more deeply than it writes
         if orjson.dumps(value) == text:  # as most programs write it, and this one: each number is the same
             return value
-    if text.translate(_OUTLINE).find(_SMALL) < 0 or not _has_tiny(value):
+    if _SMALL not in text.translate(_OUTLINE) or not _has_tiny(value):
         found = _LONG_NUMBERS.finditer(text)
         if all(_is_held(each[0].decode(), text[each.start() - 1 : each.start()] == b"-") for each in found):
             return value

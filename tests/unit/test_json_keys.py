@@ -1,0 +1,209 @@
+"""Keys that are JSON documents: found by their value, and passed on in the bytes in which they came."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onceflow import Processor, Record, serdes
+from onceflow.errors import BadRecordError
+from onceflow.protocol.partitioners import key_partitions
+from onceflow.state import rows
+from onceflow.state.api.joined_table import JoinedTable
+from onceflow.state.engine.choice import engine_for
+from onceflow.state.local.stored_rows import StoredRows
+from onceflow.state.stores.base import Store
+from onceflow.state.stores.lmdb_store import LmdbStore
+from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.state.stores.rocksdb_store import RocksdbStore
+from onceflow.tables.lookups import Lookups
+
+A, BLANKS, ORDER = b'{"id":1,"shop":2}', b'{"id": 1, "shop": 2}', b'{"shop":2,"id":1}'
+FORMS = [A, BLANKS, ORDER, b'\n{"id":1.0,"\\u0073hop":2}']
+KEY = {"id": 1, "shop": 2}
+
+
+class View(Lookups):
+    """A table of these stores."""
+
+    topic = "t"
+
+    def __init__(self, stores: dict[int, Store], key: Any = serdes.JSON) -> None:
+        super().__init__(key, serdes.BYTES)
+        self._stores = stores
+
+    def _readable(self) -> StoredRows:
+        return StoredRows(lambda: contextlib.nullcontext(self._stores), partitions=len(self._stores))
+
+
+def joined(
+    stores: dict[int, Store], *, key: Any = serdes.JSON, own: int | None = None, partitions: int = 0
+) -> JoinedTable:
+    return JoinedTable(
+        "t",
+        lambda: contextlib.nullcontext(stores),
+        partitions=partitions or len(stores),
+        key=key,
+        value=serdes.BYTES,
+        now_ms=0,
+        position="",
+        own_partition=own,
+    )
+
+
+@pytest.fixture(params=[LmdbStore, MemoryStore, RocksdbStore], ids=["lmdb", "memory", "rocksdb"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with closing(request.param.open(tmp_path / "store")) as opened:
+        yield opened
+    request.param.remove(tmp_path / "store")
+
+
+def put(store: Store, content: dict[bytes, bytes | None]) -> None:
+    changes = {rows.value_key(key): None if value is None else rows.pack(value) for key, value in content.items()}
+    assert store.write(changes, index=True)
+
+
+@pytest.mark.parametrize("stored", FORMS)
+@pytest.mark.parametrize("asked", FORMS)
+def test_a_key_is_found_in_any_form(store: Store, stored: bytes, asked: bytes) -> None:
+    put(store, {stored: b"S", b'{"id":1}': b"other", b"no json {": b"text"})
+    key = serdes.JSON.decode(asked)
+    view, table = View({0: store}), joined({0: store})
+    assert (view.get(key), view[key], key in view) == (b"S", b"S", True)
+    assert (table.get(key), key in table) == (b"S", True)
+    assert table.values_of(pa.array([asked, None, b'{"id":2}', b"{"])).to_pylist() == [b"S", None, None, None]
+    assert view.get({"id": 2}) is None
+    assert view.count() == 3
+    put(store, {stored: None})
+    assert view.get(key) is None
+    assert store.checksum_holds()
+    assert next(store.scan(rows.JSON_INDEX, rows.after(rows.JSON_INDEX)), None) is None
+    assert View({0: store}, serdes.STRING).get("no json {") == b"text"
+
+
+def test_keys_of_bytes_and_text_are_compared_by_their_bytes(store: Store) -> None:
+    put(store, {BLANKS: b"S"})
+    for key in (serdes.STRING, serdes.BYTES):
+        asked: Any = A.decode() if key is serdes.STRING else A
+        assert View({0: store}, key).get(asked) is None
+        assert joined({0: store}, key=key).get(asked) is None
+    assert joined({0: store}, key=None).get(BLANKS) == b"S"
+
+
+def test_the_same_bytes_come_first_and_more_than_one_other_form_is_an_error(store: Store) -> None:
+    put(store, {A: b"1", BLANKS: b"2", b'{"shop": 2, "id": 1}': b"3"})
+    view, table = View({0: store}), joined({0: store})
+    assert view.get(KEY) == table.get(KEY) == b"1"
+    other = {"shop": 2, "id": 1}
+    for look in (view.get, table.get, view.__contains__):
+        with pytest.raises(BadRecordError, match="3 keys have its value"):
+            look(other)
+    put(store, {A: None, BLANKS: None})
+    assert view.get(other) == table.get(KEY) == b"3"
+
+
+def test_a_key_in_another_form_may_be_in_another_partition(tmp_path: Path) -> None:
+    stores: dict[int, Store] = {at: MemoryStore.open(tmp_path / str(at)) for at in range(4)}
+    own, other = (int(key_partitions(pa.array([each], pa.binary()), 4)[0]) for each in (BLANKS, A))
+    assert own != other
+    put(stores[own], {BLANKS: b"S"})
+    assert View(stores).get(KEY) == joined(stores).get(KEY) == b"S"
+    # Of a co-partitioned table a task has only one partition.
+    assert joined({own: stores[own]}, own=own, partitions=4).get(KEY) == b"S"
+    put(stores[own], {BLANKS: None})
+    with pytest.raises(ValueError, match=f"is in partition {other}, but this task has partition {own}"):
+        joined({own: stores[own]}, own=own, partitions=4).get(KEY)
+
+
+documents = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 1 << 70)
+    | st.sampled_from([1.0, 0.5, -2e30])
+    | st.text('aé\\"\n ', max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abé", max_size=2), inner, max_size=3),
+    max_leaves=5,
+).filter(lambda value: isinstance(value, (dict, list, str)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(documents, st.sampled_from([None, 0, 1]), st.booleans(), st.booleans()), max_size=8))
+@pytest.mark.parametrize("opener", [LmdbStore, MemoryStore])
+def test_lookups_compare_values(opener: type[Store], written: list[tuple[Any, int | None, bool, bool]]) -> None:
+    want: dict[bytes, bytes] = {}
+    with tempfile.TemporaryDirectory() as folder, closing(opener.open(Path(folder))) as store:
+        for value, indent, in_ascii, deleted in written:
+            raw = json.dumps(value, indent=indent, ensure_ascii=in_ascii).encode()
+            put(store, {raw: None if deleted else raw})
+            want[raw] = b"" if deleted else raw
+        want = {raw: value for raw, value in want.items() if value}
+        view = View({0: store})
+        for value, *_ in written:
+            same = [raw for raw in want if decimals(raw) == decimals(json.dumps(value).encode())]
+            raw = serdes.JSON.encode(value)
+            if raw in want or len(same) < 2:
+                assert view.get(value) == want.get(raw, same[0] if same else None)
+            else:
+                with pytest.raises(BadRecordError):
+                    view.get(value)
+        assert view.count() == len(want)
+        assert store.checksum_holds()
+        opener.remove(Path(folder))
+
+
+def decimals(raw: bytes) -> Any:
+    """Comparable also where Python finds that True is 1."""
+    value = json.loads(raw, parse_float=Decimal, parse_int=Decimal)
+    return json.dumps(value, sort_keys=True, default=lambda number: ["number", str(number.normalize())])
+
+
+# ---- outputs -----------------------------------------------------------------------------------------
+
+
+class Own(Processor):
+    key = value = serdes.JSON
+
+    def process(self, key: Any, records: list[Record], state: Any) -> Iterator[Record]:
+        yield Record(key, b"own")
+        yield Record(serdes.JSON.decode(serdes.JSON.encode(key)), b"equal")
+        if isinstance(key, dict):
+            key["changed"] = 7
+            yield Record(key, b"changed")
+        yield Record([key, 1], b"other")
+
+    def on_timer(self, key: Any, timer: Any, state: Any) -> Iterator[Record]:
+        yield Record(key, b"timer")
+
+
+@pytest.mark.parametrize("raw", [*FORMS, b" 1", b"1.50", b'"\\u0061"', b"[1, 2]", b"18446744073709551616 "])
+def test_a_processor_yields_its_own_key_in_the_bytes_in_which_it_came(raw: bytes, tmp_path: Path) -> None:
+    store = MemoryStore.open(tmp_path)
+    MemoryStore.remove(tmp_path)
+    timer = rows.pack(rows.timer_payload(b"p", 1))
+    store.write({rows.timer_key(raw, b"t"): timer}, index=True)
+    engine = engine_for(Own())(store, flow="f", table="t", partition=0, batch=1, now_ms=5, watermark_ms=None)
+    engine.start()
+    engine.feed(pa.RecordBatch.from_pydict({"key": [raw, raw], "value": [b"1", b"2"]}))
+    engine.finish()
+    found = engine.outputs()
+    assert found is not None
+    key = serdes.JSON.decode(raw)
+    changed = {**key, "changed": 7} if isinstance(key, dict) else key
+    assert list(zip(found["value"].to_pylist(), found["key"].to_pylist(), strict=True)) == [
+        (b"timer", raw),
+        (b"own", raw),
+        (b"equal", raw),
+        *([(b"changed", serdes.JSON.encode(changed))] if changed != key else []),
+        (b"other", serdes.JSON.encode([changed, 1])),
+    ]
