@@ -92,7 +92,7 @@ def test_how_the_provider_answers(card: str, fails: list[int]) -> None:
         ({**ORDER, "at": -1}, "ValueError"),
         ({**ORDER, "at": 2**63}, "ValueError"),
         (b'{"id": "a", "amount": 1' + b"0" * 400 + b', "at": 1, "card": "ok"}', "JSONDecodeError"),
-        (b'{"id": "a", "amount": 1' + b"0" * 40 + b', "at": 1, "card": "ok"}', "TypeError"),
+        (b'{"id": "a", "amount": 1' + b"0" * 40 + b', "at": 1, "card": "ok"}', "ValueError"),
         ({**ORDER, "card": "?" * 300_000}, "ValueError"),
     ],
 )
@@ -106,11 +106,10 @@ def test_bad_records_are_dead_letters_with_their_cause(value: Any, error: str) -
     assert error in onceflow.Retry.PERMANENT
 
 
-@pytest.mark.parametrize("key", [None, b"k" * 500])
-def test_records_without_a_usable_key_are_dead_letters(key: bytes | None) -> None:
+def test_records_without_a_key_are_dead_letters() -> None:
     driver = charge()
-    assert driver.send(key, ORDER) == []
-    assert driver.dead_letters[0].key == key
+    assert driver.send(None, ORDER) == []
+    assert driver.dead_letters[0].key is None
     assert dead_letter_headers(driver)["onceflow.error.class"] == b"ValueError"
 
 
