@@ -38,6 +38,7 @@ from onceflow.errors import (
     UnknownTopicError,
 )
 from onceflow.external.sink import RefusedRow
+from onceflow.object_storage import Bucket
 from onceflow.protocol.progress import (
     PROGRESS_TOPIC,
     CheckpointProgress,
@@ -110,8 +111,7 @@ def test_a_bucket_that_is_not_there(s3: S3Server) -> None:
         elsewhere.decode(raw)
     with pytest.raises(StorageUnavailableError, match="cannot be used"):
         elsewhere.encode(large(1))
-    once = {"config_kwargs": {"retries": {"max_attempts": 0}}}
-    options = {**s3.options, **once, "endpoint_url": "http://127.0.0.1:9"}
+    options = {**s3.options, "aws_endpoint_url": "http://127.0.0.1:9"}
     refused = ClaimCheck(claim.objects.url, storage_options=options)
     with pytest.raises(StorageUnavailableError) as caught:
         refused.decode(raw)
@@ -500,3 +500,45 @@ def test_the_command(
     assert called("--all-topics").exit_code == 2, "not both"
     elsewhere = called("--yes", "--store", f"s3://{s3.make_bucket()}")
     assert isinstance(elsewhere.exception, StorageUnavailableError)
+
+
+# ---- a bucket and its client -------------------------------------------------------------------------------
+
+
+def test_a_store_is_made_once(s3: S3Server) -> None:
+    """A writer that has found no marker does not overwrite what a collection has written down in between."""
+    bucket = Bucket(f"s3://{s3.make_bucket()}/claims", s3.options)
+    assert bucket.create("marker", b"1")
+    assert not bucket.create("marker", b"2")
+    assert bucket.read("marker") == b"1"
+
+
+def test_options_of_a_bucket(s3: S3Server) -> None:
+    with pytest.raises(OptionError, match="'bogus' is not valid"):
+        ClaimCheck("s3://bucket/claims", storage_options={"bogus": "1"}).objects.check()
+    claim = ClaimCheck(f"s3://{s3.make_bucket()}/claims", above=10, storage_options={
+        "access_key_id": "test", "secret_access_key": "test-secret", "endpoint": s3.url, "region": "us-east-1",
+    })  # fmt: skip
+    assert claim.decode(claim.encode(b"x" * 100)) == b"x" * 100
+
+
+def test_a_forked_process_is_told(s3: S3Server) -> None:
+    """The client's threads are not there in it: it would wait for ever."""
+    code = """
+import os, sys
+import onceflow
+from onceflow.testing.s3 import S3Server
+url, store = sys.argv[1:]
+claim = onceflow.ClaimCheck(store, above=10, storage_options=S3Server(url).options)
+claim.encode(b"x" * 100)
+if not os.fork():
+    try:
+        claim.encode(b"y" * 100)
+    except onceflow.EnvironmentUnusableError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+    command = [sys.executable, "-c", code, s3.url, f"s3://{s3.make_bucket()}/claims"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "forked" in ran.stdout

@@ -86,6 +86,14 @@ def test_golden_bytes_of_a_flow_that_names_its_driver() -> None:
         decode(b"orders", golden.replace(b"412", b'"412"'))
 
 
+def test_golden_bytes_of_a_flow_that_writes_another_system() -> None:
+    golden = GOLDEN.replace(b'"flow":', b'"external":"bank:ledger","flow":')
+    progress = replace(PROGRESS, external="bank:ledger")
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+    assert decode(b"orders", GOLDEN).external == ""
+
+
 def test_golden_bytes_of_a_copy_that_was_promoted() -> None:
     progress = Progress("next", 3, {}, {}, 1_700_000_000_000, became="sums")
     golden = (

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from onceflow.admin.tables import all_progress
-from onceflow.claim_check.objects import CHUNK_BYTES, ObjectStore, Remembered
+from onceflow.claim_check.objects import ObjectStore, Remembered
 from onceflow.claim_check.reference import REFERS
 from onceflow.claim_check.scan import names_in, names_in_stream
 from onceflow.client.cluster import Cluster
@@ -34,6 +34,7 @@ from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topic, find_topics
 from onceflow.errors import ClaimCheckError, DataLossError, EnvironmentUnusableError, OptionError
+from onceflow.object_storage import CHUNK_BYTES
 from onceflow.protocol.decode import HeaderList
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import Progress

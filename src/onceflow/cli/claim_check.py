@@ -64,7 +64,7 @@ def claim_check() -> None:
     "storage_options",
     multiple=True,
     metavar="NAME=VALUE",
-    help="An option of fsspec for the store; may be repeated. Credentials are better left to the environment.",
+    help="An option of the bucket, as in `ClaimCheck`; may be repeated. Leave credentials to the environment.",
 )
 @click.option("--dry-run", is_flag=True, help="List the objects, delete and remember nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
