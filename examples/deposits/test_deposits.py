@@ -86,6 +86,8 @@ def test_accounts_know_nothing_of_each_other(driver: ProcessorDriver) -> None:
         (transfer(2, -5), "not positive"),
         (deposit(2, 1_001), "over the limit"),
         (deposit(2, 2**64 - 1), "over the limit"),
+        (deposit(2, 10**300), "over the limit"),
+        (deposit(2, -(10**30)), "not positive"),
         (transfer(2, 501), "insufficient funds"),
         (transfer(2, 5, ADA, ADA), "no receiver"),
         (transfer(2, 5, ADA, "cash"), "no receiver"),
@@ -131,7 +133,6 @@ def test_an_account_that_is_not_the_key_is_rejected(driver: ProcessorDriver) -> 
         (deposit(2, 5) | {"amount": 5.0}, "TypeError"),
         (deposit(2, 5) | {"amount": True}, "TypeError"),
         (deposit(2, 5) | {"amount": None}, "TypeError"),
-        (deposit(2, 5) | {"amount": 2**64}, "Rejected"),
         (deposit(2, 5) | {"note": "x" * 300_000}, "ValueError"),
     ],
 )

@@ -347,15 +347,17 @@ def test_names_mean_what_they_have_meant_at_the_start(dsn: str, postgres: LocalP
     """Then somebody puts another table, another type and another schema in front of them in the search path."""
     first, second = (postgres.schema().rsplit("%3D")[-1] for _ in range(2))
     path = f"{dsn}&user=mover_{first}"
-    run(dsn, f"CREATE ROLE mover_{first} LOGIN SUPERUSER", f"CREATE TABLE {first}.t (k int)")
+    run(dsn, f"CREATE ROLE mover_{first} LOGIN SUPERUSER", f"CREATE TYPE {first}.mood AS ENUM ('sad', 'ok')")
+    run(dsn, f"CREATE TABLE {first}.t (k {first}.mood)")
     run(dsn, f"ALTER ROLE mover_{first} SET search_path = {second}, {first}")
     written = Written(path.replace("options", "application_name"), sets_aside=False)
-    rows = pa.schema([("k", pa.int32())])
-    written.write([{"k": 1}], rows)
-    run(dsn, f"CREATE TABLE {second}.t (k int)", f"ALTER ROLE mover_{first} SET search_path = public")
+    rows = pa.schema([("k", pa.string())])
+    written.write([{"k": "sad"}], rows)
+    run(dsn, f"CREATE TYPE {second}.mood AS ENUM ('other')", f"CREATE TABLE {second}.t (k {second}.mood)")
+    run(dsn, f"ALTER ROLE mover_{first} SET search_path = public")
     written.sink.close()
-    written.write([{"k": 2}], rows)
-    assert run(dsn, f"SELECT k FROM {first}.t ORDER BY k") == [(1,), (2,)]
+    written.write([{"k": "ok"}], rows)
+    assert run(dsn, f"SELECT k FROM {first}.t ORDER BY k") == [("sad",), ("ok",)]
     assert run(dsn, f"SELECT k FROM {second}.t") == []
 
 

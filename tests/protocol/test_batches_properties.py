@@ -18,7 +18,7 @@ from kafka.record.memory_records import MemoryRecords
 from onceflow.errors import BadRecordError, OptionError, SchemaError
 from onceflow.protocol import batches, varints
 from onceflow.protocol.batches import EncodedBatch, ProducerIdAndEpoch, encode_batches
-from onceflow.protocol.compression import CODES, compress
+from onceflow.protocol.compression import CODES, compress, decompress
 
 IDENTITY = ProducerIdAndEpoch(producer_id=12, producer_epoch=3)
 DEFAULT_MS = 1_700_000_000_000
@@ -218,6 +218,19 @@ def test_keys_and_headers_count_too(headers: Any) -> None:
     assert "compress it (compression= of Flow.write)" in caught.value.next_step
     assert batches.too_large(b"k" * 930, b"", [], **given_to) == ""
     assert batches.too_large(b"k" * 940, b"", [], **given_to)
+
+
+def test_commands_compress_what_is_too_large_with_any_codec_with_which_it_fits() -> None:
+    """The flow that has written it may have used that codec."""
+    of_two = "".join(random.Random(1).choices("ab", k=2_000)).encode()  # lz4 finds little in it
+    values = [b"v" * 5_000, b"small", of_two]
+    encoded = encode(None, pa.array(values), None, None, large_with=["lz4", "gzip"], max_batch_bytes=500)
+    assert [read(one).compression_type for one in encoded] == [CODES["lz4"], 0, CODES["gzip"]]
+    assert all(one.nbytes <= 500 for one in encoded)
+    for one, value in zip(encoded, values, strict=True):
+        assert value in decompress(read(one).compression_type, one.body)
+    with pytest.raises(BadRecordError, match="compressed with lz4"):
+        encode(None, pa.array(values), None, None, large_with=["lz4"], max_batch_bytes=500)
 
 
 def test_unusable_records_are_refused_before_anything_is_yielded() -> None:

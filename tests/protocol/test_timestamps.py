@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onceflow.protocol import timestamps
-from onceflow.protocol.timestamps import LATEST_MS, AcceptedTimes, FarAheadError, fitted, in_utc, known_ms, known_times
+from onceflow.protocol.timestamps import LATEST_MS, AcceptedTimes, FarAheadRecord, fitted, in_utc, known_ms, known_times
 
 NOW = 1_795_000_000_000
 HOUR, DAY = 3_600_000, 86_400_000
@@ -128,6 +128,6 @@ def test_a_topic_gets_times_that_it_accepts_and_no_time_is_lost(
 
 
 def test_the_error_says_when_it_was_and_what_the_bound_is() -> None:
-    error = pickle.loads(pickle.dumps(FarAheadError(4_070_908_800_000, NOW, "1 day")))
+    error = pickle.loads(pickle.dumps(FarAheadRecord(4_070_908_800_000, NOW, "1 day")))
     assert "event time 4070908800000 (2099-01-01T00:00:00+00:00)" in str(error)
     assert "max_ahead='1 day'" in str(error)

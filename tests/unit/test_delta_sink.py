@@ -201,7 +201,7 @@ def without_identifiers(root: str, *, logs: bool = False) -> None:
     table = DeltaTable(root)
     table.create_checkpoint()
     log = Path(root, "_delta_log")
-    (checkpoint,) = log.glob("*.checkpoint.parquet")
+    checkpoint = max(log.glob("*.checkpoint.parquet"))
     import pyarrow.parquet as pq
 
     rows = pq.read_table(checkpoint)
@@ -304,6 +304,84 @@ def test_a_table_that_was_created_again_has_no_progress(sink: DeltaSink) -> None
     DeltaTable.create(sink.root, SCHEMA)
     assert sink.progress_row(FLOW) is None
     assert Writer(sink).open().batch == 0
+
+
+STEPS = [
+    "start",
+    "commit",
+    "commit",
+    "commit",
+    "staged",
+    "zombie",
+    "lost",
+    "refused",
+    "other",
+    "compact",
+    "expire",
+    "forget",
+]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.sampled_from(STEPS), min_size=5, max_size=14), applied=st.booleans())
+def test_any_order_of_faults(tmp_path_factory: pytest.TempPathFactory, steps: list[str], applied: bool) -> None:
+    """Whatever happens: each batch up to that in the progress row is in the table, once, and of one attempt."""
+    sink = DeltaSink(tmp_path_factory.mktemp("table"))
+    sink.check(SCHEMA)
+    writer, batch = Writer(sink).open(), 0
+    zombies: list[tuple[Writer, BatchAttempt, list[bytes]]] = []
+    for step in steps:
+        if step == "start":
+            zombies.append((writer, *writer.staged()))
+            writer = Writer(sink).open()
+        elif step == "commit":
+            writer.commit(*writer.staged())
+            batch += 1
+        elif step == "staged":
+            writer.staged()
+        elif step == "zombie" and zombies:
+            old, attempt, receipts = zombies.pop()
+            with pytest.raises(FencedError):
+                old.commit(attempt, receipts)
+            with pytest.raises(FencedError):
+                old.open(attempt.generation)
+        elif step in ("lost", "refused"):
+            attempt, receipts = writer.staged()
+            with pytest.MonkeyPatch.context() as patch:
+                fails_at(patch, applied=applied, kind=OSError if step == "lost" else CommitFailedError)
+                try:
+                    writer.commit(attempt, receipts)
+                except (OSError, BatchAbortedError):
+                    pass
+            writer.open(attempt.generation)
+            batch += applied
+        elif step == "other":
+            write_deltalake(sink.root, pa.table({"id": [-1], "text": ["other"]}, SCHEMA), mode="append")
+        elif step == "compact":
+            DeltaTable(sink.root).optimize.compact()
+        elif step == "expire":
+            without_identifiers(sink.root)
+        elif step == "forget":
+            sink = DeltaSink(sink.root)  # a driver on another machine
+        assert writer.batch == batch
+    found = sink.progress_row(FLOW)
+    assert found is not None
+    assert json.loads(found.progress or '{"batch": 0}') == {"batch": batch}
+    rows = [row for row in rows_of(sink.root) if row["id"] >= 0]
+    assert sorted(row["id"] for row in rows) == list(range(40, 40 * (batch + 1)))
+    assert len({(row["id"] // 40, row["text"]) for row in rows}) == batch
+
+
+def fails_at(patch: pytest.MonkeyPatch, *, applied: bool, kind: type[Exception]) -> None:
+    """The next commits fail, before or after they were done."""
+    add = DeltaSink._add
+
+    def fails(self: Any, *arguments: Any) -> None:
+        if applied:
+            add(self, *arguments)
+        raise kind("failed")
+
+    patch.setattr(DeltaSink, "_add", fails)
 
 
 # ---- rows that the table does not take ---------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_no_record_is_lost_and_none_moves_the_watermark_beyond_the_bound(
     else:
         assert run.watermark_ms is None
     for letter in run.dead_letters:
-        assert dict(letter.headers)["onceflow.error.class"] == b"FarAheadError"
+        assert dict(letter.headers)["onceflow.error.class"] == b"FarAheadRecord"
     if make is not ByValue:
         timed = sorted((record.timestamp_ms or -1) for record in [*run.outputs, *run.late])
         assert timed == sorted(-1 if at is None or at < 0 else at for at in sent if is_usable(at))
@@ -124,7 +124,7 @@ def test_windows_are_of_records_with_a_time(emit: Any) -> None:
     assert run.watermark_ms == NOW - DAY
     assert len(run.dead_letters) == len(ODD) - 1
     causes = [dict(letter.headers)["onceflow.error.class"] for letter in run.dead_letters]
-    assert causes.count(b"FarAheadError") == len(ODD) - 3
+    assert causes.count(b"FarAheadRecord") == len(ODD) - 3
     assert causes.count(b"ValueError") == 2  # those before 1970
 
 

@@ -20,6 +20,7 @@ from onceflow.external.sink import RefusedRow
 from onceflow.messages import Target
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.progress import Progress
+from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP
 from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.state import dead_letters
 from onceflow.state.api.deduplication import Deduplication
@@ -233,8 +234,10 @@ def test_every_letter_fits_and_says_what_was_cut(
     if own != [header for header in headers if not header[0].startswith("onceflow.")]:
         assert "headers" in cut
     assert bool(dead_letters.why_not_retried(found.headers)) == bool(cut)
-    if rules.refusal(letter.key or b"", letter.value, list(letter.headers)) == "":
+    if rules.refusal(letter.key or b"", letter.value, [*letter.headers, (ORIGINAL_TIMESTAMP, bytes(20))]) == "":
         assert found is letter
+    refused = [*found.headers, (ORIGINAL_TIMESTAMP, str(7).encode())]
+    assert rules.refusal(found.key or b"", found.value, refused) == "", "also if the topic refuses the timestamp"
 
 
 def test_letters_late_records_and_duplicates_are_fitted_by_every_engine() -> None:

@@ -26,7 +26,7 @@ BAD = {
     "no object": "TypeError",
     "missing field": "KeyError",
     "wrong type": "TypeError",
-    "beyond 64 bits": "TypeError",
+    "beyond 64 bits": "ValueError",
     "out of range": "ValueError",
     "absurd time": "ValueError",
     "huge": "ValueError",

@@ -82,7 +82,10 @@ class DeltaSink(ExternalSink):
         self._sets_aside = False
         self._new: pa.Schema | None = None  # of a table that is created when the flow is taken over
         self._facts: TableFacts | None = None  # as they were at the begin of the attempt
-        self._last: dict[str, int] = {}  # version of the last entry of a flow that this driver has committed
+        self._last: dict[str, Entry] = {}  # the last entry of a flow that this driver has committed
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": {}}  # tasks do not need it
 
     def __repr__(self) -> str:
         return f"DeltaSink({self.root!r})"
@@ -190,10 +193,12 @@ class DeltaSink(ExternalSink):
         given = [json.loads(receipt) for receipt in receipts]
         files = [DataFile(**file) for receipt in given for file in receipt["files"]]
         log, table = DeltaLog(self._storage, attempt.flow), self._storage.table()
-        last = log.committed(table)
+        mine = self._last.get(attempt.flow)
+        is_mine = mine is not None and table.transaction_version(attempt.flow) == mine.version
+        last = mine if is_mine else log.committed(table)
         check_owner(self.root, attempt, None if last is None else last.row)
         assert last is not None
-        if last.version != self._last.get(attempt.flow, last.version):
+        if mine is not None and last.version != mine.version:
             raise older_state(self.root, attempt.flow, f"the table is at entry {last.version}, not at the last one")
         if self._facts is not None and facts_of(table, self.root) != self._facts:
             raise self._changed("its columns, constraints or features are other ones now")
@@ -230,7 +235,7 @@ class DeltaSink(ExternalSink):
             if self._storage.table().transaction_version(entry.flow) != entry.version:
                 log.remove(entry)
                 return error
-        self._last[entry.flow] = entry.version
+        self._last[entry.flow] = entry
         log.prune(entry)
         return None
 

@@ -115,6 +115,7 @@ def encode_batches(
     default_timestamp_ms: int,
     target_batch_bytes: int = TARGET_BATCH_BYTES,
     stored: str = PRODUCER,
+    large_with: Sequence[str] = (),
 ) -> Iterator[EncodedBatch]:
     """Encode rows of Arrow columns as record batches, in order. Each batch is encoded when the iterator reaches it.
 
@@ -132,6 +133,7 @@ def encode_batches(
             compression is compressed in a batch of its own, as brokers judge what they store.
         stored: how brokers compress what they store (``compression.type`` of the topic). ``uncompressed``: the size
             before compression counts. Another codec: the size with that codec, too, as far as it is the same here.
+        large_with: without ``compression``: codecs that are tried for a record that is too large.
         default_timestamp_ms: epoch milliseconds for rows without timestamp.
         target_batch_bytes: size at which a batch ends, before compression.
 
@@ -148,7 +150,8 @@ def encode_batches(
         return iter((_finish(pa.py_buffer(body), 0, identity, base_sequence, count, *stamps),))
     columns = Columns(keys, values, headers, count)
     times = _timestamps(timestamps_ms, default_timestamp_ms, count)
-    large = _large_records(columns, times, compression, max_batch_bytes, stored)
+    codecs = [compression] if code else large_with
+    large = _large_records(columns, times, codecs, max_batch_bytes, stored)
     bound = columns.payload_bytes() + _number_bytes_max(times, count)
     ends = np.cumsum(bound)
 
@@ -158,8 +161,8 @@ def encode_batches(
             before = int(ends[start - 1]) if start else 0
             stop = max(int(np.searchsorted(ends, before + limit, side="right")), start + 1)
             if start in large:  # it is too large to be in a batch with others
-                body, first_ms = large.pop(start)
-                yield _finish(body, code, identity, sequence, 1, first_ms, first_ms)
+                body, first_ms, codec = large.pop(start)
+                yield _finish(body, CODES[codec], identity, sequence, 1, first_ms, first_ms)
             else:
                 records, first_ms, max_ms = _records(columns, times, start, stop)
                 body, attributes = records, 0
@@ -317,9 +320,10 @@ def _number_bytes_max(times: npt.NDArray[np.int64] | int, count: int) -> int:
 
 
 def _large_records(
-    columns: Columns, times: npt.NDArray[np.int64] | int, compression: str, max_batch_bytes: int, stored: str
-) -> dict[int, tuple[Any, int]]:
-    """The records that fit into a batch only if they are compressed: their position, records section and timestamp.
+    columns: Columns, times: npt.NDArray[np.int64] | int, codecs: Sequence[str], max_batch_bytes: int, stored: str
+) -> dict[int, tuple[Any, int, str]]:
+    """The records that fit into a batch only if they are compressed: their position, records section, timestamp, and
+    the first of the codecs with which they fit.
 
     Raises:
         BadRecordError: a record does not even fit in a batch alone, where both deltas are 0 and take one byte each.
@@ -328,19 +332,21 @@ def _large_records(
         return {}
     record = columns.payload_bytes() + 3
     candidates = np.flatnonzero(record > max_batch_bytes - HEADER_BYTES - varints.VARINT_BYTES_MAX)
-    found: dict[int, tuple[Any, int]] = {}
+    found: dict[int, tuple[Any, int, str]] = {}
     for at in candidates[np.argsort(-record[candidates], kind="stable")].tolist():
         plain = HEADER_BYTES + int(record[at]) + varints.width(2 * int(record[at]))
         if plain <= max_batch_bytes:
             continue
         size, packed = plain, ""
-        if compression != "none" and stored != UNCOMPRESSED:
+        for codec in () if stored == UNCOMPRESSED else codecs:
             records, first_ms, _ = _records(columns, times, at, at + 1)
-            body = compress(compression, records)
-            size, packed = HEADER_BYTES + body.size, f" (compressed with {compression})"
-            found[at] = body, first_ms
-            if size <= max_batch_bytes and stored in CODES and stored != compression:  # brokers compress it again
+            body = compress(codec, records)
+            size, packed = HEADER_BYTES + body.size, f" (compressed with {codec})"
+            found[at] = body, first_ms, codec
+            if size <= max_batch_bytes and stored in CODES and stored != codec:  # brokers compress it again
                 size, packed = HEADER_BYTES + compress(stored, records).size, f" (compressed with {stored})"
+            if size <= max_batch_bytes:
+                break
         if size > max_batch_bytes:
             smaller = "" if packed else "compress it (compression= of Flow.write), "
             raise BadRecordError(
@@ -370,7 +376,7 @@ def too_large(
     given = pa.array([[{"key": name, "value": each} for name, each in headers]], HEADERS) if headers else None
     columns = Columns(pa.array([key], pa.large_binary()), pa.array([value], pa.large_binary()), given, 1)
     try:
-        _large_records(columns, 0, compression, max_batch_bytes, stored)
+        _large_records(columns, 0, [] if compression == "none" else [compression], max_batch_bytes, stored)
     except BadRecordError as error:
         return error.what
     return ""

@@ -48,7 +48,7 @@ ACCEPTED_TIMES_SETTINGS = (
 )
 
 
-class FarAheadError(ValueError):
+class FarAheadRecord(ValueError):
     """The event time of a record is too far ahead of the clock: no clock in order has written it."""
 
     def __init__(self, at_ms: int, now_ms: int, max_ahead: object) -> None:

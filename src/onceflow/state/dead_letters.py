@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onceflow.errors import BadRecordError
-from onceflow.protocol.timestamps import known_ms
+from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP, known_ms
 from onceflow.protocol.topic_rules import TopicRules
 from onceflow.state.api.record import Header, Record
 from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, shown, stack_of, text_of
@@ -177,10 +177,12 @@ def fitted(letter: Record, rules: TopicRules | None) -> Record:
     """
     headers = list(letter.headers)
     key, value = letter.key, letter.value
-    if rules is None or not _is_too_large(rules, key, value, headers):
+    # A topic that refuses the timestamp gets it in a header.
+    later: list[Header] = [] if letter.timestamp_ms is None else [(ORIGINAL_TIMESTAMP, bytes(20))]
+    if rules is None or not _is_too_large(rules, key, value, [*headers, *later]):
         return letter
     headers = [(name, _NO_STACK if name == ERROR_STACK else each) for name, each in headers]
-    if _is_too_large(rules, key, value, headers):
+    if _is_too_large(rules, key, value, [*headers, *later]):
         key, value, headers = _shortened(key, value, headers, rules.max_message_bytes)
     return Record(key, value, letter.topic, tuple(headers), letter.timestamp_ms)
 

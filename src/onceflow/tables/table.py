@@ -201,7 +201,7 @@ class Table(Lookups):
 
     @property
     def ignored(self) -> int:
-        """How many records of this run could not be kept: without a key, or with one of more than 501 bytes."""
+        """How many records of this run could not be kept: those without a key."""
         source = self._reading()
         return source.ignored if isinstance(source, Follower) else 0
 

@@ -17,7 +17,7 @@ from onceflow.protocol import timestamps
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.progress import Origin
 from onceflow.protocol.succession import TimerId
-from onceflow.protocol.timestamps import FarAheadError
+from onceflow.protocol.timestamps import FarAheadRecord
 from onceflow.protocol.topic_rules import ANYTHING, WriteRules
 from onceflow.state import dead_letters
 from onceflow.state.api.joined_table import JoinedTable
@@ -296,9 +296,9 @@ class BaseEngine:
         found: npt.NDArray[np.bool_] = pc.greater(times, self._last_ms).fill_null(False).to_numpy(zero_copy_only=False)
         return found
 
-    def _ahead(self, at_ms: int) -> FarAheadError:
+    def _ahead(self, at_ms: int) -> FarAheadRecord:
         """The error of a record with an event time that is too far ahead."""
-        return FarAheadError(at_ms, self.now_ms, self._max_ahead)
+        return FarAheadRecord(at_ms, self.now_ms, self._max_ahead)
 
     def _without_far_ahead(self, batch: pa.RecordBatch, times: Any) -> tuple[pa.RecordBatch, Any]:
         """Reject the records whose event times are too far ahead. Returns the others, with their times."""
@@ -379,7 +379,7 @@ class BaseEngine:
             }
             return BadRecordError(error.what, **fields).locate(flow=self.flow, batch=self.batch)
         wrong = "the processor or the record"
-        if isinstance(error, FarAheadError):
+        if isinstance(error, FarAheadRecord):
             wrong = "the clock that has written it, the unit of event_time(), or max_ahead of the processor"
         failed = ProcessorError(
             f"{what}: {full_text_of(error)}",

@@ -11,9 +11,12 @@ beginning of it, and before all others that are greater: the whole is a tree in 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import lmdb
 
 from onceflow.state.stores.base import StoreCorruptError
 
@@ -56,7 +59,7 @@ class LongKeys:
     @property
     def are_there(self) -> bool:
         """Whether there is any long key."""
-        return bool(self._txn.stat(self._nodes)["entries"])
+        return bool(self._txn.cursor(self._nodes).first())
 
     def get(self, key: bytes) -> Any:
         """The row, or None."""
@@ -67,6 +70,19 @@ class LongKeys:
                 return None
             key, database = bytes(node) + key[SHORT_KEY_BYTES_MAX:], self._nodes
         return self._txn.get(key, db=database)
+
+    def get_many(self, cursor: Any, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The row of each key.
+
+        Args:
+            cursor: of the database of rows.
+        """
+        if not self.are_there:  # then no stored key is a reference, and LMDB refuses longer ones
+            with suppress(lmdb.BadValsizeError):
+                return list(map(cursor.get, keys))
+        elif max(map(len, keys), default=0) <= SHORT_KEY_BYTES_MAX:
+            return list(map(cursor.get, keys))
+        return list(map(self.get, keys))
 
     def put(self, key: bytes, row: bytes) -> None:
         database = self._rows

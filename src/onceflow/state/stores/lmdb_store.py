@@ -76,9 +76,7 @@ class LmdbStore(Store):
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         def read(txn: Any, db: Any) -> list[bytes | None]:
-            if _are_short(keys):
-                return list(map(txn.cursor(db).get, keys))
-            return list(map(self._keys(txn).get, keys))
+            return self._keys(txn).get_many(txn.cursor(db), keys)
 
         return self._environment.read(read)
 
@@ -125,9 +123,9 @@ class LmdbStore(Store):
             last = cursor.key() if cursor.last() else b""
 
             def fetch(keys: Sequence[bytes]) -> Iterable[bytes | None]:
-                if not _are_short(keys):
-                    return map(long.get, keys)
-                return map(cursor.get, keys) if keys and keys[0] <= last else [None] * len(keys)
+                if not keys or keys[0][:SHORT_KEY_BYTES_MAX] > last:  # all of them are behind the last row
+                    return [None] * len(keys)
+                return long.get_many(cursor, keys)
 
             planned = plan(wanted, tally, fetch, long.scan, index=index)
             for key in planned.deletes:
