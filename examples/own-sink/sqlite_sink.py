@@ -242,6 +242,7 @@ class SqliteSink(ExternalSink):
         written, deleted = self._statements(columns)
         connection.execute("SAVEPOINT one_row")  # a statement that fails may have done a part of its work
         try:
+            self._write.check_key({name: row[name].as_py() for name in self._write.key})
             if self._write.mode == DELETE_BY_FLAG and row[self._write.flag].as_py():
                 connection.execute(deleted, [_stored(row[name]) for name in self._write.key])
             else:

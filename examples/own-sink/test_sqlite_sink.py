@@ -184,6 +184,30 @@ def test_modes(tmp_path: Path) -> None:
     assert rows_of(path, "SELECT * FROM t ORDER BY k") == [("y", 2, 7), ("z", 9, 7)]
 
 
+@pytest.mark.parametrize("mode", ["upsert", "delete-by-flag"])
+def test_a_key_with_null_is_refused(tmp_path: Path, mode: str) -> None:
+    """Null is different from null, so it would neither replace a row nor delete one."""
+    path = database(tmp_path, "CREATE TABLE t (a TEXT, b TEXT, UNIQUE (a, b)); INSERT INTO t VALUES ('x', NULL)")
+    sink = SqliteSink(path, "t", mode=mode, key=["a", "b"])
+    sink.set_aside()
+    schema = pa.schema([("a", pa.string()), ("b", pa.string()), ("deleted", pa.bool_())])
+    rows = [{"a": "x", "b": None, "deleted": n == 1} for n in range(2)] + [{"a": "x", "b": "y", "deleted": False}]
+    if mode == "upsert":
+        schema = schema.remove(2)
+    attempt = BatchAttempt("f", "me", sink.open("f", "me", None).generation, 1, 1)
+    sink.begin(attempt)
+    receipt = sink.write(attempt, "0", iter([pa.RecordBatch.from_pylist(rows, schema=schema)]))
+    found: list[tuple[str, str]] = []
+
+    def progress(refused: Sequence[RefusedRow]) -> str:
+        found.extend((each.kind, each.message) for each in refused)
+        return "{}"
+
+    sink.commit_accepted(attempt, [receipt], progress)
+    assert found == [("NullKeyError", "column b of the key is null, so no row has this key")] * 2
+    assert rows_of(path, "SELECT * FROM t ORDER BY b") == [("x", None), ("x", "y")]
+
+
 def test_types(tmp_path: Path) -> None:
     path = database(tmp_path, "CREATE TABLE t (a, b, c, d, e, f)")
     noon = datetime(2026, 1, 2, 12, tzinfo=timezone.utc)
@@ -340,6 +364,7 @@ def test_rows_that_refer_to_others_are_checked_at_the_end(tmp_path: Path, monkey
     [
         ({"table": "tt"}, ["k"], "no table 'tt'"),
         ({"table": "t"}, ["k", "x"], "has no columns x"),
+        ({"table": "t"}, ["k", "a", "a"], "have several columns a\n.*different names"),
         ({"table": "t"}, ["a"], "Columns k of table t must not be null"),
         ({"table": "t", "mode": "upsert", "key": ["a"]}, ["k", "a"], "primary key, or of a unique index"),
         ({"table": "t", "mode": "upsert", "key": ["q"]}, ["k", "a"], "lack the columns q"),

@@ -83,11 +83,11 @@ def twice(names: Sequence[str], *, case_sensitive: bool) -> str | None:
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """A question about the name that somebody may have meant, followed by a blank; empty: there is none.
 
-    A name that differs in case or blanks alone comes first, then one that is spelled almost so.
+    A name that differs in case, blanks or underscores alone comes first, then one that is spelled almost so.
     """
     by_plain: dict[str, str] = {}
     for each in known:
-        by_plain.setdefault(plain(each), each)
-    text = plain(str(name))
+        by_plain.setdefault(plain(each).replace("_", ""), each)
+    text = plain(str(name)).replace("_", "")
     close = [text] if text in by_plain else difflib.get_close_matches(text, by_plain, 1, 0.75)
     return f"did you mean {by_plain[close[0]]!r}? " if close and by_plain[close[0]] != name else ""

@@ -234,8 +234,8 @@ def log_replaced(place: str, end: int, read: int, flow: str | None = None) -> Da
         topic=place,
         detail="its leader does not know the records that were read (an unclean leader election, or a restored "
         "backup): what was made of them is in the outputs, and the records in their place were not read",
-        next_step="find out what is missing. To read what is there now, also what was written since: `onceflow reset "
-        f"FLOW --to offsets={topic}:{partition}={end}`",
+        next_step=f"find out what is missing. `onceflow reset {flow or 'FLOW'} --to offsets={topic}:{partition}={end}` "
+        "lets the flow read what is there now, also what was written since",
     )
 
 

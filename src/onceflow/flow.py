@@ -11,6 +11,7 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 
 from onceflow import json_logs, topic_frame
+from onceflow.arguments import known_arguments
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
 from onceflow.durations import option_seconds
@@ -61,6 +62,7 @@ class Flow(FlowSteps):
         UnsupportedQueryError: Spark Connect, or a session with speculation.
     """
 
+    @known_arguments
     def __init__(
         self,
         name: str,
@@ -89,6 +91,7 @@ class Flow(FlowSteps):
             "connect_timeout": connect_timeout,
         }
 
+    @known_arguments
     def read(
         self,
         topic: str,
@@ -146,6 +149,7 @@ class Flow(FlowSteps):
         options_of_source = source_options(given, offsets, self.name)
         return load_source(self._spark, self._settings, options_of_source, ends, partitions=len(offsets))
 
+    @known_arguments
     def peek(
         self,
         topic: str,
@@ -162,6 +166,7 @@ class Flow(FlowSteps):
         wanted = topic_frame.excerpt(topic, last=last, first=first, since=since, partitions=partitions)
         return topic_frame.frame(self._spark, self._settings, topic, wanted)
 
+    @known_arguments
     def process(
         self,
         df: DataFrame,

@@ -9,6 +9,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 
+from onceflow.arguments import known_arguments
 from onceflow.calls.concurrently import Calls
 from onceflow.driver.joins import join_frame
 from onceflow.flow_writes import FlowWrites
@@ -25,6 +26,7 @@ from onceflow.task.call_rows import CallOrder, CallReports
 class FlowOperators(FlowWrites):
     """What a flow does with a DataFrame between its sources and its end."""
 
+    @known_arguments
     def join_table(
         self,
         df: DataFrame,
@@ -62,6 +64,7 @@ class FlowOperators(FlowWrites):
             startup.joins.append(spec)
             return joined
 
+    @known_arguments
     def map(
         self,
         df: DataFrame,
@@ -106,6 +109,7 @@ class FlowOperators(FlowWrites):
             startup.maps[rows_map.__name__] = rows_map
             return mapped
 
+    @known_arguments
     def enrich(
         self,
         df: DataFrame,

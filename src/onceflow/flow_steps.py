@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pyspark.sql import DataFrame
 
+from onceflow.arguments import known_arguments
 from onceflow.flow_operators import FlowOperators
 from onceflow.planning import joins, process, step_query
 from onceflow.planning.deduplicate import DedupOptions, check_deduplication, dedup_columns
@@ -27,6 +28,7 @@ from onceflow.uncaught import fenced_ends_program
 class FlowSteps(FlowOperators):
     """Steps whose state is a table."""
 
+    @known_arguments
     def deduplicate(
         self,
         df: DataFrame,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
 
+from onceflow.arguments import known_arguments
 from onceflow.client.settings import ClientSettings
 from onceflow.direct.run import DirectRun, direct_run
 from onceflow.driver.external_run import prepare_external_run
@@ -38,6 +39,7 @@ class FlowWrites:
     def name(self) -> str:
         return self._name
 
+    @known_arguments
     def write(
         self,
         df: DataFrame,
@@ -111,6 +113,7 @@ class FlowWrites:
         prepared = prepare_query(self._spark, startup, write)
         return direct_run(prepared) if prepared.choice.engine == DIRECT else spark_run(prepared)
 
+    @known_arguments
     def write_external(
         self,
         df: DataFrame,
@@ -150,6 +153,7 @@ class FlowWrites:
         write = check_external(df, sink, given, self.name)
         return FlowWriter(lambda: self._runs.start(lambda startup: prepare_external_run(self._spark, startup, write)))
 
+    @known_arguments
     def write_postgres(
         self,
         df: DataFrame,

@@ -25,8 +25,10 @@ import pyarrow as pa
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import BatchAbortedError, OnceflowError
 from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.protocol.compression import PRODUCER
 from onceflow.protocol.names import OwnTopics, TopicPartition
 from onceflow.protocol.timestamps import ANY_TIME, AcceptedTimes
+from onceflow.protocol.topic_rules import TopicRules
 from onceflow.user_code import cut
 
 if TYPE_CHECKING:  # so that tasks that only write do not load ``state``
@@ -68,13 +70,18 @@ class Routing:
 class Target:
     """An output topic as the driver saw it when the batch began; every task uses the same numbers.
 
-    Args:
-        times: the timestamps that it accepts.
+    Args: see `TopicRules`. times: the timestamps that it accepts.
     """
 
     partitions: int
     max_message_bytes: int
     times: AcceptedTimes = ANY_TIME
+    compacted: bool = False
+    stored: str = PRODUCER
+
+    def rules(self, topic: str, compression: str) -> TopicRules:
+        """What the topic takes of records that are compressed so."""
+        return TopicRules(topic, self.max_message_bytes, self.compacted, self.stored, compression)
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,7 @@ class StateOrder:
         by_number: whether nobody has moved the rows to these tasks, so that it is checked whether they belong there.
         taken: with ``co_partitioned``, the source partitions that each task reads; empty if nothing is due.
         owner: the transactional id of the flow, also if the batch is written without transactions.
+        as_is: whether records that name no topic are written to ``topic`` as they are: no operators follow the step.
     """
 
     spec: ProcessSpec
@@ -143,6 +151,7 @@ class StateOrder:
     due: frozenset[int] = frozenset()
     taken: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     owner: str = ""
+    as_is: bool = False
 
     def due_in(self, task: int) -> list[int]:
         """The due partitions that a task has to open. Task -1 is the driver, which runs all of them."""

@@ -81,7 +81,12 @@ class Claims:
 
     @property
     def files(self) -> dict[str, Any]:
-        return {**self.storage_options, **({"use_listings_cache": False} if self.storage_options else {})}
+        """Options of fsspec, which is not what the claim check uses."""
+        given = self.storage_options
+        if not given:
+            return {}
+        names = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "endpoint_url": "aws_endpoint_url"}
+        return {"use_listings_cache": False, **{name: given[other] for name, other in names.items()}}
 
     def content(self, name: str) -> bytes:
         with fsspec.open(f"{self.store}/{name}", "rb", **self.files) as file:

@@ -188,11 +188,11 @@ def make_external(
     def make(kind: type[External] = External, *, letters: bool = False) -> External:
         pipe = make_pipe()
         if kind is Delta:
-            root = tmp_path / f"{pipe.flow}.delta"
+            folder = tmp_path / f"{pipe.flow}.delta"
             if letters:
-                table = DeltaTable.create(root, _DELTA_LEDGER)
+                table = DeltaTable.create(folder, _DELTA_LEDGER)
                 table.alter.add_constraint({"seventh": '"offset" % 7 <> 3'})
-            return Delta(pipe, root, external_flow, make_topic(partitions=2) if letters else None)
+            return Delta(pipe, folder, external_flow, make_topic(partitions=2) if letters else None)
         if kind is Bucket:
             server = request.getfixturevalue("s3")
             root = f"s3://{server.make_bucket()}/lake/table.delta"
@@ -331,7 +331,7 @@ def test_flows_of_one_name_write_to_one_database(make_external: Callable[..., Ex
         prefixes = {"transactional_id_prefix": prefix, "group_id_prefix": prefix}
         return {"open": prefixes, "sink": SqliteSink(one.database, table)}
 
-    def rows() -> list[list[Any]]:
+    def rows() -> list[int]:
         return [one.select(f"SELECT count(*) FROM {table}")[0][0] for table in ("ledger", "other")]
 
     one.pipe.fill(500)

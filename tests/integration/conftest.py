@@ -1,4 +1,4 @@
-"""Fixtures for the tests of commands, and of the query server (`onceflow table serve`)."""
+"""Fixtures for the tests of commands, of the query server (`onceflow table serve`), and of the PostgreSQL sink."""
 
 from __future__ import annotations
 
@@ -18,10 +18,24 @@ from onceflow.client.settings import ClientSettings
 from onceflow.server.formats import Format
 from onceflow.server.options import ServeOptions
 from onceflow.server.process import QueryServer
+from onceflow.testing.postgres import LocalPostgres
 from onceflow.testing.secure import Secure, secure_broker
 from onceflow.testing.waiting import wait_until
 
 Serve = Callable[..., httpx.Client]
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[LocalPostgres]:
+    """A server of this session."""
+    with LocalPostgres() as server:
+        yield server
+
+
+@pytest.fixture
+def dsn(postgres: LocalPostgres) -> str:
+    """How to connect to an empty schema of it."""
+    return postgres.schema()
 
 
 @pytest.fixture

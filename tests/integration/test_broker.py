@@ -17,10 +17,11 @@ from confluent_kafka import Consumer, Producer
 from onceflow.broker import LocalBroker, ports, process
 from onceflow.broker.config import Cluster, Node, new_cluster_id
 from onceflow.broker.folder import Folder
-from onceflow.broker.process import ProcessIdentity, admin_client
+from onceflow.broker.process import ProcessIdentity
 from onceflow.cli.main import cli
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.testing.broker import BACK_SOON, create_topic
+from onceflow.testing.librdkafka import admin_client
 
 pytestmark = pytest.mark.integration
 

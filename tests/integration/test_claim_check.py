@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import confluent_kafka
 import pytest
 from click.testing import CliRunner
 
 import onceflow
 from onceflow import ClaimCheck, ClaimCheckError, Record
+from onceflow.admin import record_lines
 from onceflow.admin.claim_collector import Collector
 from onceflow.claim_check import objects as objects_module
 from onceflow.claim_check.reference import PREFIX, Reference
 from onceflow.cli.main import cli
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
-from onceflow.errors import StorageUnavailableError, UnknownTopicError
+from onceflow.driver import refused_rows
+from onceflow.driver.progress_log import PROGRESS_PARTITIONS
+from onceflow.errors import (
+    EnvironmentUnusableError,
+    OnceflowError,
+    OptionError,
+    StorageUnavailableError,
+    UnknownTopicError,
+)
+from onceflow.external.sink import RefusedRow
+from onceflow.object_storage import Bucket
+from onceflow.protocol.progress import (
+    PROGRESS_TOPIC,
+    CheckpointProgress,
+    LocalTable,
+    Progress,
+    TableProgress,
+    encode,
+)
+from onceflow.state import rows
+from onceflow.state.local.format import SNAPSHOT_KEY, snapshot
 from onceflow.testing import independent
+from onceflow.testing.broker import create_topic
 from onceflow.testing.s3 import S3Server
 
 pytestmark = pytest.mark.integration
@@ -83,8 +111,7 @@ def test_a_bucket_that_is_not_there(s3: S3Server) -> None:
         elsewhere.decode(raw)
     with pytest.raises(StorageUnavailableError, match="cannot be used"):
         elsewhere.encode(large(1))
-    once = {"config_kwargs": {"retries": {"max_attempts": 0}}}
-    options = {**s3.options, **once, "endpoint_url": "http://127.0.0.1:9"}
+    options = {**s3.options, "aws_endpoint_url": "http://127.0.0.1:9"}
     refused = ClaimCheck(claim.objects.url, storage_options=options)
     with pytest.raises(StorageUnavailableError) as caught:
         refused.decode(raw)
@@ -261,8 +288,6 @@ def test_what_a_collector_leaves(
     onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, at_day: Callable[[int], None]
 ) -> None:
     """Committed records count, and those of open transactions; aborted ones do not. Young objects stay."""
-    import confluent_kafka
-
     claim = ClaimCheck(tmp_path / "store", above=10_000)
     topic = make_topic("claims", 2)
     at_day(-30)
@@ -291,6 +316,144 @@ def test_what_a_collector_leaves(
     assert orphans_of(onceflow_broker, claim, [topic]) == expected
     with pytest.raises(UnknownTopicError, match="claimz"):
         orphans_of(onceflow_broker, claim, [topic, topic.replace("claims", "claimz")])
+
+
+# Every way in which the product can put a reference into a record: key, value and headers of it.
+Parts = tuple[bytes | None, bytes | None, list[tuple[str, bytes]]]
+
+
+def _refused(raw: bytes, *, record: bool = False) -> Record:
+    """The dead letter of a row that a database has refused."""
+    given = {"key": b"k", "value": raw, "headers": [{"key": "h", "value": b"v"}]} if record else {}
+    return refused_rows._letter(RefusedRow({"k": 1, "v": raw}, "IntegrityError", f"no: {raw!r}", given), "dead")
+
+
+def _progress_row(raw: bytes) -> bytes:
+    """A progress row with dead letters that are not written yet."""
+    progress = Progress("f", 1, {}, {}, 1)
+    return refused_rows.progress_row(progress, refused_rows._table([_refused(raw)])).encode()
+
+
+WAYS: dict[str, Callable[[bytes], Parts]] = {
+    "value": lambda raw: (b"k", raw, []),
+    "key": lambda raw: (raw, b"v", []),
+    "header": lambda raw: (b"k", b"v", [("picture", raw)]),
+    "header of a tombstone": lambda raw: (b"k", None, [("picture", raw)]),
+    "part of a value": lambda raw: (b"k", b"\0\0" + raw + b"\0", []),
+    "entry of a map in a companion topic": lambda raw: (rows.MAP + b"k\0\0m\0\0e", rows.pack(raw, 10**13, 3), []),
+    "key of a map in a companion topic": lambda raw: (rows.MAP + b"k\0\0m\0\0" + raw, rows.pack(b"v"), []),
+    "snapshot of a table": lambda raw: (
+        SNAPSHOT_KEY, snapshot([(rows.VALUE + b"ab", rows.pack(b"small")), (rows.VALUE + b"k", rows.pack(raw))]), [],
+    ),
+    "snapshot with keys": lambda raw: (SNAPSHOT_KEY, snapshot([(rows.MAP + raw, rows.pack(b""))]), []),
+    "dead letter of a record": lambda raw: (b"k", _refused(raw, record=True).value, []),
+    "dead letter of a row": lambda raw: (b"k", _refused(raw).value, []),
+    "dead letter of a dead letter": lambda raw: (b"k", _refused(_refused(raw).value or b"").value, []),
+    "dead letter of a snapshot": lambda raw: (b"k", _refused(snapshot([(rows.VALUE, rows.pack(raw))])).value, []),
+    "dead letters in a progress row": lambda raw: (b"k", _progress_row(raw), []),
+    "line of JSON": lambda raw: (b"k", json.dumps(record_lines.field("value", raw)).encode(), []),
+    "base64 of Spark": lambda raw: (b"k", base64.encodebytes(raw).replace(b"\n", b"\r\n"), []),
+    "digits of Spark": lambda raw: (b"k", raw.hex().upper().encode(), []),
+    "name alone": lambda raw: (b"k", json.dumps({"picture": Reference.parse(raw).name}).encode(), []),
+}  # fmt: skip
+
+
+def test_every_way_in_which_a_reference_is_stored(
+    onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, at_day: Callable[[int], None]
+) -> None:
+    """What is referred to in any of them is there after a collection, and what is not is gone."""
+    claim = ClaimCheck(tmp_path / "store", above=10_000)
+    topic = make_topic("ways", 1)
+    at_day(-30)
+    raws = {way: claim.encode(large(n)) for n, way in enumerate(WAYS)}
+    held, lost = claim.encode(large(100)), claim.encode(large(101))
+    at_day(0)
+    raws["in another object"] = claim.encode(held)  # it looks like a reference, so it is stored
+    producer = confluent_kafka.Producer({"bootstrap.servers": onceflow_broker})
+    for key, value, headers in [*(put(raws[way]) for way, put in WAYS.items()), (b"k", raws["in another object"], [])]:
+        producer.produce(topic, value, key, headers=headers)
+    assert producer.flush(30) == 0
+    with Collector(
+        ClientSettings(onceflow_broker), claim.objects, [topic], older_than_ms=7 * DAY_MS, now_ms=clock_ms()
+    ) as collector:
+        collector.find()
+        collector.delete()
+    wrong = {way for way, raw in raws.items() if Reference.parse(raw).name not in objects_of(claim)}
+    assert wrong == set()
+    assert claim.decode(claim.decode(raws["in another object"])) == large(100)
+    with pytest.raises(ClaimCheckError, match="is missing"):
+        claim.decode(lost)
+
+
+def topics_of(servers: str) -> list[str]:
+    with contextlib.closing(Cluster(ClientSettings(servers))) as cluster:
+        return list(cluster.topics(None, Deadline(30, "listing topics")))
+
+
+def write_progress(servers: str, *progress: Progress) -> None:
+    with contextlib.suppress(OnceflowError):
+        create_topic(servers, PROGRESS_TOPIC, PROGRESS_PARTITIONS, {"cleanup.policy": "compact"})
+    independent.fill(servers, PROGRESS_TOPIC, [encode(each) for each in progress])
+
+
+def test_what_flows_write_is_read_too_or_nothing_is_deleted(
+    onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, at_day: Callable[[int], None]
+) -> None:
+    """Tables, outputs and letters of flows that read the topics; rows of other systems, which the user reads."""
+    claim = ClaimCheck(tmp_path / "store", above=10_000)
+    source, out, letters, table, end, other = (make_topic(name, 1) for name in ("in", "out", "dead", "t", "end", "no"))
+    companion = f"{table}-internal"
+    create_topic(onceflow_broker, companion, 1, {})
+    at_day(-30)
+    places = (source, out, letters, table, companion, end, other)
+    raws = {topic: claim.encode(large(n)) for n, topic in enumerate(places)}
+    in_rows = claim.encode(large(50))
+    for topic, raw in raws.items():
+        independent.fill(onceflow_broker, topic, [(b"k", raw)])
+    now, first, second = clock_ms(), f"one-{source}", f"two-{source}"
+    flows = [
+        Progress(first, 1, {source: {0: 1}}, {}, now, {table: {0: 1}}, outputs=(out,), letters={letters: "late"}),
+        Progress(second, 1, {out: {0: 1}}, {}, now, outputs=(end,)),
+    ]
+    write_progress(onceflow_broker, *flows)
+
+    def orphans(*topics: str, remember: bool = False, **options: Any) -> set[str]:
+        settings, age = ClientSettings(onceflow_broker), 7 * DAY_MS
+        with Collector(settings, claim.objects, topics or None, older_than_ms=age, now_ms=now, **options) as found:
+            found.find()
+            if remember:
+                found.remember()
+            return {name for name, _ in found.orphans()}
+
+    unseen = {Reference.parse(raw).name for raw in (raws[other], in_rows)}
+    assert orphans(source) == unseen
+    assert orphans(source, without=[end]) == unseen | {Reference.parse(raws[end]).name}
+    of_others = [name for name in topics_of(onceflow_broker) if name not in places]
+    assert orphans(without=of_others) == {Reference.parse(in_rows).name}
+
+    # The same with a flow that writes another system, keeps state in a checkpoint, or in local stores alone.
+    for kept in (
+        {"external": "bank:ledger"},
+        {"checkpoint": CheckpointProgress("id", 1, "digest")},
+        {"tables": {"rows": TableProgress(local=LocalTable("id", 1))}},
+    ):
+        write_progress(onceflow_broker, replace(flows[1], **kept))  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match=rf"(?s){second} may keep references where .*--rows {second}"):
+            orphans(source)
+        assert orphans(source, without_rows=[second]) == unseen
+    dump = tmp_path / "rows.csv"
+    dump.write_text(f"1,\\x{in_rows.hex()}\n")
+    command = f"cat {dump}"
+    assert orphans(source, rows={second: command}, remember=True) == {Reference.parse(raws[other]).name}
+    with pytest.raises(EnvironmentUnusableError, match=r"(?s)has failed, so nothing is deleted.*No such file"):
+        orphans(source, rows={second: "cat /nowhere"})
+
+    # The store remembers: the flow, and the topics in which there were references.
+    write_progress(onceflow_broker, *(replace(flow, offsets={}, changelogs={}, outputs=()) for flow in flows))
+    with pytest.raises(OptionError, match=f"(?s){second} may keep references .*an earlier collection"):
+        orphans(source)
+    assert orphans(source, without_rows=[second]) == unseen
+    independent.fill(onceflow_broker, PROGRESS_TOPIC, [(flow.flow.encode(), None) for flow in flows])
 
 
 def test_the_command(
@@ -334,5 +497,48 @@ def test_the_command(
     assert "has also read" in str(called("--dry-run").exception)
     command = [*command, "--without-topic", topic]
     assert called("--dry-run").exit_code == 0
+    assert called("--all-topics").exit_code == 2, "not both"
     elsewhere = called("--yes", "--store", f"s3://{s3.make_bucket()}")
     assert isinstance(elsewhere.exception, StorageUnavailableError)
+
+
+# ---- a bucket and its client -------------------------------------------------------------------------------
+
+
+def test_a_store_is_made_once(s3: S3Server) -> None:
+    """A writer that has found no marker does not overwrite what a collection has written down in between."""
+    bucket = Bucket(f"s3://{s3.make_bucket()}/claims", s3.options)
+    assert bucket.create("marker", b"1")
+    assert not bucket.create("marker", b"2")
+    assert bucket.read("marker") == b"1"
+
+
+def test_options_of_a_bucket(s3: S3Server) -> None:
+    with pytest.raises(OptionError, match="'bogus' is not valid"):
+        ClaimCheck("s3://bucket/claims", storage_options={"bogus": "1"}).objects.check()
+    claim = ClaimCheck(f"s3://{s3.make_bucket()}/claims", above=10, storage_options={
+        "access_key_id": "test", "secret_access_key": "test-secret", "endpoint": s3.url, "region": "us-east-1",
+    })  # fmt: skip
+    assert claim.decode(claim.encode(b"x" * 100)) == b"x" * 100
+
+
+def test_a_forked_process_is_told(s3: S3Server) -> None:
+    """The client's threads are not there in it: it would wait for ever."""
+    code = """
+import os, sys
+import onceflow
+from onceflow.testing.s3 import S3Server
+url, store = sys.argv[1:]
+claim = onceflow.ClaimCheck(store, above=10, storage_options=S3Server(url).options)
+claim.encode(b"x" * 100)
+if not os.fork():
+    try:
+        claim.encode(b"y" * 100)
+    except onceflow.EnvironmentUnusableError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+    command = [sys.executable, "-c", code, s3.url, f"s3://{s3.make_bucket()}/claims"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "forked" in ran.stdout

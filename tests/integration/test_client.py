@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from confluent_kafka.admin import AdminClient
 
 from onceflow import DeadlineExceededError, FencedError
 from onceflow.client import connections
@@ -75,6 +76,11 @@ def test_a_connection_whose_first_attempt_ran_out_of_time(
                 list_offsets(cluster, {topic: [0]}, LATEST, soon(2))
         assert list_offsets(cluster, {topic: [0]}, LATEST, soon()) == {topic: {0: 0}}
         assert cluster.transaction_version in (1, 2)
+
+
+def test_the_id_of_the_cluster(cluster: Cluster, onceflow_broker: str) -> None:
+    admin = AdminClient({"bootstrap.servers": onceflow_broker})
+    assert cluster.cluster_id(soon()) == admin.list_topics(timeout=60).cluster_id
 
 
 def test_the_life_of_a_transaction(cluster: Cluster, topic: str, onceflow_broker: str) -> None:

@@ -20,8 +20,7 @@ from kafka.protocol.metadata import MetadataRequest
 from onceflow.admin import doctor
 from onceflow.admin.doctor_local import Host
 from onceflow.broker import LocalBroker
-from onceflow.broker.nodes import Partition, partitions
-from onceflow.broker.process import admin_client
+from onceflow.broker.metadata import Partition, metadata_reader
 from onceflow.cli.main import cli
 from onceflow.client import produce, topics
 from onceflow.client.cluster import Cluster, ConnectionFailedError
@@ -85,8 +84,8 @@ def connected(bootstrap_servers: str) -> Cluster:
 
 
 def partitions_of(broker: LocalBroker, topic: str) -> list[Partition]:
-    with admin_client(broker.bootstrap_servers, {}) as admin:
-        return [p for p in partitions(admin, 30)[1] if p.topic == topic]
+    with metadata_reader(broker.bootstrap_servers, {}) as reader:
+        return [p for p in reader.read(30).partitions if p.topic == topic]
 
 
 def send(broker: LocalBroker, topic: str, value: bytes, partition: int = 0, **options: Any) -> KafkaError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,3 +235,84 @@ def test_a_start_that_changes_nothing(
     (told,) = [r.getMessage() for r in caplog.records if "starting_offsets" in r.getMessage()]
     assert "onceflow reset" in told
     assert logging.WARNING in {r.levelno for r in caplog.records if "starting_offsets" in r.getMessage()}
+
+
+class Sized(onceflow.Processor):
+    """Writes and keeps what a record says, and rings at once."""
+
+    value = serdes.JSON
+
+    def process(self, key: bytes, records: Any, state: Any) -> Iterator[onceflow.Record]:
+        for record in records:
+            given = record.value
+            state.put(b"s" * given.get("state", 1) if "noise" not in given else os.urandom(given["noise"]))
+            if "ring" in given:
+                state.timers.register("ring", 1, "processing")
+            yield onceflow.Record(
+                None if "keyless" in given else key, os.urandom(given.get("random", 1)), given.get("to")
+            )
+            yield onceflow.Record(key, b"v" * given.get("plain", 1))
+
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> None:
+        raise LookupError("nobody is there")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [{"engine": "direct"}, {"engine": "spark", "small_batch_rows": 0}],
+    ids=["direct", "spark"],
+)
+def test_what_topics_do_not_take_becomes_letters(
+    make_pipe: Any, make_topic: Any, write: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes are those that the broker stores: 200 KB that are compressed to some hundred bytes fit into 20 KB."""
+    monkeypatch.setattr(placement, "TASK_ROWS", 4)
+    pipe = make_pipe(partitions=2)
+    out, dead = (make_topic(name, 2, max_message_bytes=20_000) for name in ("out", "dead"))
+    compacted = make_topic("compacted", 2, cleanup_policy="compact", max_message_bytes=20_000)
+    good = [{"plain": 200_000}, {"random": 19_000}, {"state": 1_100_000}, {"to": compacted}, {"ring": 1}]
+    bad = [
+        {"random": 20_000},
+        {"noise": 1_100_000},
+        {"to": compacted, "keyless": 1},
+        {"filler": "x" * 60_000, "random": 20_000},
+    ]
+    records: Any = [(b"k%d" % n, json.dumps(each).encode()) for n, each in enumerate([*good, *bad])]
+    records.append((b"k9", os.urandom(60_000)))  # no JSON, and too large for the dead letters
+    independent.fill(pipe.bootstrap, pipe.source, records)
+
+    def run(letters: str) -> Any:
+        with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+            rows = flow.process(
+                flow.read(pipe.source),
+                Sized(),
+                table=f"{pipe.source}-table",
+                on_error="dead-letter",
+                dead_letter_topic=letters,
+                state_dir=pipe.tmp_path,
+            )
+            query = flow.write(rows, topic=out, once=True, compression="zstd", **write).start()
+            query.awaitTermination()
+
+    with pytest.raises(onceflow.OptionError, match="which is compacted"):
+        run(compacted)
+    with pytest.raises(onceflow.OptionError, match="takes at most 5000 bytes"):
+        run(make_topic("small", 1, max_message_bytes=5_000))
+    run(dead)
+    independent.fill(pipe.bootstrap, pipe.source, [(b"k9", b"{}")])
+    run(dead)  # the timer has not fired in the first batch
+    written = independent.read_topic(pipe.bootstrap, out, decided=True)
+    assert sorted(len(each.value or b"") for each in written) == [*[1] * 9, 19_000, 200_000]
+    assert len(independent.read_topic(pipe.bootstrap, compacted, decided=True)) == 1
+    table = independent.read_topic(pipe.bootstrap, f"{pipe.source}-table", decided=True)
+    assert sorted(len(each.value or b"") for each in table) == [1, 1, 1, 1, 1, 1_100_000]
+    letters = {each.key: each for each in independent.read_topic(pipe.bootstrap, dead, decided=True)}
+    causes = {key: dict(each.headers)["onceflow.error.class"] for key, each in letters.items()}
+    assert causes == {
+        b"k4": b"LookupError", b"k5": b"BadRecordError", b"k6": b"BadRecordError", b"k7": b"BadRecordError",
+        b"k8": b"BadRecordError", b"k9": b"JSONDecodeError",
+    }  # fmt: skip
+    assert json.loads(letters[b"k4"].value)["timer"] == "ring"
+    assert letters[b"k8"].value == records[8][1], "compressed, it fits"
+    assert json.loads(dict(letters[b"k9"].headers)["onceflow.shortened"]) == {"value": 60_000}
+    assert letters[b"k9"].value == records[9][1][: len(letters[b"k9"].value)]

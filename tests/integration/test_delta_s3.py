@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def names(s3: S3Server, sink: DeltaSink) -> list[str]:
     return [name.removeprefix(f"{root}/") for name in s3.filesystem().find(root)]
 
 
+@pytest.mark.long
 class TestS3(ExternalSinkSuite):
     rounds = 3
 
@@ -69,10 +71,20 @@ def test_rows_that_are_set_aside(s3: S3Server) -> None:
     sink.set_aside()
     writer = Writer(sink).open()
     attempt, _ = writer.staged()
-    rows = [{"id": 1, "text": "a"}, {"id": 2, "text": ""}, {"id": 3, "text": None}, {"id": 4, "text": "a/ü b"}]
+    rows: list[dict[str, Any]] = [
+        {"id": 1, "text": "a"},
+        {"id": 2, "text": ""},
+        {"id": 3, "text": None},
+        {"id": 4, "text": "a/ü b"},
+    ]
     refused: list[RefusedRow] = []
+
+    def progress(found: Sequence[RefusedRow]) -> str:
+        refused.extend(found)
+        return "{}"
+
     receipt = writer.task(attempt, "more", rows)
-    writer.sink.commit_accepted(attempt, [receipt], lambda found: str(refused.extend(found)))
+    writer.sink.commit_accepted(attempt, [receipt], progress)
     assert [(row.row["id"], row.kind) for row in refused] == [(2, "InvalidPartitionValue")]
     assert sorted(rows_of(sink), key=lambda row: row["id"]) == [rows[0], *rows[2:]]
 

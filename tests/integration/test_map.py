@@ -364,3 +364,69 @@ def _later(batch: pa.RecordBatch) -> pa.RecordBatch:
         [pa.array([str(time)] if zone == "UTC" else [zone]), pa.array([time], pa.timestamp("s", "UTC"))],
         names=["value", "timestamp"],
     )
+
+
+#: What is special in Spark's SQL, in Arrow, or for the steps.
+ODD_NAMES = [
+    "",
+    "a.b",
+    "`",
+    "a`.`b",
+    "a b",
+    "ä",
+    "\U0001f600",
+    "select",
+    "key.",
+    "keys",
+    "c0",
+    "'",
+    '"',
+    "\\",
+    "*",
+    "value[0]",
+]
+
+
+@pytest.mark.parametrize("engine", ["direct", "spark"])
+def test_columns_may_have_any_names(make_pipe: Any, make_topic: Any, engine: str) -> None:
+    """Whatever their names are, values stay in their columns, through functions and as the id of a de-duplication."""
+
+    def added(batch: pa.RecordBatch) -> pa.RecordBatch:
+        assert batch.schema.names == ["key", "value"]
+        texts = [
+            pa.array([f"{number}-{value}" for value in batch.column(1).to_pylist()]) for number in range(len(ODD_NAMES))
+        ]
+        return pa.RecordBatch.from_arrays([*batch.columns, *texts], names=["key", "value", *ODD_NAMES])
+
+    def joined(batch: pa.RecordBatch) -> pa.RecordBatch:
+        assert batch.schema.names == ["key", "value", *ODD_NAMES]
+        rows = zip(*(batch.column(at).to_pylist() for at in range(2, batch.num_columns)), strict=True)
+        return pa.RecordBatch.from_pydict({"key": batch.column(0), "value": ["|".join(row).encode() for row in rows]})
+
+    pipe = make_pipe(partitions=1)
+    independent.fill(pipe.bootstrap, pipe.source, [(b"k%d" % (n % 2), b"%d" % n) for n in range(4)])
+    flow = pipe.open()
+    fields = [T.StructField(name, T.BinaryType()) for name in ("key", "value")]
+    fields += [T.StructField(name, T.StringType()) for name in ODD_NAMES]
+    rows = flow.map(flow.read(pipe.source).select("key", "value"), added, schema=T.StructType(fields))
+    flow.write(
+        flow.map(rows, joined, schema="key binary, value binary"), topic=pipe.target, once=True, engine=engine
+    ).start().awaitTermination()
+    flow.close()
+    expected = ["|".join(f"{number}-b'{n}'" for number in range(len(ODD_NAMES))).encode() for n in range(4)]
+    written = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+    assert sorted(each.value for each in written) == sorted(expected)
+    if engine == "direct":
+        return
+    for name in ("a`.`b", ""):
+        flow = onceflow.Flow(f"{pipe.flow}-{len(name)}", pipe.spark, bootstrap_servers=pipe.bootstrap)
+        source = flow.read(pipe.source)
+        ids = source.select("key", "value", "timestamp", F.col("key").alias(name), F.lit("x").alias("a.b"))
+        once = flow.deduplicate(ids, id=name, records=100, state_dir=pipe.tmp_path)
+        target = make_topic("once", 1)
+        flow.write(once, topic=target, once=True).start().awaitTermination()
+        flow.close()
+        assert sorted(each.value for each in independent.read_topic(pipe.bootstrap, target, decided=True)) == [
+            b"0",
+            b"1",
+        ]

@@ -27,32 +27,20 @@ from onceflow.external.postgres_columns import relation_of, shows_order
 from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.spark.collect import arrow_schema
 from onceflow.testing import faults, independent
-from onceflow.testing.external_sink_suite import ExternalSinkSuite
+from onceflow.testing.external_sink_suite import SCHEMA, ExternalSinkSuite, Writer
 from onceflow.testing.postgres import LocalPostgres
+from onceflow.testing.postgres_proxy import PostgresProxy
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[LocalPostgres]:
-    """A server of this session."""
-    with LocalPostgres() as server:
-        yield server
-
-
 @pytest.fixture
-def database(postgres: LocalPostgres) -> str:
-    """The DSN of an empty schema."""
-    return postgres.schema()
-
-
-@pytest.fixture
-def made(database: str) -> Callable[..., str]:
+def made(dsn: str) -> Callable[..., str]:
     def make(*statements: str) -> str:
-        with psycopg.connect(database) as connection:
+        with psycopg.connect(dsn) as connection:
             for statement in statements:
                 connection.execute(statement)
-        return database
+        return dsn
 
     return make
 
@@ -82,6 +70,31 @@ def written(sink: PostgresSink, rows: list[dict[str, Any]], batch: int = 1, sche
     sink.begin(attempt)
     receipt = sink.write(attempt, "0", iter([found]))
     sink.commit(attempt, [receipt], "{}")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_answers_are_lost(made: Callable[..., str], postgres: LocalPostgres, when: str) -> None:
+    """Of a commit, and of the takeovers that find out how it has ended. The owner tells that these were its own."""
+    direct = made("CREATE TABLE ledger (id bigint PRIMARY KEY, text text)")
+    with PostgresProxy(postgres.port) as proxy:
+        through = direct.replace(f":{postgres.port}/", f":{proxy.port}/")
+        sink = PostgresSink(through, "ledger")
+        sink.check(SCHEMA)
+        writer = Writer(sink).open()
+        for turn in range(3):
+            attempt, receipts = writer.staged()
+            proxy.cut(when, 1 + turn)
+            with pytest.raises((ConnectionError, psycopg.OperationalError)):
+                writer.sink.commit(attempt, receipts, json.dumps({"batch": attempt.batch}))
+            for _ in range(turn):
+                with pytest.raises((ConnectionError, psycopg.OperationalError)):
+                    writer.open(attempt.generation)
+            writer.open(attempt.generation)
+            assert writer.batch == attempt.batch - (when == "before")
+            if when == "before":
+                writer.commit(*writer.staged())
+        writer.sink.close()
+    assert rows_of(direct, "SELECT count(*), count(DISTINCT id) FROM ledger") == [(120, 120)]
 
 
 def test_modes(made: Callable[..., str]) -> None:
@@ -198,6 +211,7 @@ def test_a_row_that_the_table_does_not_take(
         ({"table": "zebra"}, ["k"], "create it, or check the search_path"),
         ({"table": "t"}, ["k", "amuont"], "(?s)no columns amuont.*did you mean amount for amuont"),
         ({"table": "t"}, ["k", "x"], r"(?s)has no columns x.*next step: add them"),
+        ({"table": "t"}, ["k", "a", "a"], "have several columns a"),
         (
             {"table": "t"},
             ["k", "n"],

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import Producer
 
 import onceflow
 from onceflow import hooks
@@ -29,7 +30,7 @@ from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.progress_log import partition_of
 from onceflow.driver.startup import Startup
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import PROGRESS_TOPIC, ForkOrigin, Progress, TableProgress, decode, encode
+from onceflow.protocol.progress import PROGRESS_TOPIC, ForkOrigin, Progress, TableProgress, decode
 from onceflow.testing import faults, independent
 from onceflow.testing.waiting import wait_until
 
@@ -159,12 +160,18 @@ def make_pair(onceflow_broker: str, make_topic: Any) -> Callable[..., Pair]:
     return make
 
 
-@pytest.fixture(params=[True, False], ids=["one partition", "two partitions"])
-def together(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+def pairs_of(first: list[tuple[bool, bool]]) -> Any:
+    """Parametrizes ``state`` and ``together``: these pairs, and the others in long runs."""
+    marks = {each: () if each in first else pytest.mark.long for each in itertools.product((False, True), repeat=2)}
+    names = {
+        each: f"{'stateful' if each[0] else 'stateless'}, {'one' if each[1] else 'two'} partitions" for each in marks
+    }
+    return pytest.mark.parametrize(
+        "state, together", [pytest.param(*each, marks=marks[each], id=names[each]) for each in marks]
+    )
 
 
-@pytest.mark.parametrize("state", [False, True], ids=["stateless", "stateful"])
+@pairs_of([(False, False), (True, True)])
 def test_killed_and_the_copy_is_started_again(
     make_pair: Callable[..., Pair], call: Call, state: bool, together: bool
 ) -> None:
@@ -192,7 +199,7 @@ def test_killed_and_the_copy_is_started_again(
     assert told(call(*pair.command()[:-2]))["already"]
 
 
-@pytest.mark.parametrize("state", [False, True], ids=["stateless", "stateful"])
+@pairs_of([(True, False)])
 def test_slow_and_the_copy_is_started_again(
     make_pair: Callable[..., Pair], tmp_path: Path, state: bool, together: bool
 ) -> None:
@@ -213,6 +220,7 @@ def test_slow_and_the_copy_is_started_again(
     assert {flow: pair.progress(flow) for flow in before} == before
 
 
+@pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_killed_and_run_again_at_once(make_pair: Callable[..., Pair], call: Call, together: bool) -> None:
     """At `write`, only the last record of the copy is there, which may be in another partition than the flow's."""
     pair = make_pair(state=False, together=together)
@@ -261,12 +269,18 @@ def test_a_flow_that_has_become_another_one(make_pair: Callable[..., Pair], call
     assert not told(call("fork", pair.old, pair.copy, "--yes", "--json"))["already"]
 
 
-def test_golden_bytes_of_the_last_record() -> None:
-    progress = Progress("next", 3, {}, {}, 1_700_000_000_000, became="sums")
-    golden = (
-        b'{"batch_id":3,"became":"sums","changelogs":{},"checkpoint_query_id":null,"flow":"next","format":1,"offsets":{},'
-        b'"time_ms":1700000000000,"topic_ids":{},"watermark_ms":null}'
-    )
-    assert encode(progress) == (b"next", golden)
-    assert decode(b"next", golden) == progress
-    assert json.loads(golden)["became"] == "sums"
+def test_open_transactions_of_other_flows_are_not_waited_for(make_pair: Callable[..., Pair], call: Call) -> None:
+    """They hold the last stable offset of the progress topic back, for 15 minutes if a command was killed."""
+    pair = make_pair(state=False, together=True)
+    other = Producer({"bootstrap.servers": pair.bootstrap, "transactional.id": f"other-{pair.source}"})
+    other.init_transactions(30)
+    other.begin_transaction()
+    other.produce(PROGRESS_TOPIC, b"{}", b"other", partition=partition_of(pair.old))
+    other.flush(30)
+    began = time.monotonic()
+    third = f"{pair.old}-third"
+    told(call("fork", pair.old, third, "--yes", "--json"))
+    assert pair.found(third) is not None
+    assert not told(call(*pair.command()[:-2]))["already"]
+    assert time.monotonic() - began < 30, "less than the timeout of a transaction"
+    other.abort_transaction(30)

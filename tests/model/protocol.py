@@ -164,7 +164,7 @@ class Model(Kafka):
             elif d.phase == to_read:
                 progress, undecided = s.progress, s.parts[self.progress].open
                 if not self.waits_for_decision and undecided:
-                    progress = Progress(undecided[-1].end)  # progress_log._latest counts on everything being decided
+                    progress = Progress(undecided[-1].end)  # a reader that takes what has no marker for committed
                 after = TO_SETTLE if self.fences_before_reading else FENCED
                 known = {
                     "at": progress.at,

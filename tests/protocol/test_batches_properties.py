@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kafka import codec
 from kafka.record.memory_records import MemoryRecords
@@ -17,7 +18,7 @@ from kafka.record.memory_records import MemoryRecords
 from onceflow.errors import BadRecordError, OptionError, SchemaError
 from onceflow.protocol import batches, varints
 from onceflow.protocol.batches import EncodedBatch, ProducerIdAndEpoch, encode_batches
-from onceflow.protocol.compression import CODES, compress
+from onceflow.protocol.compression import CODES, compress, decompress
 
 IDENTITY = ProducerIdAndEpoch(producer_id=12, producer_epoch=3)
 DEFAULT_MS = 1_700_000_000_000
@@ -168,6 +169,68 @@ def test_a_record_may_be_exactly_as_large_as_the_limit() -> None:
         encode(None, too_large, None, None)
     assert "record 1 " in caught.value.detail
     assert "limit 1000 bytes" in caught.value.detail
+
+
+@settings(max_examples=60, deadline=None, derandomize="CI" in os.environ)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 6000), st.booleans()), min_size=1, max_size=12),
+    compression=st.sampled_from(READABLE),
+    limit=st.integers(500, 2000),
+    stored=st.sampled_from(["producer", "uncompressed", *READABLE[1:]]),
+)
+@example(lengths=[(5000, True), (10, True), (5000, True)], compression="gzip", limit=500, stored="producer")
+def test_the_size_of_what_is_stored_counts(
+    lengths: list[tuple[int, bool]], compression: str, limit: int, stored: str
+) -> None:
+    """A record is refused if, and only if, no batch with it alone is small enough."""
+    noise = random.Random(5)
+    rows = [b"v" * length if plain else noise.randbytes(length) for length, plain in lengths]
+
+    def alone(value: bytes) -> int:
+        plain = batches.encode_single(None, value, timestamp_ms=0, identity=IDENTITY, base_sequence=0)
+        if plain.nbytes <= limit or stored == "uncompressed" or compression == "none":
+            return plain.nbytes
+        codecs = {compression, stored} - {"producer"}
+        return max(batches.HEADER_BYTES + compress(each, pa.py_buffer(plain.body)).size for each in codecs)
+
+    fit = [value for value in rows if alone(value) <= limit]
+    given_to = {"compression": compression, "max_batch_bytes": limit, "stored": stored}
+    for value in rows:
+        assert (batches.too_large(None, value, (), **given_to) == "") == (alone(value) <= limit)
+    if len(fit) < len(rows):
+        with pytest.raises(BadRecordError, match="more than the limit of"):
+            encode(None, pa.array(rows), None, None, **given_to)
+    encoded = encode(None, pa.array(fit, pa.binary()), None, None, **given_to)
+    assert all(one.nbytes <= limit for one in encoded)
+    assert [record.value for one in encoded for record in read(one)] == fit
+    assert [read(one).base_sequence for one in encoded] == list(
+        itertools.accumulate([0, *(one.count for one in encoded)])
+    )[:-1]
+
+
+@pytest.mark.parametrize("headers", [[("h", b"x" * 2000)], [("h" * 2000, None)], [("ä" * 900, b"")]])
+def test_keys_and_headers_count_too(headers: Any) -> None:
+    given_to: Any = {"compression": "none", "max_batch_bytes": 1000}
+    assert "more than the limit of 1000" in batches.too_large(b"k", b"v", headers, **given_to)
+    assert batches.too_large(b"k", b"v", headers, compression="gzip", max_batch_bytes=1000) == ""
+    with pytest.raises(BadRecordError) as caught:
+        encode(None, pa.array([b"v" * 2000]), None, None)
+    assert "compress it (compression= of Flow.write)" in caught.value.next_step
+    assert batches.too_large(b"k" * 930, b"", [], **given_to) == ""
+    assert batches.too_large(b"k" * 940, b"", [], **given_to)
+
+
+def test_commands_compress_what_is_too_large_with_any_codec_with_which_it_fits() -> None:
+    """The flow that has written it may have used that codec."""
+    of_two = "".join(random.Random(1).choices("ab", k=2_000)).encode()  # lz4 finds little in it
+    values = [b"v" * 5_000, b"small", of_two]
+    encoded = encode(None, pa.array(values), None, None, large_with=["lz4", "gzip"], max_batch_bytes=500)
+    assert [read(one).compression_type for one in encoded] == [CODES["lz4"], 0, CODES["gzip"]]
+    assert all(one.nbytes <= 500 for one in encoded)
+    for one, value in zip(encoded, values, strict=True):
+        assert value in decompress(read(one).compression_type, one.body)
+    with pytest.raises(BadRecordError, match="compressed with lz4"):
+        encode(None, pa.array(values), None, None, large_with=["lz4"], max_batch_bytes=500)
 
 
 def test_unusable_records_are_refused_before_anything_is_yielded() -> None:

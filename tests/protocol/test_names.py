@@ -57,6 +57,22 @@ def test_no_flow_has_the_transactional_id_of_a_command(topic: str) -> None:
                 Names(flow, transactional_id_prefix=prefix)
 
 
+@settings(max_examples=100, deadline=None, derandomize="CI" in os.environ)
+@given(flows, prefixes, flows, prefixes, st.sampled_from(["c1", "c2", ""]), st.sampled_from(["c1", "c2", ""]))
+def test_flows_that_do_not_fence_each_other_have_different_identities(
+    flow: str, prefix: str, other_flow: str, other_prefix: str, cluster: str, other_cluster: str
+) -> None:
+    one, other = Names(flow, transactional_id_prefix=prefix), Names(other_flow, transactional_id_prefix=other_prefix)
+    same = (one.transactional_id, cluster) == (other.transactional_id, other_cluster)
+    assert (one.identity(cluster) == other.identity(other_cluster)) is same
+
+
+def test_the_identity_of_a_flow() -> None:
+    names = Names("orders", transactional_id_prefix="a.", group_id_prefix="g.")
+    assert names.identity("MkU3OEVBNTcwNTJENDM2Qg") == "a.onceflow.orders@MkU3OEVBNTcwNTJENDM2Qg"
+    assert Names("a.b").identity("c") != Names("b", transactional_id_prefix="a.").identity("c")
+
+
 def test_ids_of_others_are_not_ours() -> None:
     assert flow_of_transactional_id("streams-app-1") is None
     assert flow_of_transactional_id("onceflow.") is None

@@ -86,6 +86,40 @@ def test_golden_bytes_of_a_flow_that_names_its_driver() -> None:
         decode(b"orders", golden.replace(b"412", b'"412"'))
 
 
+def test_golden_bytes_of_a_flow_that_writes_another_system() -> None:
+    golden = GOLDEN.replace(b'"flow":', b'"external":"bank:ledger","flow":')
+    progress = replace(PROGRESS, external="bank:ledger")
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+    assert decode(b"orders", GOLDEN).external == ""
+
+
+def test_golden_bytes_of_a_copy_that_was_promoted() -> None:
+    progress = Progress("next", 3, {}, {}, 1_700_000_000_000, became="sums")
+    golden = (
+        b'{"batch_id":3,"became":"sums","changelogs":{},"checkpoint_query_id":null,"flow":"next","format":1,"offsets":{},'
+        b'"time_ms":1700000000000,"topic_ids":{},"watermark_ms":null}'
+    )
+    assert encode(progress) == (b"next", golden)
+    assert decode(b"next", golden) == progress
+
+
+def test_golden_bytes_of_a_flow_that_knows_leaders() -> None:
+    golden = GOLDEN.replace(b'"flow":', b'"epochs":{"a":{"0":[0,4]},"b":{"2":[7,1],"10":[5,0]}},"flow":')
+    progress = replace(PROGRESS, epochs={"b": {10: (5, 0), 2: (7, 1)}, "a": {0: (0, 4)}})
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+    assert decode(b"orders", GOLDEN).epochs == {}
+
+
+@pytest.mark.parametrize(
+    "epochs", [[], {"a": []}, {"a": {"0": [1]}}, {"a": {"0": [1, -1]}}, {"a": {"x": [1, 2]}}, {"a": {"0": [1, True]}}]
+)
+def test_epochs_of_wrong_types_are_refused(epochs: Any) -> None:
+    with pytest.raises(ProtocolError, match="is not a progress record"):
+        decode(b"orders", json.dumps(json.loads(GOLDEN) | {"epochs": epochs}).encode())
+
+
 def test_golden_bytes_of_a_flow_that_names_its_letters() -> None:
     """As above."""
     golden = GOLDEN.replace(b'"offsets":', b'"letters":{"given-up":"parked","rejected":"dead letter"},"offsets":')

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onceflow import BatchAbortedError, DataLossError, ProcessorError
+from onceflow import BadRecordError, BatchAbortedError, DataLossError, ProcessorError
 from onceflow.driver.batch_errors import of_task
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.retries import Retries
@@ -46,8 +46,39 @@ def test_sparks_source_has_lost_records(text: str, lost: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text, topic, detail",
+    [
+        (
+            (
+                "Record at topic in.put-x partition 0 offset 7 has timestamp value 1795000000000000000 that overflows "
+                "when converting to Spark's microsecond-precision TimestampType."
+            ),
+            PLACE,
+            "1795000000000000000 ms since 1970 (+56883255-",
+        ),
+        (
+            (
+                "java.lang.ArithmeticException: long overflow\n\tat java.lang.Math.multiplyExact(Math.java:1)\n\tat "
+                "org.apache.spark.sql.kafka010.KafkaRecordToRowConverter$.x(KafkaRecordToRowConverter.scala:38)"
+            ),
+            None,
+            "",
+        ),
+    ],
+)
+def test_sparks_source_cannot_express_a_time(text: str, topic: str | None, detail: str) -> None:
+    """No attempt helps. The texts of Spark 4.2, and of earlier versions."""
+    found = of_task(RuntimeError(f"Task 0 in stage 1.0 failed 1 times: {text}\n\tat org.apache.spark"))
+    assert isinstance(found, BadRecordError)
+    assert found.topic == topic
+    assert found.detail.startswith(detail)
+    assert "direct engine" in found.next_step
+
+
+@pytest.mark.parametrize(
     "text",
     [
+        "java.lang.ArithmeticException: long overflow\n\tat some.udf",
         "Cannot fetch record for offset 300 in 120000 milliseconds",
         "Cannot fetch offset 300, says a processor",
     ],

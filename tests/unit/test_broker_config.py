@@ -18,7 +18,7 @@ from onceflow.broker.config import (
     server_properties,
 )
 from onceflow.broker.folder import Folder, free_ports
-from onceflow.broker.nodes import Partition
+from onceflow.broker.metadata import Partition
 from onceflow.errors import OptionError
 
 

@@ -19,7 +19,8 @@ from onceflow import ClaimCheck, ClaimCheckError, Record, serdes
 from onceflow.claim_check import objects as objects_module
 from onceflow.claim_check import reference as reference_module
 from onceflow.claim_check.columns import ColumnTask
-from onceflow.claim_check.reference import PREFIX, Reference, names_in
+from onceflow.claim_check.reference import PREFIX, Reference
+from onceflow.claim_check.scan import names_in
 from onceflow.errors import OptionError, ProcessorError, StorageUnavailableError
 from onceflow.planning.local_state import check_local
 from onceflow.sizes import size_bytes, size_text

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as T
 
-from onceflow import OnceflowError, OptionError, SchemaError, windows
+from onceflow import Flow, OnceflowError, OptionError, SchemaError, windows
 from onceflow.claim_check.columns import with_column
 from onceflow.column_names import check_reserved, did_you_mean, plain, twice
 from onceflow.planning.deduplicate import DedupOptions, dedup_columns
@@ -191,6 +191,33 @@ def test_options_of_read_that_are_almost_known() -> None:
         with pytest.raises(OptionError) as caught:
             queries.reader_options({name: "1"}, "f")
         assert message in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    "call, given, said",
+    [
+        ("write", {"Topic": "out"}, "did you mean 'topic'?"),
+        ("write", {"checkpoints": "/x"}, "did you mean 'checkpoint'?"),
+        ("read", {"startingOffsets": "latest"}, "did you mean 'starting_offsets'?"),
+        ("process", {"onError": "fail"}, "did you mean 'on_error'?"),
+        ("map", {"scheme": "a int"}, "did you mean 'schema'?"),
+        ("deduplicate", {"ID": "id"}, "did you mean 'id'?"),
+        ("join_table", {"columms": "x"}, "did you mean 'columns'?"),
+        ("write_postgres", {"Key": ["id"]}, "did you mean 'key'?"),
+        ("enrich", {"colour": "red"}, "Its arguments are df, calls"),
+    ],
+)
+def test_arguments_that_are_almost_known(call: str, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=f"{call} has no argument '{next(iter(given))}'") as caught:
+        getattr(Flow, call)(type("Named", (), {"name": "f"})(), **given)
+    assert said in caught.value.next_step
+    assert caught.value.flow == "f"
+
+
+def test_arguments_of_a_flow() -> None:
+    with pytest.raises(OptionError, match="Flow has no argument 'bootstrap_server'") as caught:
+        Flow("f", None, bootstrap_server="localhost:9092")  # type: ignore[call-arg, arg-type]
+    assert "did you mean 'bootstrap_servers'?" in caught.value.next_step
 
 
 def test_names_that_windows_and_states_have_themselves() -> None:

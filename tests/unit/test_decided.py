@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onceflow.admin import committed_progress
 from onceflow.client import decided
+from onceflow.client.cluster import TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.decided import Decided, read_decided
 from onceflow.client.log_reader import LogRecord, Marker
 from onceflow.driver import progress_log
 from onceflow.errors import DeadlineExceededError
+from onceflow.protocol.progress import PROGRESS_TOPIC
 
 KEYS = (b"copy", b"old", b"other")
 WRITE, COMMIT, ABORT, PLAIN = "write", "commit", "abort", "plain"
@@ -61,14 +64,13 @@ class Log:
             gone = [each for each in self.items[: self.stable] if isinstance(each, Marker) and each.committed]
             return (each for each in self.items[begin:end] if each not in gone)
 
+        def ends(_: Any, span: Any, *__: Any, committed: bool = True) -> Any:
+            return {topic: {0: self.stable if committed else len(self.items)} for topic in span}
+
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(decided, "read_stable", stable)
             patched.setattr(decided, "read_log", log)
-            patched.setattr(
-                decided,
-                "list_offsets",
-                lambda *_, committed=True: {"t": {0: self.stable if committed else len(self.items)}},
-            )
+            patched.setattr(decided, "list_offsets", ends)
             return read_decided(None, "t", 0, start, Deadline(5, "a test"), key=key)  # type: ignore[arg-type]
 
     def is_committed(self, record: LogRecord) -> bool:
@@ -103,6 +105,32 @@ def test_an_abort_behind_a_commit_without_its_marker() -> None:
     for act in ((WRITE, 7, b"copy"), (COMMIT, 7, b""), (WRITE, 7, b"copy"), (ABORT, 7, b"")):
         log.add(*act)
     assert [each.offset for each in log.read(0, b"copy").committed] == [0]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from([WRITE, WRITE, COMMIT, ABORT, PLAIN]), st.integers(1, 3), st.sampled_from(KEYS)),
+            st.just("look"),
+        ),
+        max_size=30,
+    )
+)
+def test_progress_of_all_flows_is_read_again_and_again(acts: list[Any]) -> None:
+    """Each look finds what is committed then, whatever transactions were open at the looks before."""
+    log, known = Log(), committed_progress.CommittedProgress()
+    info = TopicInfo(PROGRESS_TOPIC, "id", {0: 1})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(committed_progress, "find_topic", lambda *_: info)
+        patched.setattr(committed_progress, "list_offsets", lambda *_: {PROGRESS_TOPIC: {0: 0}})
+        patched.setattr(committed_progress, "read_decided", lambda c, t, n, start, d: log.read(start, None))
+        for act in [*acts, "look"]:
+            if act != "look":
+                log.add(*act)
+                continue
+            last = {each.key: each.offset for each in log.records(None, 0) if log.is_committed(each)}
+            found = known.read(None, Deadline(5, "a test"))  # type: ignore[arg-type]
+            assert {key: each.offset for key, (_, each) in found.items()} == last
 
 
 class Progress:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date, datetime, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -22,6 +23,7 @@ from onceflow import (
     BadRecordError,
     BatchAbortedError,
     DeltaSink,
+    EnvironmentUnusableError,
     FencedError,
     OptionError,
     ProgressConflictError,
@@ -130,6 +132,7 @@ def test_the_store_has_created_a_commit_and_its_answer_was_lost(
 
 def test_two_drivers_with_the_same_generation(sink: DeltaSink, tmp_path: Path) -> None:
     """The table is put back to before the first one: the second one gets its generation, but not its attempts."""
+    DeltaTable.create(sink.root, SCHEMA)
     shutil.copytree(sink.root, tmp_path / "backup")
     old = Writer(sink).open()
     attempt, receipts = old.staged()
@@ -198,7 +201,7 @@ def without_identifiers(root: str, *, logs: bool = False) -> None:
     table = DeltaTable(root)
     table.create_checkpoint()
     log = Path(root, "_delta_log")
-    (checkpoint,) = log.glob("*.checkpoint.parquet")
+    checkpoint = max(log.glob("*.checkpoint.parquet"))
     import pyarrow.parquet as pq
 
     rows = pq.read_table(checkpoint)
@@ -298,12 +301,100 @@ def test_a_table_that_was_created_again_has_no_progress(sink: DeltaSink) -> None
     writer = Writer(sink).open()
     writer.commit(*writer.staged())
     shutil.rmtree(Path(sink.root, "_delta_log"))
-    sink.check(SCHEMA)
+    DeltaTable.create(sink.root, SCHEMA)
     assert sink.progress_row(FLOW) is None
     assert Writer(sink).open().batch == 0
 
 
+STEPS = [
+    "start",
+    "commit",
+    "commit",
+    "commit",
+    "staged",
+    "zombie",
+    "lost",
+    "refused",
+    "other",
+    "compact",
+    "expire",
+    "forget",
+]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.sampled_from(STEPS), min_size=5, max_size=14), applied=st.booleans())
+def test_any_order_of_faults(tmp_path_factory: pytest.TempPathFactory, steps: list[str], applied: bool) -> None:
+    """Whatever happens: each batch up to that in the progress row is in the table, once, and of one attempt."""
+    sink = DeltaSink(tmp_path_factory.mktemp("table"))
+    sink.check(SCHEMA)
+    writer, batch = Writer(sink).open(), 0
+    zombies: list[tuple[Writer, BatchAttempt, list[bytes]]] = []
+    for step in steps:
+        if step == "start":
+            zombies.append((writer, *writer.staged()))
+            writer = Writer(sink).open()
+        elif step == "commit":
+            writer.commit(*writer.staged())
+            batch += 1
+        elif step == "staged":
+            writer.staged()
+        elif step == "zombie" and zombies:
+            old, attempt, receipts = zombies.pop()
+            with pytest.raises(FencedError):
+                old.commit(attempt, receipts)
+            with pytest.raises(FencedError):
+                old.open(attempt.generation)
+        elif step in ("lost", "refused"):
+            attempt, receipts = writer.staged()
+            with pytest.MonkeyPatch.context() as patch:
+                fails_at(patch, applied=applied, kind=OSError if step == "lost" else CommitFailedError)
+                try:
+                    writer.commit(attempt, receipts)
+                except (OSError, BatchAbortedError):
+                    pass
+            writer.open(attempt.generation)
+            batch += applied
+        elif step == "other":
+            write_deltalake(sink.root, pa.table({"id": [-1], "text": ["other"]}, SCHEMA), mode="append")
+        elif step == "compact":
+            DeltaTable(sink.root).optimize.compact()
+        elif step == "expire":
+            without_identifiers(sink.root)
+        elif step == "forget":
+            sink = DeltaSink(sink.root)  # a driver on another machine
+        assert writer.batch == batch
+    found = sink.progress_row(FLOW)
+    assert found is not None
+    assert json.loads(found.progress or '{"batch": 0}') == {"batch": batch}
+    rows = [row for row in rows_of(sink.root) if row["id"] >= 0]
+    assert sorted(row["id"] for row in rows) == list(range(40, 40 * (batch + 1)))
+    assert len({(row["id"] // 40, row["text"]) for row in rows}) == batch
+
+
+def fails_at(patch: pytest.MonkeyPatch, *, applied: bool, kind: type[Exception]) -> None:
+    """The next commits fail, before or after they were done."""
+    add = DeltaSink._add
+
+    def fails(self: Any, *arguments: Any) -> None:
+        if applied:
+            add(self, *arguments)
+        raise kind("failed")
+
+    patch.setattr(DeltaSink, "_add", fails)
+
+
 # ---- rows that the table does not take ---------------------------------------------------------------
+
+
+def kept(refused: list[RefusedRow]) -> Callable[[Sequence[RefusedRow]], str]:
+    """A progress row, for a batch without these rows."""
+
+    def progress(found: Sequence[RefusedRow]) -> str:
+        refused.extend(found)
+        return "{}"
+
+    return progress
 
 
 def written(
@@ -322,12 +413,7 @@ def written(
     receipt = sink.write(attempt, "0", iter(halves))
     refused: list[RefusedRow] = []
     if sets_aside:
-
-        def progress(found: Any) -> str:
-            refused.extend(found)
-            return "{}"
-
-        sink.commit_accepted(attempt, [receipt], progress)
+        sink.commit_accepted(attempt, [receipt], kept(refused))
     else:
         sink.commit(attempt, [receipt], "{}")
     return refused, rows_of(root)
@@ -498,12 +584,30 @@ def test_the_table_is_changed_while_a_batch_is_written(sink: DeltaSink) -> None:
     assert len(rows_of(sink.root)) == 40
 
 
+def test_another_table_is_there_than_at_the_start(tmp_path: Path) -> None:
+    """Its columns are checked again: none of the rows' columns is left out, and none of the table's is null."""
+    sink = DeltaSink(tmp_path)
+    sink.check(SCHEMA)
+    DeltaTable.create(tmp_path, pa.schema([("id", pa.int64())]))
+    writer = Writer(sink).open()
+    with pytest.raises(SchemaError, match="Column text does not fit the table"):
+        writer.staged()
+    assert rows_of(tmp_path) == []
+
+
+def test_a_partition_column_is_not_written(tmp_path: Path) -> None:
+    """A column that may be null can be left out, also one by which files are divided."""
+    partitioned(tmp_path, "string")
+    _, there = written(tmp_path, [{"id": 1}], pa.schema([("id", pa.int64())]))
+    assert there == [{"id": 1, "p": None}]
+
+
 def test_texts_that_are_none(tmp_path: Path) -> None:
     """Spark passes on bytes of a record as a string. A file with them could not be read any more, with all its rows."""
     schema = pa.schema([("id", pa.int64()), ("text", pa.string()), ("more", pa.list_(pa.string()))])
-    DeltaSink(tmp_path).check(schema)
     sink = DeltaSink(tmp_path)
     sink.set_aside()
+    sink.check(schema)
     attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
     sink.begin(attempt)
     wrong = pa.array([b"x", b"\xff\x00", b"\xc3\xa4", None]).view(pa.string())
@@ -513,7 +617,7 @@ def test_texts_that_are_none(tmp_path: Path) -> None:
     batch = pa.RecordBatch.from_arrays([pa.array(range(4)), wrong, nested], schema=schema)
     receipt = sink.write(attempt, "0", iter([batch]))
     refused: list[RefusedRow] = []
-    sink.commit_accepted(attempt, [receipt], lambda found: str(refused.extend(found)))
+    sink.commit_accepted(attempt, [receipt], kept(refused))
     assert [(row.row["id"], row.row["text"], row.kind) for row in refused] == [
         (1, b"\xff\x00", "InvalidText"),
         (3, None, "InvalidText"),
@@ -578,7 +682,7 @@ def test_a_date_that_is_no_partition(tmp_path: Path) -> None:
     batch = pa.RecordBatch.from_arrays([pa.array(range(4)), days], names=["id", "p"])
     refused: list[RefusedRow] = []
     receipt = sink.write(attempt, "0", iter([batch]))
-    sink.commit_accepted(attempt, [receipt], lambda found: str(refused.extend(found)))
+    sink.commit_accepted(attempt, [receipt], kept(refused))
     assert [(row.row["id"], row.kind) for row in refused] == [
         (1, "InvalidPartitionValue"),
         (2, "InvalidPartitionValue"),
@@ -600,7 +704,7 @@ def test_partitions(tmp_path: Path) -> None:
     sink = DeltaSink(tmp_path, partition_by="day")
     schema = pa.schema([("day", pa.string()), ("id", pa.int64())])
     sink.check(schema)
-    rows = [{"day": "a/b", "id": 1}, {"day": None, "id": 2}, {"day": "a/b", "id": 3}]
+    rows: list[dict[str, Any]] = [{"day": "a/b", "id": 1}, {"day": None, "id": 2}, {"day": "a/b", "id": 3}]
     written(tmp_path, rows, schema)
     assert sorted(rows_of(tmp_path), key=lambda row: row["id"]) == rows
     found = DeltaTable(tmp_path).to_pyarrow_table(filters=[("day", "=", "a/b")])
@@ -651,9 +755,29 @@ def test_types_that_delta_does_not_know(tmp_path: Path, kind: pa.DataType) -> No
         DeltaSink(tmp_path).check(pa.schema([("x", pa.list_(kind))]))
 
 
-def test_what_does_not_fit_is_found_at_the_start(tmp_path: Path) -> None:
-    sink = DeltaSink(tmp_path)
+@pytest.mark.parametrize("name", ["a b", "a,b", "a=b", "", "a\nb", "{"])
+def test_names_that_spark_cannot_read(tmp_path: Path, name: str) -> None:
+    for schema in (pa.schema([(name, pa.int64())]), pa.schema([("x", pa.list_(pa.struct([(name, pa.int64())])))])):
+        with pytest.raises(SchemaError, match=re.escape(f"cannot be named {name!r}")):
+            DeltaSink(tmp_path).check(schema)
+    DeltaTable.create(tmp_path, pa.schema([(name, pa.int64())]))
+    _, there = written(tmp_path, [{name: 1}], pa.schema([(name, pa.int64())]))
+    assert there == [{name: 1}]
+
+
+def test_a_table_is_created_when_the_flow_is_taken_over(tmp_path: Path) -> None:
+    """A start that is refused leaves nothing in a place that was a mistake."""
+    sink = DeltaSink(tmp_path / "table")
     sink.check(SCHEMA)
+    assert sink.progress_row(FLOW) is None
+    assert not (tmp_path / "table").exists()
+    Writer(sink).open()
+    assert rows_of(sink.root) == []
+
+
+def test_what_does_not_fit_is_found_at_the_start(tmp_path: Path) -> None:
+    DeltaTable.create(tmp_path, SCHEMA)
+    sink = DeltaSink(tmp_path)
     with pytest.raises(SchemaError, match="Column id does not fit"):
         sink.check(pa.schema([("id", pa.string())]))
     with pytest.raises(SchemaError, match="Column other does not fit"):
@@ -666,21 +790,84 @@ def test_what_does_not_fit_is_found_at_the_start(tmp_path: Path) -> None:
         DeltaSink(tmp_path / "needed").check(pa.schema([("text", pa.string())]))
 
 
-@pytest.mark.parametrize("feature", ["ColumnMapping", "IdentityColumns", "RowTracking", "IcebergCompatV1"])
-def test_tables_that_ask_for_more(tmp_path: Path, feature: str) -> None:
-    DeltaTable.create(tmp_path, SCHEMA)
-    log = tmp_path / "_delta_log" / f"{0:020d}.json"
-    name = feature[0].lower() + feature[1:]
+def with_protocol(root: Path, protocol: dict[str, Any], **configuration: str) -> None:
+    """A table that asks for something of its writers."""
+    DeltaTable.create(root, SCHEMA)
+    log = root / "_delta_log" / f"{0:020d}.json"
     actions = [json.loads(line) for line in log.read_text().splitlines()]
     for action in actions:
         if "protocol" in action:
-            features = {"readerFeatures": ["columnMapping"], "writerFeatures": [name]}
-            action["protocol"] = {"minReaderVersion": 3, "minWriterVersion": 7, **features}
-            if name != "columnMapping":
-                action["protocol"] = {"minReaderVersion": 1, "minWriterVersion": 7, "writerFeatures": [name]}
+            action["protocol"] = protocol
+        if "metaData" in action:
+            action["metaData"]["configuration"].update(configuration)
     log.write_text("\n".join(map(json.dumps, actions)))
-    with pytest.raises(SchemaError, match=f"asks more of its writers than onceflow does\n.*the feature {name}"):
+
+
+def listed(feature: str, *, for_readers: bool) -> dict[str, Any]:
+    readers = {"minReaderVersion": 3, "readerFeatures": [feature]} if for_readers else {"minReaderVersion": 1}
+    return {**readers, "minWriterVersion": 7, "writerFeatures": [feature]}
+
+
+@pytest.mark.parametrize(
+    "feature, for_readers, configuration",
+    [
+        ("appendOnly", False, {"delta.appendOnly": "true"}),
+        ("changeDataFeed", False, {"delta.enableChangeDataFeed": "true"}),
+        ("checkConstraints", False, {}),
+        ("deletionVectors", True, {"delta.enableDeletionVectors": "true"}),
+        ("generatedColumns", False, {}),
+        ("invariants", False, {}),
+        ("timestampNtz", True, {}),
+        ("v2Checkpoint", True, {"delta.checkpointPolicy": "v2"}),
+    ],
+)
+def test_features_of_tables(tmp_path: Path, feature: str, for_readers: bool, configuration: dict[str, str]) -> None:
+    """Checkpoints are written, too: one for ten commits."""
+    with_protocol(tmp_path, listed(feature, for_readers=for_readers), **configuration)
+    sink = DeltaSink(tmp_path)
+    sink.check(SCHEMA)
+    writer = Writer(sink).open()
+    for _ in range(11):
+        writer.commit(*writer.staged(of_tasks=1))
+    count = QueryBuilder().register("t", DeltaTable(tmp_path)).execute("SELECT count(*) AS n FROM t").read_all()
+    assert pa.table(count).to_pylist() == [{"n": 440}]
+    assert Writer(sink).open().batch == 11
+
+
+@pytest.mark.parametrize(
+    "protocol, detail",
+    [
+        *(
+            (listed(feature, for_readers=False), f"the feature {feature}")
+            for feature in ("identityColumns", "rowTracking", "allowColumnDefaults", "clustering", "inCommitTimestamp")
+        ),
+        (listed("columnMapping", for_readers=True), "the feature columnMapping"),
+        ({"minReaderVersion": 1, "minWriterVersion": 6}, "writer version 6"),
+    ],
+)
+def test_tables_that_ask_for_more(tmp_path: Path, protocol: dict[str, Any], detail: str) -> None:
+    with_protocol(tmp_path, protocol)
+    with pytest.raises(SchemaError, match=f"asks more of its writers than onceflow does\n.*{detail}"):
         DeltaSink(tmp_path).check(SCHEMA)
+
+
+def test_deltalake_does_not_know_a_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onceflow.external.delta_rows._FEATURES", {"domainMetadata"})
+    with_protocol(tmp_path, listed("domainMetadata", for_readers=False))
+    sink = DeltaSink(tmp_path)
+    sink.check(SCHEMA)
+    with pytest.raises(EnvironmentUnusableError, match=r"(?s)does not take a commit of deltalake.*DomainMetadata"):
+        sink.open(FLOW, "o", None)
+
+
+def test_a_file_of_a_task_is_not_there(sink: DeltaSink) -> None:
+    """The executor has another folder of this name. The table could not be read any more."""
+    writer = Writer(sink).open()
+    attempt, receipts = writer.staged()
+    next(Path(sink.root).glob(f"onceflow/*/{attempt}/*.parquet")).unlink()
+    with pytest.raises(EnvironmentUnusableError, match="must be the same folder on the driver and all executors"):
+        writer.commit(attempt, receipts)
+    assert rows_of(sink.root) == []
 
 
 def test_columns_of_the_record_are_for_dead_letters(tmp_path: Path) -> None:
@@ -688,7 +875,7 @@ def test_columns_of_the_record_are_for_dead_letters(tmp_path: Path) -> None:
     schema = pa.schema([("id", pa.int64()), ("offset", pa.int64()), ("value", pa.binary()), ("key", pa.binary())])
     with pytest.raises(SchemaError, match="Column value does not fit"):
         written(tmp_path, [], schema)
-    rows = [{"id": n or None, "offset": n, "value": b"v%d" % n, "key": b"k"} for n in range(3)]
+    rows: list[dict[str, Any]] = [{"id": n or None, "offset": n, "value": b"v%d" % n, "key": b"k"} for n in range(3)]
     refused, there = written(tmp_path, rows, schema, sets_aside=True)
     assert refused == [
         RefusedRow({"id": None, "offset": 0}, "NotNullViolation", "id must not be null", {"value": b"v0", "key": b"k"})
@@ -707,6 +894,24 @@ def test_options_with_which_drivers_could_overwrite_each_other(monkeypatch: pyte
     monkeypatch.setenv("AWS_S3_ALLOW_UNSAFE_RENAME", "1")
     with pytest.raises(OptionError, match="overwrite each other"):
         DeltaSink("s3://bucket/table")
+
+
+@pytest.mark.parametrize("name", ["a b", "a#b", "a?b", "a%b", "é ö", "a'b", "a&b=c", ".a", "x" * 200])
+def test_names_of_folders(tmp_path: Path, name: str) -> None:
+    sink = DeltaSink(tmp_path / name)
+    sink.check(SCHEMA)
+    writer = Writer(sink).open()
+    writer.commit(*writer.staged(of_tasks=1))
+    sink.abort(writer.staged(of_tasks=1)[0])
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert len(rows_of(tmp_path / name)) == 40
+    assert Writer(sink).open().batch == 1
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a\\b"])
+def test_names_of_folders_that_deltalake_reads_otherwise(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OptionError, match="cannot have a table of Delta Lake"):
+        DeltaSink(tmp_path / name)
 
 
 def test_secrets_are_not_shown() -> None:

@@ -127,3 +127,33 @@ def test_the_repository_has_no_symbolic_links() -> None:
         folders[:] = [name for name in folders if name not in NOT_OURS and not name.startswith(".venv")]
         links += [Path(folder) / name for name in (*folders, *files) if (Path(folder) / name).is_symlink()]
     assert links == []
+
+
+#: Parts that need the extra `testing`.
+TOOLS = ("bench", "chaos", "demos", "testing")
+_WITHOUT = """
+import importlib, sys
+sys.modules["confluent_kafka"] = None  # an import of it fails
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
+def test_flows_and_commands_need_no_client_of_librdkafka() -> None:
+    """It is an extra. The pytest plugin, which comes with onceflow, and the local broker do without it, too."""
+    source = ROOT / "src" / "onceflow"
+    paths = [path.relative_to(source.parent).with_suffix("") for path in source.rglob("*.py")]
+    modules = [".".join(path.parts) for path in paths if path.parts[1] not in TOOLS and path.name != "__init__"]
+    # These load what other extras bring.
+    modules = [name for name in modules if not name.startswith("onceflow.server.")]
+    modules += ["onceflow.testing.plugin", "onceflow.testing.broker", "onceflow.testing.processor_driver"]
+    command = [sys.executable, "-c", _WITHOUT, *modules]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert loaded.returncode == 0, loaded.stderr
+
+
+def test_a_tool_says_which_extra_it_needs() -> None:
+    code = _WITHOUT + "from onceflow.cli.main import main; main(['demo', 'deposits'])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert ran.returncode == 1
+    assert ran.stderr == "onceflow: this command needs confluent-kafka: pip install 'onceflow[testing]'\n"

@@ -476,6 +476,13 @@ def test_cleanup_policy(role: str, policy: str | None, level: Level) -> None:
     assert found.level is level
 
 
+def test_cleanup_policy_of_letters() -> None:
+    progress = Progress("f", 7, {}, {}, NOW_MS, letters={"failed": "dead letter", "parked": "parked"})
+    topics = [topic(name, OUTPUT, cleanup_policy="compact") for name in ("failed", "parked")]
+    found = run(doctor_topics.check_cleanup, facts(*topics, flow=flow(progress=progress)))
+    assert the_bad_one(found, Level.ERROR, "of dead letter records with the same key").subject == f"{OUTPUT} failed"
+
+
 def status(*, lag: int = 0, waited_s: float = 0.0, age_s: float = 1.0, held: int = 0, why: str = "") -> FlowStatus:
     part = PartitionStatus(0, 5, 0, 5 + lag, 5 + lag + held, lag, waited_s, held)
     return FlowStatus("f", 7, age_s=age_s, sources=[SourceStatus("in", {0: 5}, [part], held=[why] if why else [])])

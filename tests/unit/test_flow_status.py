@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from onceflow.admin.committed_progress import _Partition
 from onceflow.admin.flow_status import (
     FlowStatus,
     PartitionStatus,
@@ -26,7 +25,6 @@ from onceflow.admin.flow_status_reader import StatusReader
 from onceflow.admin.table_counts import TableCounts
 from onceflow.cli.main import cli
 from onceflow.client import first_connection
-from onceflow.client.log_reader import LogRecord, Marker
 from onceflow.errors import BrokerUnreachableError, DeadlineExceededError
 from onceflow.protocol.progress import DriverProcess
 
@@ -292,36 +290,3 @@ def test_similar_names() -> None:
 def test_expired_records_are_a_loss() -> None:
     (text,) = expired("in", [PartitionStatus(0, 3, 8, 9, 9, 6, 0.0, 0), PartitionStatus(1, 3, 3, 9, 9, 6, 0.0, 0)])
     assert text.startswith("in-0 starts at offset 8, the flow is at 3: 5 offsets have expired unread")
-
-
-# ---- which progress is committed -------------------------------------------------------------------------
-
-
-def record(offset: int, producer_id: int, value: bytes | None = b"v", key: bytes = b"a") -> LogRecord:
-    return LogRecord(offset, key, value, 0, producer_id, 0)
-
-
-def offsets(part: _Partition) -> dict[bytes, int]:
-    return {key: each.offset for key, each in part.committed.items()}
-
-
-def test_open_and_aborted_transactions_are_not_committed() -> None:
-    part = _Partition(0)
-    for item in (record(0, 1), Marker(1, 1, 0, True), record(2, 2, key=b"b"), record(3, 1), Marker(4, 1, 0, False)):
-        part.add(item)
-    part.settle(2)  # held back by producer 2
-    assert offsets(part) == {b"a": 0}
-    part.add(record(5, 1))
-    part.add(Marker(6, 1, 0, True))
-    assert offsets(part) == {b"a": 5}
-    part.add(Marker(7, 2, 0, True))
-    assert offsets(part) == {b"a": 5, b"b": 2}
-
-
-def test_a_decided_record_without_a_marker_is_committed() -> None:
-    part = _Partition(0)
-    part.add(record(0, 1))
-    part.add(record(1, -1, key=b"b"))
-    part.settle(1)
-    assert offsets(part) == {b"a": 0, b"b": 1}
-    assert part.undecided == {}

@@ -213,6 +213,9 @@ def test_the_new_flow() -> None:
     assert found.tables == {"next-sums": TableProgress(3, 99)}
     assert found.forked == ForkOrigin("balances", 7, 2000, progress().offsets, {"sums": "next-sums"}, {"out": {0: 8}})
     assert (found.outputs, found.producer_id) == ((), -1)
+    wrote = progress(external="bank:t", tables={})
+    again = forked_progress(wrote, NEW, {}, ends={}, topic_ids={}, outputs={}, time_ms=2000)
+    assert again.external == "", "it has written nothing there"
     assert decode(*encode(found)) == found
     # Once it exists.
     assert check_fresh(found, NEW, OLD) == found.forked

@@ -21,7 +21,6 @@ from openlineage.client.transport.file import FileConfig, FileTransport
 import onceflow
 from onceflow import hooks
 from onceflow.errors import EnvironmentUnusableError, FencedError, OptionError
-from onceflow.external.storage import dataset_of
 from onceflow.metrics import event_queue
 from onceflow.planning.options import BatchSummary
 from onceflow.testing.waiting import wait_until
@@ -272,7 +271,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_names_of_folders(root: str, expected: tuple[str, str]) -> None:
-    assert dataset_of(root) == expected
+    assert onceflow.DeltaSink(root).dataset == expected
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,13 @@ def test_where_it_goes() -> None:
     assert after == replace(FLOW, offsets={"in": {0: 10, 1: 0, 2: 0}, "gone": {0: 1}})
 
 
+def test_a_move_accepts_that_a_log_was_truncated() -> None:
+    """What progress knows of the leaders of before is forgotten: the next start would refuse the log again."""
+    before = replace(FLOW, epochs={"in": {0: (40, 3), 1: (7, 1)}, "gone": {0: (1, 0)}})
+    found = plan_move(before, {"in": IN}, parse_target("latest"), {})
+    assert found.after(before).epochs == {"gone": {0: (1, 0)}}
+
+
 def test_expired_records_are_not_skipped_by_the_move() -> None:
     assert PartitionMove("in", 0, before=5, after=12, earliest=10).skipped == 2
 

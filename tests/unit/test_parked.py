@@ -44,11 +44,13 @@ def test_key_and_value_are_those_of_the_record(key: bytes | None, value: bytes |
     assert record.stored is not None
 
 
-def test_the_letter_of_a_timer_is_not_retried() -> None:
+def test_what_is_no_record_of_a_source_is_not_retried() -> None:
     record = parked(b"ada", b"{}", ("onceflow.timer.name", b"ring"), ("onceflow.timer.table", b"balances-3"))
     with pytest.raises(OptionError, match="is the letter of a timer") as caught:
         parking._target("parked", record, "orders")
-    assert "timer 'ring' of balances-3" in caught.value.detail
+    assert caught.value.detail == "onceflow.timer.name: ring, onceflow.timer.table: balances-3"
+    with pytest.raises(OptionError, match="parts of it were cut"):
+        parking._target("parked", parked(b"ada", b"{}", ("onceflow.shortened", b'{"value": 5}')), "orders")
     assert parking._target("parked", parked(b"ada", b"{}"), "orders") == "orders"
 
 

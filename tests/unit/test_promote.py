@@ -229,6 +229,12 @@ def test_without_state() -> None:
     assert replace(found, promoted=None, time_ms=1000) == before
 
 
+def test_the_rows_of_both_versions_are_known() -> None:
+    """A collection of a claim check must know that there are some."""
+    for before, after in (("bank:t", ""), ("", "bank:t"), ("bank:t", "bank:t")):
+        assert promoted_progress(old({0: 8}, external=before), new({0: 8}, external=after), 2000).external == "bank:t"
+
+
 def test_a_third_version() -> None:
     second = replace(promoted_progress(old({0: 8}), new({0: 8}), 2000), handover=None)
     third = new({0: 8}, flow="third", forked=ForkOrigin("sums", 7, 0, {}, {"n": "m"}))

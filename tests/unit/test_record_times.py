@@ -22,6 +22,7 @@ from onceflow.planning.process import StepOptions, check_options
 from onceflow.protocol.timestamps import LATEST_MS, known_ms
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.engine.dedup_engine import DedupEngine
+from onceflow.state.engine.input_batch import milliseconds
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -103,7 +104,7 @@ def test_no_record_is_lost_and_none_moves_the_watermark_beyond_the_bound(
     else:
         assert run.watermark_ms is None
     for letter in run.dead_letters:
-        assert dict(letter.headers)["onceflow.error.class"] == b"FarAheadError"
+        assert dict(letter.headers)["onceflow.error.class"] == b"FarAheadRecord"
     if make is not ByValue:
         timed = sorted((record.timestamp_ms or -1) for record in [*run.outputs, *run.late])
         assert timed == sorted(-1 if at is None or at < 0 else at for at in sent if is_usable(at))
@@ -123,7 +124,7 @@ def test_windows_are_of_records_with_a_time(emit: Any) -> None:
     assert run.watermark_ms == NOW - DAY
     assert len(run.dead_letters) == len(ODD) - 1
     causes = [dict(letter.headers)["onceflow.error.class"] for letter in run.dead_letters]
-    assert causes.count(b"FarAheadError") == len(ODD) - 3
+    assert causes.count(b"FarAheadRecord") == len(ODD) - 3
     assert causes.count(b"ValueError") == 2  # those before 1970
 
 
@@ -280,3 +281,25 @@ def test_sources_without_times_are_told(caplog: pytest.LogCaptureFixture) -> Non
     run.feed(rows([None, NOW, -1, NOW]))
     assert run.untimed == {("in", 0)}
     MemoryStore.remove(Path("/dev/null/untimed"))
+
+
+@given(
+    st.lists(st.none() | st.integers(-(2**63), 2**63 - 1) | st.sampled_from([-1, 0, 999, -999, -(2**63)]), max_size=5),
+    st.sampled_from([("s", 1), ("ms", 1), ("us", 1000), ("ns", 1_000_000)]),
+    st.sampled_from([None, "UTC", "Europe/Berlin"]),
+    st.integers(0, 2),
+)
+def test_columns_of_times_in_any_unit(
+    ticks: list[int | None], unit: tuple[str, int], zone: str | None, offset: int
+) -> None:
+    """Rounded down, in whatever way the column lies in memory."""
+    kind = pa.timestamp(unit[0], tz=zone)
+    found = milliseconds(pa.array([7, 7, *ticks], pa.int64()).view(kind).slice(offset))
+    expected = [7 * 1000 if unit[0] == "s" else 7 // unit[1]] * (2 - offset)
+    for each in ticks:
+        if each is None or unit[0] != "s":
+            expected.append(None if each is None else each // unit[1])
+        else:
+            expected.append(max(-LATEST_MS, min(LATEST_MS, each)) * 1000)
+    assert found.type == pa.int64()
+    assert found.to_pylist() == expected

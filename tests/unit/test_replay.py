@@ -648,6 +648,19 @@ def test_outputs_are_compared_by_topic_key_value_and_headers(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize("header, counts", [
+    (("onceflow.shortened", b'{"value": 9}'), True), (("onceflow.error.class", b"BadRecordError"), True),
+    (("onceflow.error.class", b"ValueError"), False),
+])  # fmt: skip
+def test_letters_that_depend_on_what_topics_take_are_noticed(tmp_path: Path, header: Any, counts: bool) -> None:
+    with Tally(tmp_path) as tally, ReplayOutputs(tally, ["o"], "o", "dead", tmp_path, "f") as outputs:
+        chunk = Chunk([b"k", b"k"], [b"v", b"v"], {1: [header]}, 2, [], [np.arange(2)])
+        outputs.there(chunk, "o", 0, letter=False)
+        assert not outputs.sizes_counted
+        outputs.there(chunk, "dead", 0, letter=True)
+        assert outputs.sizes_counted == counts
+
+
 @pytest.mark.parametrize("topic, default", [(None, None), ("other", "o"), (None, "other")])
 def test_a_topic_that_is_not_known(tmp_path: Path, topic: str | None, default: str | None) -> None:
     with (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,8 @@ from onceflow.errors import (
     StorageUnavailableError,
 )
 from onceflow.planning.options import BatchSummary
+from onceflow.protocol.topic_rules import TopicRules
+from onceflow.task import call_rows
 from onceflow.task.call_rows import CallOrder, CallReport, CallReports, CallRows
 
 SPARK = """An exception was thrown from the Python worker. Please see the stack trace below.
@@ -62,9 +66,16 @@ def test_only_reports_of_this_attempt_count() -> None:
     session = SimpleNamespace(sparkContext=SimpleNamespace(setLocalProperty=properties.__setitem__))
     df: Any = SimpleNamespace(sparkSession=session)
     rows, source = RowCalls([order], 60), Any
+    rules = TopicRules("out", 5000, compression="zstd")
+
+    def rules_of(topics: Any) -> dict[str, TopicRules]:
+        assert set(topics) == {"out", "failed"}
+        return {"out": rules}
+
     summary = BatchSummary(7, 10, attempts=2, records=10)
-    rows.begin(df, Attempt(7, source, summary))  # type: ignore[arg-type]
-    assert '"7/2"' in properties["onceflow.calls"]
+    rows.begin(df, Attempt(7, source, summary), rules_of)  # type: ignore[arg-type]
+    told = json.loads(properties["onceflow.calls"])
+    assert (told["attempt"], [TopicRules(**each) for each in told["rules"]]) == ("7/2", [rules])
     two = CallReport(5, 2, {"ValueError": (2, "in-0, offset 3")})
     one = CallReport(5, 1)
     reports.value = {("7/2", 0, 0): [two], ("7/1", 1, 0): [CallReport(5, 5)], ("7/2", 0, 1): [two]}
@@ -75,12 +86,12 @@ def test_only_reports_of_this_attempt_count() -> None:
     rows.on_commit(summary)
     assert (summary.records, summary.dead_letters) == (6, 4)
     # A batch without outputs: an earlier version has written and counted its dead letters.
-    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1), muted=True))  # type: ignore[arg-type]
+    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1), muted=True), rules_of)  # type: ignore[arg-type]
     reports.value = {("8/1", 0, 0): [CallReport(5, 5)]}
     rows.check()
     rows.on_commit(summary)
     assert summary.dead_letters == 4
-    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1)))  # type: ignore[arg-type]
+    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1)), rules_of)  # type: ignore[arg-type]
     reports.value = {("8/1", 0, 0): [CallReport(5, 1)]}
     with pytest.raises(DeadLetterLimitError, match="5 of 20 records"):
         rows.check()
@@ -126,3 +137,22 @@ def test_a_store_that_is_away_makes_no_dead_letters() -> None:
     with pytest.raises(StorageUnavailableError) as caught:
         enriched(stores)
     assert type(raised_error(SPARK.format(error=f"StorageUnavailableError: {caught.value}"))) is StorageUnavailableError
+
+
+def test_a_result_that_its_topic_does_not_take_is_a_dead_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = {"out": TopicRules("out", 10_000), "failed": TopicRules("failed", 9_000)}
+    moment = call_rows._Moment("7/1", 0, 0, None, rules)
+    monkeypatch.setattr(call_rows._Moment, "now", lambda: moment)
+    order = CallOrder(onceflow.concurrently(lambda record: record.value * 2), "out", "failed", None, None, "flow")
+    order = replace(order, value=onceflow.serdes.BYTES, output=onceflow.serdes.BYTES)
+    rows = pa.record_batch({"key": [b"a", b"b", b"c"], "value": [b"v", b"v" * 6_000, b"v" * 9_500]})
+    found = next(iter(CallRows(order)(iter([rows]))))
+    assert found.column("topic").to_pylist() == ["out", "failed", "failed"]
+    values = found.column("value").to_pylist()
+    assert values[:2] == [b"vv", b"v" * 6_000]
+    assert 5_000 < len(values[2]) < 9_000
+    headers = [{each["key"]: each["value"] for each in listed} for listed in found.column("headers").to_pylist()[1:]]
+    assert b"more than the limit of 10000 of topic out" in headers[0]["onceflow.error.message"]
+    assert json.loads(headers[1]["onceflow.shortened"]) == {"value": 9_500}
+    with pytest.raises(ProcessorError, match="an output cannot be written"):
+        next(iter(CallRows(replace(order, dead_letter_topic=None))(iter([rows]))))

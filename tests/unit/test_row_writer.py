@@ -24,7 +24,7 @@ from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError, BatchAbortedError, FencedError, ProtocolError, UnknownTopicError
 from onceflow.messages import REPORT_SCHEMA, Report, Routing, Target, TaskPlace, WriteOrder, from_rows
 from onceflow.protocol.batches import EncodedBatch, ProducerIdAndEpoch
-from onceflow.protocol.timestamps import ANY_TIME, LATEST_MS, AcceptedTimes
+from onceflow.protocol.timestamps import ANY_TIME, AcceptedTimes
 from onceflow.task import row_writer
 from onceflow.task.row_writer import RowWriter, WriteTask, owner_of
 from onceflow.testing import faults
@@ -218,7 +218,7 @@ def test_timestamps_that_the_topic_refuses(recorder: Recorder, caplog: pytest.Lo
         None,
         b"%d" % (now + 7_200_000),
         b"%d" % (now * 1000),
-        b"%d" % LATEST_MS,
+        b"%d" % (2**63 - 1),
         b"5",
         None,
         None,
@@ -342,6 +342,28 @@ def test_record_that_is_too_large_says_where(recorder: Recorder) -> None:
     with pytest.raises(BadRecordError) as caught:
         writer(targets={"out": Target(4, 80)}).write(rows([2], key=[b"k" * 100]))
     assert (caught.value.flow, caught.value.batch, caught.value.topic) == ("orders", 8, "out-2")
+
+
+def test_the_size_that_the_broker_stores_counts(recorder: Recorder) -> None:
+    large: dict[str, Any] = {"key": [b"k" * 5_000]}
+    writer(targets={"out": Target(4, 1_000)}, compression="gzip").write(rows([2], **large))
+    (sent,) = recorder.sent
+    assert sent.rows[0] == (b"k" * 5_000, b"0")
+    with pytest.raises(BadRecordError, match=r"takes 50\d\d bytes in a batch of its own"):
+        writer(targets={"out": Target(4, 1_000, stored="uncompressed")}, compression="gzip").write(rows([2], **large))
+    assert len(recorder.sent) == 1
+
+
+def test_a_compacted_topic_needs_keys(recorder: Recorder) -> None:
+    compacted = {"out": Target(4, 1_000, compacted=True)}
+    writer(targets=compacted).write(rows([2], key=[b"k"]))
+    for given in ({"key": [b"k", None]}, {}):
+        with pytest.raises(
+            BadRecordError, match=r"is compacted, so its records need a key; [12] rows have none"
+        ) as caught:
+            writer(targets=compacted).write(rows([2, 2], **given))
+        assert (caught.value.flow, caught.value.batch, caught.value.topic) == ("orders", 8, "out-2")
+    assert len(recorder.sent) == 1
 
 
 # ---- rows that name their topic ----------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_a_start_after_an_election(lost: int, noticed: bool, monkeypatch: pytest
         with pytest.raises(DataLossError, match="truncated at offset 8") as caught:
             see()
         assert caught.value.topic == "in-0"
-        assert "onceflow reset FLOW --to offsets=in:0=8" in caught.value.next_step
+        assert "onceflow reset f --to offsets=in:0=8" in caught.value.next_step
 
 
 def test_a_log_that_is_replaced_while_a_batch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

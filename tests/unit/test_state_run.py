@@ -23,10 +23,11 @@ from onceflow import hooks, serdes
 from onceflow.admin.promote_timers import unfired
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged
+from onceflow.clock import clock_ms
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host import identity
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.protocol.progress import NO_TIMER, Progress
+from onceflow.protocol.progress import NO_TIMER, Progress, TableProgress, decode, encode
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
 from onceflow.state.joins.copies import InexactCopyError
@@ -390,6 +391,42 @@ def test_progress_tells_whether_there_were_timers_in_processing_time(tmp_path: P
         again = TableState(flow.spec, progress, source_partitions=[], lateness_ms=None, idle_s=30)
         moment = again.moment(2, Commit(2, 9, 2), 0)
         assert again.progress_after([], moment)[1].processing_timers is known
+
+
+def test_progress_tells_how_far_event_time_is_in_each_partition(tmp_path: Path) -> None:
+    """A run that ends soon is not the first that has seen nothing of a partition."""
+    spec = Flow(tmp_path).spec
+    origins = [("in", 0), ("in", 1)]
+
+    def made(known: TableProgress) -> TableState:
+        progress = Progress("flow", 1, {}, {}, 0, {key: {} for key in spec.topics.ids}, tables={"table": known})
+        return TableState(spec, progress, source_partitions=origins, lateness_ms=0, idle_s=30)
+
+    def ran(table: TableState, latest: dict[Any, int]) -> TableProgress:
+        table.planned(latest, {})
+        moment = table.moment(2, Commit(2, 9, 2), 0)
+        report = StateReport("table", 0, "", moment.commit, "", 0, 0.0, None, None, max_event_ms=latest)
+        progress = Progress("flow", 2, {}, {}, 0, tables={"table": table.progress_after([report], moment)[1]})
+        return decode(*encode(progress)).tables["table"]
+
+    known = ran(made(TableProgress()), {("in", 0): 500})
+    assert known.watermark_ms is None
+    assert {origin: each.latest_ms for origin, each in known.event_times.items()} == {("in", 0): 500, ("in", 1): None}
+    assert all(abs(clock_ms() - each.since_ms) < 30_000 for each in known.event_times.values())
+    assert ran(made(known), {("in", 0): 600}).watermark_ms is None
+    an_hour_ago = {
+        origin: each._replace(since_ms=each.since_ms - 3_600_000) for origin, each in known.event_times.items()
+    }
+    later = made(replace(known, event_times=an_hour_ago))
+    assert ran(later, {("in", 0): 600}).watermark_ms == 600
+    table = TableState(
+        spec,
+        Progress("flow", 1, {}, {}, 0, {key: {} for key in spec.topics.ids}, tables={"table": known}),
+        source_partitions=origins,
+        lateness_ms=None,
+        idle_s=30,
+    )
+    assert ran(table, {}).event_times == {}, "the step does not use event time any more"
 
 
 class Expiring(Processor):

@@ -9,8 +9,9 @@ import pytest
 
 from onceflow.client.cluster import TopicInfo, unknown_topic
 from onceflow.client.deadline import Deadline
-from onceflow.client.topics import find_topics, max_message_bytes
+from onceflow.client.topics import TopicLimits, find_topics, max_message_bytes, topic_limits
 from onceflow.errors import BrokerUnreachableError, UnknownTopicError
+from onceflow.protocol.timestamps import AcceptedTimes
 
 THERE = ["Orders_eu", "orders-us", "orders.eu", "payments", "__orders-eu"]
 
@@ -105,3 +106,23 @@ def test_a_broker_that_has_not_heard_of_a_new_topic_is_asked_again(unknown: int,
     assert max_message_bytes(cluster, ["t"], Deadline(10, "test", sleep=waited.append)) == {"t": limit}
     assert cluster.asked == min(unknown, 4) + 1
     assert sum(waited) < 1
+
+
+DEFAULT_TIMES = AcceptedTimes(after_ms=3_600_000)  # of Kafka
+
+
+@pytest.mark.parametrize("values, limits", [
+    ({}, TopicLimits(1_048_588, DEFAULT_TIMES)),
+    ({"max.message.bytes": "5", "cleanup.policy": "compact,delete", "compression.type": "uncompressed"},
+     TopicLimits(5, DEFAULT_TIMES, compacted=True, stored="uncompressed")),
+    ({"cleanup.policy": "delete", "compression.type": "producer"}, TopicLimits(1_048_588, DEFAULT_TIMES)),
+    ({"message.timestamp.before.max.ms": "5", "message.timestamp.after.max.ms": "7"},
+     TopicLimits(1_048_588, AcceptedTimes(5, 7))),
+])  # fmt: skip
+def test_what_a_topic_takes(values: dict[str, str], limits: TopicLimits) -> None:
+    """Kafka's defaults where this principal may not read the settings."""
+    cluster: Any = Describing(0)
+    configs = [SimpleNamespace(name=name, value=value) for name, value in values.items()]
+    answer = SimpleNamespace(resource_name="t", error_code=0, configs=configs)
+    cluster.ask = lambda *_: SimpleNamespace(results=[answer])
+    assert topic_limits(cluster, ["t"], Deadline(10, "test")) == {"t": limits}

@@ -255,10 +255,16 @@ def test_an_on_timer_of_ones_own_that_fails_is_named_as_a_whole() -> None:
             raise RuntimeError("mine")
 
     driver = ProcessorDriver(Own(), on_error="dead-letter")
-    driver.send("k", "a", timestamp_ms=0)
+    for minute, value in ((0, "a"), (4, "b"), (10, "c")):
+        driver.send("k", value, timestamp_ms=minute * 60_000)
+    assert len(driver.dead_letters) == 4, "of the windows with a, and of those with b: the timer has moved on"
     driver.send("end", "", timestamp_ms=10_000_000)
     driver.run()
     assert driver.outputs == []
-    (letter,) = driver.dead_letters
-    assert json.loads(letter.value)["timer"] == "onceflow.windows"
-    assert cause(letter) == "mine"
+    letters = [json.loads(letter.value) for letter in driver.dead_letters]
+    assert [(each["window"]["start_ms"] // 60_000, each["accumulators"]) for each in letters] == [
+        (-1, [["a"]]), (0, [["a"]]), (3, [["b"]]), (4, [["b"]]), (9, [["c"]]), (10, [["c"]]),
+    ]  # fmt: skip
+    assert {each["timer"] for each in letters} == {"onceflow.windows"}
+    assert {cause(letter) for letter in driver.dead_letters} == {"mine"}
+    assert driver.map("k", "windows") == {}

@@ -1,24 +1,31 @@
-"""Finds and deletes objects of a claim check that no record refers to.
+"""Finds and deletes objects of a claim check that nothing refers to.
 
 Writers refer to an object only on the day it was stored, and for as long as their transaction takes after that. So an
-object that is old enough gets no new writers. If no record of the topics refers to it either, it is an orphan: its
-batch was aborted, or its records have expired.
+object that is old enough gets no new writers. If nothing refers to it either, it is an orphan: its batch was aborted,
+or its records have expired.
 
-A record counts if a reader may see it, now or later: everything that is committed, and everything from the first open
-transaction on, however that ends.
+References are looked for in keys, values and headers of all records that a reader may see, now or later: everything
+that is committed, and everything from the first open transaction on, however that ends. They are also looked for in
+objects whose content may have references, and in rows of other systems, which a command of the user prints. What flows
+keep where nobody can look is not guessed at: then nothing is deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sqlite3
+import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
-from onceflow.claim_check.objects import ObjectStore
-from onceflow.claim_check.reference import names_in
+from onceflow.admin.tables import all_progress
+from onceflow.claim_check.objects import ObjectStore, Remembered
+from onceflow.claim_check.reference import REFERS
+from onceflow.claim_check.scan import names_in, names_in_stream
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
@@ -26,8 +33,11 @@ from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topic, find_topics
-from onceflow.errors import ClaimCheckError, DataLossError, OptionError
+from onceflow.errors import ClaimCheckError, DataLossError, EnvironmentUnusableError, OptionError
+from onceflow.object_storage import CHUNK_BYTES
+from onceflow.protocol.decode import HeaderList
 from onceflow.protocol.names import INTERNAL_SUFFIX
+from onceflow.protocol.progress import Progress
 
 _CALL_S = 60.0
 _UNDECIDED_OFFSETS = 10_000
@@ -36,6 +46,13 @@ _FETCH_BYTES = 4_000_000
 
 Show = Callable[[str, int, int | None], None]
 Place = tuple[str, int]
+#: Offset, key, value and headers of a record.
+Record = tuple[int, bytes | None, bytes | None, HeaderList]
+
+_APART = b"\0\0"
+_CONTENTS = "stored objects"
+_ROWS_OF = "rows of {}"
+_SAID_BYTES = 300
 
 
 @dataclass
@@ -43,7 +60,7 @@ class Collection:
     """What one run has found.
 
     Args:
-        references: how many references were found, by topic.
+        references: how many references were found, by topic; also in rows of other systems, and in stored objects.
         objects, object_bytes: of all that are old enough.
         orphans, orphan_bytes: of those that nothing refers to.
     """
@@ -60,8 +77,12 @@ class Collector:
 
     Args:
         store: of the claim check.
-        topics: all topics with references to objects of the store. The companion topic of a table is added.
-        without: topics that an earlier run has read, and that have no references any more.
+        topics: all topics with references to objects of the store; None: all topics of the cluster. What flows that
+            read these topics write to Kafka is added, as far as their progress says: tables with their companion
+            topics, outputs, dead letters. So are topics in which earlier runs have found references.
+        without: topics that have no references, although an earlier run has read them, or a flow writes them.
+        rows: for flows that write another system: a command of the shell that prints their rows in any form.
+        without_rows: flows that keep no references outside of Kafka.
         older_than_ms: the age from which on an object may be deleted.
         now_ms: the time, in epoch milliseconds.
         show: called with a text, how much is done, and of how much.
@@ -69,28 +90,33 @@ class Collector:
 
     Raises:
         StorageUnavailableError: this is not a store, or it cannot be reached.
-        OptionError: a topic of an earlier run is not given.
+        OptionError: a topic or flow of an earlier run is not given.
     """
 
     def __init__(
         self,
         settings: ClientSettings,
         store: ObjectStore,
-        topics: Sequence[str],
+        topics: Sequence[str] | None,
         *,
         older_than_ms: int,
         now_ms: int,
         without: Sequence[str] = (),
+        rows: Mapping[str, str] | None = None,
+        without_rows: Sequence[str] = (),
         show: Show = lambda text, done, total: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._settings, self._store, self._topics = settings, store, list(dict.fromkeys(topics))
+        self._settings, self._store, self._every = settings, store, topics is None
+        self._topics = list(dict.fromkeys(topics or ()))
+        self._without, self._rows, self._without_rows = without, dict(rows or {}), without_rows
         self._until_ms = now_ms - older_than_ms
         self._show, self._check = show, check
         self.found = Collection()
         self.earlier = store.check()
-        """The topics that the last run which was no dry run has read; none if there was no such run."""
-        self._check_topics(self.earlier, without)
+        """Where the last run which was no dry run has looked; nothing if there was no such run."""
+        self._check_earlier()
+        self._places = [_CONTENTS, *map(_ROWS_OF.format, self._rows)]
         self._folder = tempfile.TemporaryDirectory(prefix="onceflow-claim-check-")
         self._names = sqlite3.connect(Path(self._folder.name) / "names.db", isolation_level=None)
         self._names.execute("PRAGMA synchronous = OFF")
@@ -109,7 +135,9 @@ class Collector:
 
         Raises:
             UnknownTopicError: one of the topics does not exist.
-            ClaimCheckError: a record has a reference that cannot be read.
+            OptionError: a flow keeps rows or state where this does not look.
+            ClaimCheckError: there is a reference that cannot be read.
+            PermissionDeniedError: a topic, or the progress of flows, may not be read.
             OnceflowError: a topic or the store cannot be read as a whole.
         """
         with contextlib.closing(Cluster(self._settings)) as cluster:
@@ -126,7 +154,9 @@ class Collector:
 
     def remember(self) -> None:
         """Let the store know the topics of this run, so that a later one that leaves out one of them is refused."""
-        self._store.remember(self._topics)
+        read = {name.removesuffix(INTERNAL_SUFFIX) for name, count in self.found.references.items() if count}
+        found = [name for name in read if name in self.found.references and name not in (*self._topics, *self._places)]
+        self._store.remember(Remembered(tuple(self._topics), tuple(self._rows), tuple(found)))
 
     def delete(self) -> None:
         """Delete what `find` has found, after `remember`."""
@@ -141,27 +171,73 @@ class Collector:
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _check_topics(self, earlier: Sequence[str], without: Sequence[str]) -> None:
-        """A topic that is forgotten would lose its values."""
-        if not self._topics:
+    def _check_earlier(self) -> None:
+        """A topic or a flow that is forgotten would lose its values."""
+        if not self._topics and not self._every:
             raise OptionError("No topic is given", next_step="name every topic that has references to this store")
-        forgotten = [topic for topic in earlier if topic not in self._topics and topic not in without]
+        given = {*self._topics, *self._without}
+        forgotten = [] if self._every else [topic for topic in self.earlier.topics if topic not in given]
         if forgotten:
             raise OptionError(
                 f"An earlier collection of {self._store.url} has also read {', '.join(forgotten)}",
                 next_step=f"give --topic {forgotten[0]}, or --without-topic {forgotten[0]} if it has no references to "
                 "this store any more",
             )
+        for flow in self.earlier.flows:
+            if flow not in (*self._rows, *self._without_rows):
+                raise _kept_elsewhere(flow, f"an earlier collection of {self._store.url} has read its rows")
 
     def _partitions(self, cluster: Cluster) -> dict[str, list[int]]:
         deadline = Deadline(_CALL_S, "looking for the topics of a claim check")
-        found = find_topics(cluster, dict.fromkeys(self._topics, ""), deadline)
-        for name in self._topics:
-            if name + INTERNAL_SUFFIX not in found:
-                companion = find_topic(cluster, name + INTERNAL_SUFFIX, "READ", deadline)
-                found |= {} if companion is None else {companion.name: companion}
+        there = cluster.topics(None, deadline)
+        if self._topics:
+            find_topics(cluster, dict.fromkeys(self._topics, ""), deadline)
+        flows = list(all_progress(cluster, deadline, strict=True))
+        if self._every:
+            named = [name for name, info in there.items() if not info.internal and name not in self._without]
+        else:
+            named = self._with_written(flows, there)
+        self._check_flows(flows, named)
+        companions = [name + INTERNAL_SUFFIX for name in named if name + INTERNAL_SUFFIX not in named]
+        for companion in list(companions):
+            if find_topic(cluster, companion, "READ", deadline) is None:
+                companions.remove(companion)
+        found = find_topics(cluster, dict.fromkeys([*named, *companions], ""), deadline)
         self.found.references = dict.fromkeys(found, 0)
         return {name: sorted(topic.leaders) for name, topic in found.items()}
+
+    def _with_written(self, flows: Sequence[Progress], there: Mapping[str, object]) -> list[str]:
+        """The topics that are given, those in which earlier runs have found references, and those to which flows have
+        written what they have read in them."""
+        for topic in self.earlier.found:
+            if topic not in there and topic not in self._without:
+                raise OptionError(
+                    f"An earlier collection of {self._store.url} has found references in {topic}, which is not there",
+                    next_step=f"give --without-topic {topic} if it was deleted, or get permission to read it",
+                )
+        found = dict.fromkeys([*self._topics, *(topic for topic in self.earlier.found if topic not in self._without)])
+        size = 0
+        while len(found) > size:
+            size = len(found)
+            for flow in flows:
+                if _reads(flow) & found.keys():
+                    written = (*flow.changelogs, *flow.outputs, *flow.letters)
+                    found |= dict.fromkeys(t for t in written if t in there and t not in self._without)
+        return list(found)
+
+    def _check_flows(self, flows: Sequence[Progress], topics: Sequence[str]) -> None:
+        """Check that no flow keeps what it has read in these topics where nobody looks."""
+        vouched = {*self._rows, *self._without_rows}
+        for flow in flows:
+            if flow.flow in vouched or not _reads(flow) & {*topics}:
+                continue
+            local = [name for name, table in flow.tables.items() if table.local is not None]
+            if flow.external:
+                raise _kept_elsewhere(flow.flow, f"it writes {flow.external}")
+            if flow.checkpoint is not None:
+                raise _kept_elsewhere(flow.flow, "its query keeps state in a checkpoint of Spark")
+            if local:
+                raise _kept_elsewhere(flow.flow, f"its table {local[0]} has no changelog")
 
     def _list(self) -> None:
         for day in self._store.days(self._until_ms):
@@ -172,6 +248,15 @@ class Collector:
                     self._names.execute("INSERT OR REPLACE INTO objects VALUES (?, ?)", (name, size))
                     self.found.objects += 1
                     self.found.object_bytes += size
+
+    def _scan_objects(self) -> None:
+        """Read the objects whose content may have references, also young ones."""
+        for day in self._store.days():
+            for name, _ in self._store.names(day):
+                if name.endswith(REFERS):
+                    self._check()
+                    self._show(f"reading objects of {day}", self.found.references.get(_CONTENTS, 0), None)
+                    self._refer_all(_CONTENTS, names_in_stream(self._store.content(name)), f"object {name}")
 
     def _scan(self, cluster: Cluster, partitions: Mapping[str, Sequence[int]]) -> None:
         """Take everything off the list that a record refers to."""
@@ -186,10 +271,15 @@ class Collector:
             name = f"reading {topic}-{number}"
             for chunk in reader.read(topic, number, start, stable[topic, number]):
                 self._check()
-                self._refer(topic, number, zip(chunk.offsets.tolist(), chunk.values, strict=True))
+                rows = zip(chunk.offsets.tolist(), chunk.keys, chunk.values, strict=True)
+                self._refer(topic, number, [(*row, chunk.headers.get(at) or []) for at, row in enumerate(rows)])
                 self._show(name, done + chunk.next_offset - start, total)
             self._read_all(cluster, topic, number, max(start, stable[topic, number]), ends[topic, number])
             done += max(0, ends[topic, number] - start)
+        # After the topics: what has gone from one of them to another system since, is found there.
+        for flow, command in self._rows.items():
+            self._scan_rows(flow, command)
+        self._scan_objects()
         # A flow may have copied a reference to a topic that was read already, from one that was read later and had lost
         # the record by then.
         deadline = Deadline(_CALL_S, "reading the offsets of topics")
@@ -205,7 +295,8 @@ class Collector:
             deadline = Deadline(_CALL_S, f"reading {topic}-{number}")
             try:
                 items = read_log(cluster, topic, number, start, upto, deadline)
-                self._refer(topic, number, ((i.offset, i.value) for i in items if isinstance(i, LogRecord)))
+                records = [(i.offset, i.key, i.value, i.headers) for i in items if isinstance(i, LogRecord)]
+                self._refer(topic, number, records)
             except DataLossError:  # records have expired meanwhile: their references, too
                 first = list_offsets(cluster, {topic: [number]}, EARLIEST, deadline)[topic][number]
                 if first <= start:
@@ -213,17 +304,59 @@ class Collector:
                 upto = max(start, min(first, end))
             start = upto
 
-    def _refer(self, topic: str, number: int, values: Iterator[tuple[int, bytes | None]]) -> None:
-        with self._transaction():
-            for offset, value in values:
-                try:
-                    names = names_in(value) if value else []
-                except ClaimCheckError as error:
-                    error.detail += f"; the record is {topic}-{number} at offset {offset}"
-                    raise error.locate(topic=f"{topic}-{number}") from None
-                for name in names:
-                    self._names.execute("DELETE FROM objects WHERE name = ?", (name,))
-                    self.found.references[topic] += 1
+    def _scan_rows(self, flow: str, command: str) -> None:
+        """Read what a command prints: the rows of a flow in another system."""
+        place = _ROWS_OF.format(flow)
+        self.found.references[place] = 0
+        with (
+            tempfile.TemporaryFile() as said,
+            subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stderr=said) as process,
+        ):
+            assert process.stdout is not None
+            try:
+                self._refer_all(place, names_in_stream(self._read_chunks(process.stdout, place)), place)
+            except BaseException:
+                process.kill()
+                raise
+            if process.wait():
+                said.seek(0)
+                raise EnvironmentUnusableError(
+                    f"The command for the rows of flow {flow} has failed, so nothing is deleted",
+                    detail=f"exit code {process.returncode}: {said.read(_SAID_BYTES).decode(errors='replace')}",
+                    next_step="correct the command of --rows; it prints all rows that may have references",
+                )
+
+    def _read_chunks(self, source: IO[bytes], place: str) -> Iterator[bytes]:
+        done = 0
+        while chunk := source.read(CHUNK_BYTES):
+            self._check()
+            done += len(chunk)
+            self._show(f"reading {place}", done, None)
+            yield chunk
+
+    def _refer(self, topic: str, number: int, records: Sequence[Record]) -> None:
+        """Take the objects off the list to which these records refer."""
+        try:
+            found = names_in(_APART.join(map(_bytes_of, records)))
+        except ClaimCheckError:
+            for record in records:  # which of them is it?
+                with _located(f"the record is {topic}-{number} at offset {record[0]}", f"{topic}-{number}"):
+                    names_in(_bytes_of(record))
+            raise
+        self._take_off(topic, found)
+
+    def _refer_all(self, place: str, names: Iterator[str], what: str) -> None:
+        """As `_refer`, for names that come one by one."""
+        with _located(f"it is in {what}", None):
+            while part := list(itertools.islice(names, _DELETED_AT_ONCE)):
+                self._take_off(place, part)
+
+    def _take_off(self, place: str, names: Iterable[str]) -> None:
+        found = list(names)
+        if found:
+            with self._transaction():
+                self._names.executemany("DELETE FROM objects WHERE name = ?", ((name,) for name in found))
+            self.found.references[place] = self.found.references.get(place, 0) + len(found)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -237,3 +370,31 @@ class Collector:
 
 def _places(offsets: Mapping[str, Mapping[int, int]]) -> dict[Place, int]:
     return {(topic, number): offset for topic, numbers in offsets.items() for number, offset in numbers.items()}
+
+
+def _reads(flow: Progress) -> set[str]:
+    """The topics from which a flow can have got references."""
+    return {*flow.offsets, *flow.joined, *flow.changelogs}
+
+
+def _bytes_of(record: Record) -> bytes:
+    _, key, value, headers = record
+    return _APART.join([key or b"", value or b"", *(content or b"" for _, content in headers)])
+
+
+@contextlib.contextmanager
+def _located(detail: str, topic: str | None) -> Iterator[None]:
+    """Says where a reference is that cannot be read."""
+    try:
+        yield
+    except ClaimCheckError as error:
+        error.detail += f"; {detail}"
+        raise (error if topic is None else error.locate(topic=topic)) from None
+
+
+def _kept_elsewhere(flow: str, why: str) -> OptionError:
+    return OptionError(
+        f"Flow {flow} may keep references where this command does not look: {why}",
+        next_step=f"give --rows {flow} COMMAND, with a command that prints its rows; or --without-rows {flow} if it "
+        "keeps no references outside of Kafka. Nothing was deleted",
+    )

@@ -26,7 +26,6 @@ _CONNECTOR = re.compile(r"spark-sql-kafka-0-10_(\d+\.\d+)[-:](\d+\.\d+(?:\.\d+)?
 #: The same ranges are in pyproject.toml.
 PACKAGES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "kafka-python": ((3, 0, 12), (3, 1)),
-    "confluent-kafka": ((2, 6), None),
     "pyarrow": ((18,), None),
     "pandas": ((2, 2), (3,)),
     "numpy": ((1, 26), None),

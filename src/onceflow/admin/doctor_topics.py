@@ -99,6 +99,8 @@ def check_safety(facts: Facts) -> Iterator[Finding]:
 
 def check_cleanup(facts: Facts) -> Iterator[Finding]:
     """``cleanup.policy`` of the topics."""
+    progress = None if facts.flow is None else facts.flow.progress
+    letters = {} if progress is None else progress.letters
     for topic in _topics(facts):
         policy = topic.settings.get("cleanup.policy")
         subject = f"{topic.role} {topic.name}"
@@ -113,6 +115,12 @@ def check_cleanup(facts: Facts) -> Iterator[Finding]:
                 subject,
                 f"cleanup.policy={policy}: of records with the same key, those that are not read in time are removed",
                 "read a topic with cleanup.policy=delete, if the flow needs every record",
+            )
+        elif "compact" in policy and letters.get(topic.name, "parked") != "parked":
+            yield error(
+                subject,
+                f"cleanup.policy={policy}: of {letters[topic.name]} records with the same key, only the last one stays",
+                "set it to delete, or start the flow with another topic: a start refuses this one",
             )
         elif "compact" in policy:
             yield ok(subject, f"cleanup.policy={policy}: Kafka refuses records without a key")

@@ -173,6 +173,7 @@ def forked_progress(
         tables={tables[name]: table for name, table in origin.tables.items()},
         outputs=(),
         letters={},  # the new version has others
+        external="",
         producer_id=-1,
         producer_epoch=-1,
         promoted=None,

@@ -379,11 +379,12 @@ def _check_found(topic: str, origins: Collection[str], parts: Iterable[list[Park
 
 
 def _target(topic: str, record: Parked, to: str | None) -> str:
-    if dead_letters.is_of_timer(record.headers):
+    if why := dead_letters.why_not_retried(record.headers):
+        told = [dead_letters.TIMER_NAME, dead_letters.TIMER_TABLE, dead_letters.SHORTENED]
         raise OptionError(
-            f"{record.origin} is the letter of a timer: the flow would take its value for a record of a source",
+            f"{record.origin} cannot be retried: {why}",
             topic=topic,
-            detail=f"timer {record.header(dead_letters.TIMER_NAME)!r} of {record.header(dead_letters.TIMER_TABLE)}",
+            detail=", ".join(f"{name}: {record.header(name)}" for name in told if record.header(name)),
             next_step="name the other records, and drop this one when it is dealt with; nothing has changed",
         )
     target = to or record.retry_topic

@@ -222,6 +222,7 @@ def promoted_progress(old: Progress, new: Progress, time_ms: int, unfired: Unfir
         topic_ids=known,
         outputs=old.outputs,
         letters=old.letters,
+        external=old.external or new.external,
         forked=old.forked,
         promoted=promotion,
         handover=_handover(HandOver({**offsets, **old.offsets}, timers, unfired or {}), old, new),

@@ -44,6 +44,7 @@ from onceflow.state.api.user_errors import shown
 
 _CALL_S = 60.0
 _TWICE = "the flow was moved back in time, and has read records twice"
+_SIZES = "some records became letters, or were shortened, because of what topics take, which a replay does not know"
 _CHANGED = "a command such as `onceflow reset` has deleted or changed rows of the table"
 
 
@@ -280,6 +281,8 @@ class ReplayAudit:
                     outputs.there(chunk, topic, partition, letter=letter)
                     done += len(chunk.keys)
                     self._tell(f"reading {topic}", done, None)
+            if outputs.sizes_counted and _SIZES not in self._reasons:
+                self._reasons.append(_SIZES)
             name = "letters" if letter else "output records"
             self._report.checked[name] = self._report.checked.get(name, 0) + done
 

@@ -18,6 +18,7 @@ from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, Difference, Place, Tall
 from onceflow.admin.verify_report import DOUBLED, FOREIGN, LOST, Report
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.errors import OptionError
+from onceflow.state.dead_letters import depends_on_topics
 
 #: In place of a topic: the records that a replay has yielded.
 _REPLAY = "the replay"
@@ -45,6 +46,8 @@ class ReplayOutputs:
         self._flow = flow
         self.side = SOURCE
         self.left_out = 0
+        self.sizes_counted = False
+        """Whether letters depend on what topics take, which a replay does not know."""
 
     def __enter__(self) -> ReplayOutputs:
         return self
@@ -80,6 +83,7 @@ class ReplayOutputs:
         """Take records of a topic."""
         rows = zip(chunk.offsets.tolist(), chunk.keys, chunk.values, range(len(chunk.keys)), strict=True)
         if letter:
+            self.sizes_counted = self.sizes_counted or any(map(depends_on_topics, chunk.headers.values()))
             found = ((offset, digest_of(_LETTER, key, value)) for offset, key, value, _ in rows)
         else:
             found = (

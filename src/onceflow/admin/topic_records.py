@@ -16,7 +16,8 @@ from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.topics import find_topics, topic_limits
 from onceflow.client.transaction_requests import idempotent_producer
 from onceflow.errors import BadRecordError, OptionError
-from onceflow.protocol.batches import encode_single
+from onceflow.protocol.batches import encode_single, too_large
+from onceflow.protocol.compression import CODECS
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state.api.record import Record
@@ -65,12 +66,16 @@ class TopicWriter:
         """
         sizes = [len(record.key or b"") + len(record.value or b"") + _RECORD_OVERHEAD_BYTES]
         sizes += [len(name.encode()) + len(value or b"") + _HEADER_OVERHEAD_BYTES for name, value in record.headers]
-        limit = self._limits[self._topic].max_message_bytes
+        limits = self._limits[self._topic]
+        limit = limits.max_message_bytes
         if sum(sizes) > limit:  # the sum is an upper bound, so encode the record to be sure
             encoded = encode_single(
                 record.key, record.value, record.headers, timestamp_ms=0, identity=self._identity, base_sequence=0
             )
-            if encoded.nbytes > limit:
+            given = record.key, record.value, list(record.headers)
+            if encoded.nbytes > limit and all(
+                too_large(*given, compression=codec, max_batch_bytes=limit, stored=limits.stored) for codec in CODECS
+            ):
                 raise BadRecordError(
                     f"the record takes {encoded.nbytes:,} bytes, the topic at most {limit:,} (max.message.bytes)",
                     topic=self._topic,

@@ -17,6 +17,7 @@ from onceflow.clock import clock_ms
 from onceflow.errors import OnceflowError
 from onceflow.protocol import timestamps
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, next_sequence
+from onceflow.protocol.compression import CODECS
 
 log = logging.getLogger("onceflow")
 
@@ -113,6 +114,8 @@ class Writer:
             base_sequence=sequence,
             max_batch_bytes=self._limits[topic].max_message_bytes,
             default_timestamp_ms=clock_ms(),
+            stored=self._limits[topic].stored,
+            large_with=CODECS,  # the flow may have compressed it
         ):
             self._producer.send(topic, partition, encoded)
             sequence = next_sequence(sequence, encoded.count)

@@ -152,6 +152,7 @@ class _Window:
             partition=0,
             batch=1,
             now_ms=0,
+            keeps_time=False,
             watermark_ms=floor,
         )
         engine.start()

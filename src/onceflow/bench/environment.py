@@ -48,7 +48,7 @@ class Bench:
 
     def delete(self, *topics: str) -> None:
         """Delete topics that are there."""
-        from onceflow.broker.process import admin_client
+        from onceflow.testing.librdkafka import admin_client
 
         with admin_client(self.servers, {}) as admin:
             there = admin.list_topics(timeout=30).topics

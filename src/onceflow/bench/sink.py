@@ -335,7 +335,7 @@ def _rates(query: Any) -> tuple[float, list[float]]:
 
 
 def _delete(servers: str, topic: str) -> None:
-    from onceflow.broker.process import admin_client
+    from onceflow.testing.librdkafka import admin_client
 
     with admin_client(servers, {}) as admin:
         admin.delete_topics([topic])[topic].result(30)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from onceflow.broker.config import Cluster
-from onceflow.broker.process import POLL_S, admin_client, running
-from onceflow.errors import BrokerUnreachableError, BrokerUnsupportedError, DeadlineExceededError
+from onceflow.broker.metadata import MetadataReader, Partition, metadata_reader
+from onceflow.broker.process import POLL_S, running
+from onceflow.errors import BrokerUnreachableError, BrokerUnsupportedError, DeadlineExceededError, OnceflowError
 
 if TYPE_CHECKING:
     from onceflow.client.cluster import Cluster as Client
@@ -25,47 +25,6 @@ _PREFERRED = 0
 _ELECTION_NOT_NEEDED = 84
 
 
-@dataclass(frozen=True)
-class Partition:
-    """The metadata of one partition; ``leader`` is -1 while there is none."""
-
-    topic: str
-    number: int
-    leader: int
-    replicas: tuple[int, ...]
-    in_sync: frozenset[int]
-
-    def __str__(self) -> str:
-        return f"{self.topic}-{self.number}"
-
-    def next_order(self) -> tuple[int, ...] | None:
-        """The replicas in the same cyclic order, beginning with the next in-sync replica after the leader. None: no
-        other replica is in sync."""
-        if self.leader not in self.replicas:
-            return None
-        after = self.replicas.index(self.leader) + 1
-        circle = self.replicas[after:] + self.replicas[:after]
-        for place, node_id in enumerate(circle[:-1]):
-            if node_id in self.in_sync:
-                return circle[place:] + circle[:place]
-        return None
-
-
-def partitions(admin: Any, timeout_s: float = _ANSWER_S) -> tuple[set[int], list[Partition]]:
-    """Ids of the nodes in the cluster, and every partition of every topic, internal topics included.
-
-    Raises:
-        KafkaException: no response in time.
-    """
-    answer = admin.list_topics(timeout=timeout_s)
-    found = [
-        Partition(topic.topic, p.id, p.leader, tuple(p.replicas), frozenset(p.isrs))
-        for topic in answer.topics.values()
-        for p in topic.partitions.values()
-    ]
-    return set(answer.brokers), found
-
-
 def wait_in_sync(cluster: Cluster, client_options: Mapping[str, Any], timeout_s: float) -> None:
     """Wait until all nodes run and are in the cluster, and all replicas of every partition are in sync.
 
@@ -74,20 +33,20 @@ def wait_in_sync(cluster: Cluster, client_options: Mapping[str, Any], timeout_s:
     """
     wanted = {node.node_id for node in cluster.nodes}
 
-    def lagging(admin: Any) -> str:
+    def lagging(reader: MetadataReader) -> str:
         # Until its session expires, the other nodes consider a killed node as in the cluster and in sync.
         if down := [str(node.node_id) for node in cluster.nodes if not running(node)]:
             return f"not running: node {', '.join(down)}"
-        nodes, found = partitions(admin)
-        if wanted - nodes:
-            return f"not in the cluster: node {', '.join(map(str, sorted(wanted - nodes)))}"
-        late = [p for p in found if p.leader < 0 or p.in_sync != set(p.replicas)]
+        found = reader.read(_ANSWER_S)
+        if absent := wanted - found.nodes:
+            return f"not in the cluster: node {', '.join(map(str, sorted(absent)))}"
+        late = [p for p in found.partitions if p.leader < 0 or p.in_sync != set(p.replicas)]
         shown = [f"{p} has {sorted(p.in_sync)} of {sorted(p.replicas)} in sync" for p in late[:_SHOWN]]
         more = len(late) - len(shown)
         return "; ".join([*shown, f"{more} more"] if more else shown)
 
-    with admin_client(cluster.bootstrap_servers, client_options) as admin:
-        _poll(lambda: lagging(admin), timeout_s, "all replicas to be in sync")
+    with metadata_reader(cluster.bootstrap_servers, client_options) as reader:
+        _poll(lambda: lagging(reader), timeout_s, "all replicas to be in sync")
 
 
 def leader_of(cluster: Cluster, client_options: Mapping[str, Any], topic: str, partition: int, timeout_s: float) -> int:
@@ -98,13 +57,13 @@ def leader_of(cluster: Cluster, client_options: Mapping[str, Any], topic: str, p
     """
     seen: dict[tuple[str, int], int] = {}
 
-    def missing(admin: Any) -> str:
-        seen.update({(p.topic, p.number): p.leader for p in partitions(admin)[1]})
+    def missing(reader: MetadataReader) -> str:
+        seen.update({(p.topic, p.number): p.leader for p in reader.read(_ANSWER_S).partitions})
         leader = seen.get((topic, partition))
         return "" if leader is not None and leader >= 0 else "no leader" if leader == -1 else "no such partition"
 
-    with admin_client(cluster.bootstrap_servers, client_options) as admin:
-        _poll(lambda: missing(admin), timeout_s, f"a leader of {topic}-{partition}")
+    with metadata_reader(cluster.bootstrap_servers, client_options) as reader:
+        _poll(lambda: missing(reader), timeout_s, f"a leader of {topic}-{partition}")
     return seen[topic, partition]
 
 
@@ -120,11 +79,11 @@ def move_leaders(
         BrokerUnreachableError: the controllers refused the request.
         DeadlineExceededError: the metadata still has an old leader, although the controllers elected a new one.
     """
-    with admin_client(cluster.bootstrap_servers, client_options) as admin:
+    with metadata_reader(cluster.bootstrap_servers, client_options) as reader:
         before: dict[tuple[str, int], Partition] = {}
 
         def no_answer() -> str:
-            before.update({(p.topic, p.number): p for p in partitions(admin)[1]})
+            before.update({(p.topic, p.number): p for p in reader.read(_ANSWER_S).partitions})
             return ""
 
         started = time.monotonic()
@@ -138,7 +97,7 @@ def move_leaders(
             elected = _elect(client, list(orders), deadline)
 
         def stayed() -> str:
-            now = {(p.topic, p.number): p.leader for p in partitions(admin)[1]}
+            now = {(p.topic, p.number): p.leader for p in reader.read(_ANSWER_S).partitions}
             same = [str(before[key]) for key in elected if now.get(key) == before[key].leader]
             return f"{', '.join(same[:_SHOWN])} did not move" if same else ""
 
@@ -207,7 +166,6 @@ def _levels(client: Client, name: str, deadline: Deadline) -> dict[int, int]:
 
 
 def _reassign(client: Client, orders: Mapping[tuple[str, int], tuple[int, ...]], deadline: Deadline) -> None:
-    # librdkafka cannot reassign partitions.
     from kafka.protocol.admin import AlterPartitionReassignmentsRequest as Request
 
     topics = [
@@ -277,14 +235,12 @@ def _client(
 
 def _poll(problem: Callable[[], str], timeout_s: float, what: str) -> None:
     """Call ``problem`` repeatedly until it returns ''."""
-    from confluent_kafka import KafkaException
-
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             last = problem()
-        except KafkaException as error:
-            last = str(error.args[0])
+        except OnceflowError as error:
+            last = f"{error.what}: {error.detail}"
         if not last:
             return
         if time.monotonic() > deadline:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from onceflow.broker.config import HOST, Cluster, Node, parse_listeners, server_properties
 from onceflow.broker.folder import Folder
-from onceflow.broker.process import BROKER_CLASS, admin_client
-from onceflow.errors import EnvironmentUnusableError
+from onceflow.broker.metadata import metadata_reader
+from onceflow.broker.process import BROKER_CLASS
+from onceflow.errors import EnvironmentUnusableError, OnceflowError
 
 _ANSWER_S = 3.0
 _LISTENING = "0A"  # state of a socket in /proc/net/tcp
@@ -111,12 +112,10 @@ def _taken(port: int, address: str) -> EnvironmentUnusableError:
 
 
 def _cluster_id(address: str) -> str | None:
-    from confluent_kafka import KafkaException
-
-    with admin_client(address, {}) as admin:
+    with metadata_reader(address, {}) as reader:
         try:
-            return str(admin.list_topics(timeout=_ANSWER_S).cluster_id)
-        except KafkaException:
+            return reader.read(_ANSWER_S).cluster_id
+        except OnceflowError:
             return None
 
 

@@ -13,13 +13,14 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onceflow.broker.config import Cluster, Node, render_properties, server_properties
-from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError
+from onceflow.broker.metadata import MetadataReader, metadata_reader
+from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.host.jars import kafka_broker_classpath
 from onceflow.host.java import find_java
 
@@ -223,7 +224,7 @@ def wait_until_ready(
     wanted = nodes or cluster.nodes
     addresses = [cluster.client_address(node) for node in wanted]
     with contextlib.ExitStack() as stack:
-        admin: Any = None
+        reader: MetadataReader | None = None
         while time.monotonic() < deadline:
             if not still_running():
                 raise EnvironmentUnusableError(
@@ -232,12 +233,13 @@ def wait_until_ready(
                     next_step="See the log: " + ", ".join(str(node.log_file) for node in cluster.nodes),
                 )
             # A TCP connection first: it fails at once, while a Kafka client would wait between attempts, and log them.
-            if admin is None and not all(map(_accepts, addresses)):
+            if reader is None and not all(map(_accepts, addresses)):
                 time.sleep(POLL_S)
                 continue
-            if admin is None:
-                admin = stack.enter_context(admin_client(",".join(addresses), client_options))
-            problem, stranger = _metadata_problem(admin, cluster, wanted, timeout_s=min(5, deadline - time.monotonic()))
+            if reader is None:
+                reader = stack.enter_context(metadata_reader(",".join(addresses), client_options))
+            left_s = min(5, deadline - time.monotonic())
+            problem, stranger = _metadata_problem(reader, cluster, wanted, timeout_s=left_s)
             if stranger:
                 raise EnvironmentUnusableError(
                     f"Brokers of another Kafka cluster, {stranger}, answer at {','.join(addresses)}.",
@@ -259,28 +261,8 @@ def answers(cluster: Cluster, *, client_options: Mapping[str, Any], timeout_s: f
     """Whether the cluster responds to a metadata request now, with all its nodes."""
     if not all(map(_accepts, cluster.bootstrap_servers.split(","))):
         return False
-    with admin_client(cluster.bootstrap_servers, client_options) as admin:
-        return not any(_metadata_problem(admin, cluster, cluster.nodes, timeout_s=timeout_s))
-
-
-@contextlib.contextmanager
-def admin_client(bootstrap_servers: str, client_options: Mapping[str, Any]) -> Iterator[Any]:
-    """A librdkafka admin client that writes nothing to stderr."""
-    import logging
-
-    from confluent_kafka.admin import AdminClient  # slow to import, and most commands do not need it
-
-    quiet = logging.getLogger("onceflow.broker.librdkafka")
-    yield AdminClient(
-        {
-            "bootstrap.servers": bootstrap_servers,
-            "reconnect.backoff.ms": 20,
-            "reconnect.backoff.max.ms": 200,
-            "log_level": 0,
-            **client_options,
-        },
-        logger=quiet,
-    )
+    with metadata_reader(cluster.bootstrap_servers, client_options) as reader:
+        return not any(_metadata_problem(reader, cluster, cluster.nodes, timeout_s=timeout_s))
 
 
 def log_tail(cluster: Cluster) -> str:
@@ -293,20 +275,18 @@ def log_tail(cluster: Cluster) -> str:
 
 
 def _metadata_problem(
-    admin: Any, cluster: Cluster, nodes: Sequence[Node], *, timeout_s: float
+    reader: MetadataReader, cluster: Cluster, nodes: Sequence[Node], *, timeout_s: float
 ) -> tuple[str, str | None]:
     """Why the nodes are not ready, or ''; and the id of the cluster if another one responds."""
-    from confluent_kafka import KafkaException
-
     try:
-        answer = admin.list_topics(timeout=max(0.1, timeout_s))
-    except KafkaException as error:
-        return str(error.args[0]), None
+        answer = reader.read(timeout_s)
+    except OnceflowError as error:
+        return f"{error.what}: {error.detail}", None
     if answer.cluster_id is None:
         return "the response has no cluster id", None
     if answer.cluster_id != cluster.cluster_id:
-        return "another cluster answers", str(answer.cluster_id)
-    missing = [str(node.node_id) for node in nodes if node.node_id not in answer.brokers]
+        return "another cluster answers", answer.cluster_id
+    missing = [str(node.node_id) for node in nodes if node.node_id not in answer.nodes]
     return f"not in the cluster: node {', '.join(missing)}" if missing else "", None
 
 

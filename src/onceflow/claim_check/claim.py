@@ -12,10 +12,11 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.claim_check.objects import CHUNK_BYTES, ObjectStore
+from onceflow.claim_check.objects import ObjectStore
 from onceflow.claim_check.reference import PREFIX, Reference, is_reference
 from onceflow.claim_check.stored_value import StoredValue
 from onceflow.errors import OptionError
+from onceflow.object_storage import CHUNK_BYTES
 from onceflow.sizes import size_bytes
 from onceflow.state.api.serdes import BYTES, is_serde
 
@@ -39,12 +40,13 @@ class ClaimCheck:
 
     Args:
         store: where large values are kept: a local folder (a path or ``file:///...``; all hosts must see it),
-            ``s3://bucket/prefix``, or another object store of fsspec. One cluster has a store of its own.
+            ``s3://bucket/prefix``, or a bucket of Google (``gs://``) or Azure (``az://``). One cluster has a store of
+            its own.
         above: values of more bytes than this are stored: ``"1 MB"``, or a number of bytes.
         inner: the serde of the values themselves; None: they are bytes.
-        storage_options: options of fsspec for the store, for example ``{"key": ..., "secret": ...}`` for S3. Without
-            them, credentials are those of the environment. They travel to tasks, but appear in no reference, error or
-            log.
+        storage_options: options of the bucket, with the names that ``DeltaSink`` takes: ``{"aws_access_key_id": ...,
+            "aws_secret_access_key": ...}``. Without them, credentials are those of the environment. They travel to
+            tasks, but appear in no reference, error or log.
 
     Raises:
         OptionError: an argument cannot be used.

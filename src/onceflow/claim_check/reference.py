@@ -15,17 +15,22 @@ import re
 
 from onceflow.errors import ClaimCheckError
 
-PREFIX = b"\xffonceflow-claim-check/"
+MARK = b"onceflow-claim-check"
+"""A text that every reference has, in every version of the format."""
+
+PREFIX = b"\xff" + MARK + b"/"
 """How every reference begins, in every version of the format."""
 
-NAME = re.compile(r"\d{4}-\d\d-\d\d/[0-9a-f]{64}")
+REFERS = "-refers"
+"""How the name of an object ends whose content may have references itself."""
+
+NAME = re.compile(rf"\d{{4}}-\d\d-\d\d/[0-9a-f]{{64}}(?:{REFERS})?")
 """Names of objects: the day (UTC) on which it was stored, and the hash of the content."""
 
 MAX_BYTES = 512
 """A reference is shorter than this."""
 
 _VERSION = b"1 "
-_EMBEDDED = re.compile(re.escape(PREFIX) + rb'1 \{"name":"(\d{4}-\d\d-\d\d/[0-9a-f]{64})"')
 
 
 class Reference(bytes):
@@ -56,15 +61,20 @@ class Reference(bytes):
                 read is only what this format allows, so a reference cannot name a file outside of the store.
         """
         if not raw.startswith(PREFIX + _VERSION):
-            raise _unreadable(raw, "it is of a version of the format that this onceflow does not know")
+            raise unreadable(raw, "it is of a version of the format that this onceflow does not know")
         try:
             document = json.loads(raw[len(PREFIX) + len(_VERSION) :])
             name, size, sha256 = document["name"], document["size"], document["sha256"]
-            whole = NAME.fullmatch(name) and name.endswith(f"/{sha256}") and type(size) is int and size >= 0
+            whole = (
+                NAME.fullmatch(name)
+                and name.removesuffix(REFERS).endswith(f"/{sha256}")
+                and type(size) is int
+                and size >= 0
+            )
         except (ValueError, KeyError, TypeError) as error:
-            raise _unreadable(raw, f"it is damaged ({type(error).__name__})") from None
+            raise unreadable(raw, f"it is damaged ({type(error).__name__})") from None
         if not whole:
-            raise _unreadable(raw, "it is damaged")
+            raise unreadable(raw, "it is damaged")
         found = cls(raw)
         found.name, found.size, found.sha256 = name, size, sha256
         return found
@@ -78,22 +88,8 @@ def is_reference(raw: bytes) -> bool:
     return raw.startswith(PREFIX)
 
 
-def names_in(raw: bytes) -> list[str]:
-    """The names of all objects that a value refers to: it is a reference, or contains some.
-
-    Raises:
-        ClaimCheckError: there is a reference that cannot be read.
-    """
-    count = raw.count(PREFIX)
-    if not count:
-        return []
-    found = [name.decode() for name in _EMBEDDED.findall(raw)]
-    if len(found) != count:
-        raise _unreadable(raw[raw.index(PREFIX) :], "it, or one behind it, cannot be read")
-    return found
-
-
-def _unreadable(raw: bytes, why: str) -> ClaimCheckError:
+def unreadable(raw: bytes, why: str) -> ClaimCheckError:
+    """The error for a reference, at the beginning of these bytes, that cannot be read."""
     return ClaimCheckError(
         f"A reference to a stored value cannot be read: {why}",
         detail=f"it is {bytes(raw[:MAX_BYTES])!r}",

@@ -6,9 +6,10 @@ import hashlib
 import io
 from typing import IO, Any
 
-from onceflow.claim_check.objects import CHUNK_BYTES, ObjectStore, altered
+from onceflow.claim_check.objects import ObjectStore, altered
 from onceflow.claim_check.reference import Reference, is_reference
 from onceflow.errors import OnceflowError
+from onceflow.object_storage import CHUNK_BYTES
 
 
 class StoredValue:

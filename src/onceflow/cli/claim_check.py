@@ -32,16 +32,29 @@ def claim_check() -> None:
     "--topic",
     "topics",
     multiple=True,
-    required=True,
     metavar="NAME",
     help="A topic with references to this store; give ALL of them, also tables and topics of dead letters.",
 )
+@click.option("--all-topics", is_flag=True, help="In place of --topic: all topics that you may see.")
 @click.option(
     "--without-topic",
     "without",
     multiple=True,
     metavar="NAME",
-    help="A topic that an earlier run has read, and that has no references to this store any more.",
+    help="A topic without references to this store, though an earlier run has read it, or a flow writes it.",
+)
+@click.option(
+    "--rows",
+    multiple=True,
+    nargs=2,
+    metavar="FLOW COMMAND",
+    help="For a flow that writes another system: a command of the shell that prints its rows, in any form.",
+)
+@click.option(
+    "--without-rows",
+    multiple=True,
+    metavar="FLOW",
+    help="A flow that keeps no references to this store outside of Kafka.",
 )
 @click.option(
     "--older-than", default="7 days", show_default=True, help="Objects that are younger are left alone; at least 1 day."
@@ -51,7 +64,7 @@ def claim_check() -> None:
     "storage_options",
     multiple=True,
     metavar="NAME=VALUE",
-    help="An option of fsspec for the store; may be repeated. Credentials are better left to the environment.",
+    help="An option of the bucket, as in `ClaimCheck`; may be repeated. Leave credentials to the environment.",
 )
 @click.option("--dry-run", is_flag=True, help="List the objects, delete and remember nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
@@ -62,7 +75,10 @@ def claim_check() -> None:
 def collect(
     store: str,
     topics: tuple[str, ...],
+    all_topics: bool,
     without: tuple[str, ...],
+    rows: tuple[tuple[str, str], ...],
+    without_rows: tuple[str, ...],
     older_than: str,
     storage_options: tuple[str, ...],
     dry_run: bool,
@@ -73,25 +89,32 @@ def collect(
     """Delete objects that no record refers to any more.
 
     These are objects of batches that were aborted, and objects whose records have expired or were compacted away. The
-    given topics are read from beginning to end. An object stays if one of their records refers to it, or if it is
-    younger than --older-than. The companion topic of a table is read, too.
+    given topics are read from beginning to end, and those to which flows write what they have read there. An object
+    stays if something refers to it, or if it is younger than --older-than.
 
-    A reference in a topic that is not given does not count: what it refers to is deleted. The store remembers the
+    A reference in a topic that is not read does not count: what it refers to is deleted. The store remembers the
     topics of each run that is no dry run, and a later run that leaves one of them out is refused, dry or not.
+
+    If a flow that reads these topics writes another system, or has state that is not in Kafka, the command deletes
+    nothing until --rows or --without-rows says where its references are.
     """
     from onceflow.admin.claim_collector import Collector
     from onceflow.claim_check.objects import ObjectStore
     from onceflow.clock import clock_ms
 
+    if all_topics == bool(topics):
+        raise click.UsageError("give either --topic, for each topic with references, or --all-topics")
     objects = ObjectStore(store, dict(pair(option, "--storage-option") for option in storage_options))
     with interruptible() as check, progress_bar() as show:
         collector = Collector(
             settings,
             objects,
-            topics,
+            None if all_topics else topics,
             older_than_ms=_age_ms(older_than),
             now_ms=clock_ms(),
             without=without,
+            rows=dict(rows),
+            without_rows=without_rows,
             show=show,
             check=check,
         )
@@ -158,7 +181,7 @@ def _print_sums(collector: Collector, *, deleted: bool, as_json: bool) -> None:
         return
     references = ", ".join(f"{topic} {count:,}" for topic, count in found.references.items())
     click.echo(f"References: {references}.", err=True)
-    if not collector.earlier:
+    if not any(collector.earlier):
         click.echo("The store knows of no earlier collection, so only you know whether a topic is missing.", err=True)
     what = f"{counted(found.orphans, 'object')} ({size_text(found.orphan_bytes)})"
     kept = f"{counted(found.objects - found.orphans, 'old object')} referred to"

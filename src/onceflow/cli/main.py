@@ -74,6 +74,10 @@ SUMMARIES = {
 }
 
 
+#: A package that only demos, chaos runs and benchmarks need.
+_TOOLS_NEED = "confluent_kafka"
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are run."""
 
@@ -135,7 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             click.echo(f"onceflow: {pressed}", err=True)
         click.echo("onceflow: interrupted", err=True)
         sys.exit(INTERRUPTED)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == _TOOLS_NEED:
+            click.echo("onceflow: this command needs confluent-kafka: pip install 'onceflow[testing]'", err=True)
+            sys.exit(errors.exit_code)
         if errors.exit_code == FINDING:
             raise  # Python ends with 1
         traceback.print_exc()

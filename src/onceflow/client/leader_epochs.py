@@ -7,6 +7,7 @@ further knows that its records are gone, even if others have the same offsets by
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,10 @@ from kafka.protocol.metadata import MetadataRequest
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.client.leaders import ask_leaders
+from onceflow.errors import BrokerUnsupportedError
 from onceflow.protocol.names import TopicPartition
+
+log = logging.getLogger("onceflow.client")
 
 
 @dataclass(frozen=True)
@@ -74,15 +78,19 @@ def look_at_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], dead
 
 def epoch_ends(cluster: Cluster, epochs: Mapping[TopicPartition, int], deadline: Deadline) -> dict[TopicPartition, int]:
     """Where the log of each partition ends what leaders up to an epoch have appended; -1: the leader does not know.
+    Nothing, if the brokers do not have this request: some that speak Kafka's protocol do not.
 
     Raises:
         PermissionDeniedError: DESCRIBE on a topic is missing.
-        BrokerUnsupportedError: the brokers are older than Kafka 2.1.
     """
     if not epochs:
         return {}
     cluster.connect(deadline)
-    version = cluster.version(OffsetForLeaderEpochRequest, min_version=2, max_version=4)
+    try:
+        version = cluster.version(OffsetForLeaderEpochRequest, min_version=2, max_version=4)
+    except BrokerUnsupportedError as error:
+        log.debug("truncated logs are not noticed: %s", error)
+        return {}
 
     def request(wanted: Mapping[str, Sequence[int]]) -> OffsetForLeaderEpochRequest:
         topic_type = OffsetForLeaderEpochRequest.OffsetForLeaderTopic

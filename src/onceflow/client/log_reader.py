@@ -8,14 +8,14 @@ decided, because InitProducerId has returned, so their markers are in the log be
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.fetching import READ_UNCOMMITTED, PartitionFetch
 from onceflow.errors import DataLossError
-from onceflow.protocol.decode import COMMIT, RawBatch
+from onceflow.protocol.decode import COMMIT, HeaderList, RawBatch
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class LogRecord:
     timestamp_ms: int
     producer_id: int
     producer_epoch: int
+    headers: HeaderList = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -92,5 +93,7 @@ def _records(raw: RawBatch) -> Iterator[LogRecord | Marker]:
         return
     producer_id = batch.producer_id if batch.transactional else -1
     columns = zip(offsets, batch.keys, batch.values, batch.timestamps_ms.tolist(), strict=True)
-    for offset, key, value, timestamp_ms in columns:
-        yield LogRecord(offset, key, value, timestamp_ms, producer_id, batch.producer_epoch)
+    for row, (offset, key, value, timestamp_ms) in enumerate(columns):
+        yield LogRecord(
+            offset, key, value, timestamp_ms, producer_id, batch.producer_epoch, batch.headers.get(row) or []
+        )

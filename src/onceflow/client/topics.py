@@ -20,8 +20,9 @@ from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError
 from onceflow.protocol import acls, codes
+from onceflow.protocol.compression import PRODUCER
 from onceflow.protocol.names import INTERNAL_SUFFIX
-from onceflow.protocol.timestamps import ACCEPTED_TIMES_SETTINGS, AcceptedTimes
+from onceflow.protocol.timestamps import ACCEPTED_TIMES_SETTINGS, ANY_TIME, AcceptedTimes
 
 log = logging.getLogger("onceflow")
 
@@ -310,24 +311,31 @@ def await_topic(cluster: Cluster, name: str, deadline: Deadline) -> TopicInfo:
 
 
 class TopicLimits(NamedTuple):
-    """What a topic accepts.
+    """What a topic takes.
 
     Args:
-        max_message_bytes: the size of a record batch.
+        max_message_bytes: the size of a record batch, as it is stored.
         times: the timestamps of records.
+        compacted: whether records need a key.
+        stored: how brokers compress what they store: ``producer`` (as it comes), ``uncompressed``, or a codec.
     """
 
     max_message_bytes: int
-    times: AcceptedTimes
+    times: AcceptedTimes = ANY_TIME
+    compacted: bool = False
+    stored: str = PRODUCER
 
 
 def topic_limits(cluster: Cluster, names: Iterable[str], deadline: Deadline) -> dict[str, TopicLimits]:
-    """What topics accept. Kafka's defaults, if this principal may not read their settings."""
-    sizes = "max.message.bytes"
-    found = topic_configs(cluster, names, [sizes, *ACCEPTED_TIMES_SETTINGS], deadline)
+    """What topics take. Kafka's defaults, if this principal may not read their settings."""
+    size, policy, stored = "max.message.bytes", "cleanup.policy", "compression.type"
+    found = topic_configs(cluster, names, [size, policy, stored, *ACCEPTED_TIMES_SETTINGS], deadline)
     return {
         name: TopicLimits(
-            DEFAULT_MAX_MESSAGE_BYTES if (size := values[sizes]) is None else int(size), AcceptedTimes.of(values)
+            DEFAULT_MAX_MESSAGE_BYTES if (most := values[size]) is None else int(most),
+            AcceptedTimes.of(values),
+            "compact" in (values[policy] or ""),
+            values[stored] or PRODUCER,
         )
         for name, values in found.items()
     }

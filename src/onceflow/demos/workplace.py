@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onceflow.broker.local import LocalBroker
-from onceflow.broker.process import admin_client
+from onceflow.testing.librdkafka import admin_client
 
 
 @dataclass

@@ -19,6 +19,7 @@ from onceflow.errors import (
     TransactionTimeoutError,
     data_loss,
 )
+from onceflow.protocol import timestamps
 from onceflow.spark import jvm
 
 _CLAIM = re.compile(r"ClaimCheckError: ([^\n]+)(?:\n  detail: ([^\n]+))?(?:\n  next step: ([^\n]+))?")
@@ -46,6 +47,13 @@ _EXPIRED = re.compile(
     r"\s+(?:for topic partition|\(GroupId: .*?, TopicPartition:) ([\w.-]+-\d+)"
     r"|Cannot fetch offset (\d+)\s+\(GroupId: .*?, TopicPartition: ([\w.-]+-\d+)\)"
 )
+# What it says of a timestamp that is no time in microseconds: in Spark 4.2, and before, when it called DateTimeUtils in
+# KafkaRecordToRowConverter.scala.
+_NO_TIME = re.compile(
+    r"Record at topic (\S+) partition (\d+) offset (\d+) has timestamp value (\d+) that overflows"
+    r"|ArithmeticException: long overflow(?=.*KafkaRecordToRowConverter)",
+    re.DOTALL,
+)
 # How the texts of errors of ``Flow.map`` begin.
 _MAP = "Flow.map: "
 
@@ -53,8 +61,8 @@ _MAP = "Flow.map: "
 def of_task(problem: BaseException) -> OnceflowError | None:
     """The error in a task, if Spark's job has failed by it and no attempt helps.
 
-    It is one of ``ClaimCheck.load`` or of ``Flow.map``, or a source record cannot be a row, or records have expired
-    before the task, or Spark's Kafka source in it, has read them.
+    It is one of ``ClaimCheck.load`` or of ``Flow.map``, or a source record cannot be a row, or Spark's Kafka source in
+    it cannot express the time of one, or records have expired before the task or that source has read them.
     """
     if isinstance(problem, OnceflowError):
         return None
@@ -64,7 +72,7 @@ def of_task(problem: BaseException) -> OnceflowError | None:
         return ClaimCheckError(found[1], detail=found[2] or "", next_step=found[3] or "")
     raised = raised_error(text)
     if raised is None:
-        return _expired(text)
+        return _expired(text) or _no_time(text)
     return raised if raised.what.startswith(_MAP) or isinstance(raised, DataLossError | BadRecordError) else None
 
 
@@ -88,6 +96,21 @@ def _expired(text: str) -> DataLossError | None:
     start, end, place, offset, place_of_offset = found.groups()
     lost = f"offset {offset}" if start is None else f"offsets {start} to {int(end) - 1}"
     return data_loss(place or place_of_offset, f"{lost}: not available any more, says Spark's Kafka source")
+
+
+def _no_time(text: str) -> BadRecordError | None:
+    """The error of Spark's Kafka source in a task, if it cannot express the timestamp of a record."""
+    found = _NO_TIME.search(text)
+    if found is None:
+        return None
+    topic, partition, offset, stamp = found.groups()
+    return BadRecordError(
+        "A source record has a timestamp that Spark cannot express",
+        topic=None if topic is None else f"{topic}-{partition}",
+        detail="" if topic is None else f"{stamp} ms since 1970 ({timestamps.in_utc(int(stamp))}) at offset {offset}",
+        next_step="run the flow with the direct engine, which reads such records; or pass this offset with `onceflow "
+        "reset FLOW --to`",
+    )
 
 
 def in_short(problem: BaseException) -> str:

@@ -23,6 +23,7 @@ from onceflow.driver.refused_rows import LettersToWrite, RefusedRows, parsed
 from onceflow.driver.run import Run, check_read_now, watch_sources, writer_of
 from onceflow.driver.start_report import report
 from onceflow.driver.startup import Startup
+from onceflow.driver.targets import check_letter_topics
 from onceflow.errors import OnceflowError, OptionError, ProgressConflictError, ProtocolError, located
 from onceflow.messages import Target
 from onceflow.planning import source_starts
@@ -162,7 +163,8 @@ def _take_over(
         if decided.letters is not None and not start.is_behind:
             left = LettersToWrite(session, decided.letters, decided.targets, start.progress.batch_id)
         commit_progress(session, start.progress, startup.sources, deadline, left)
-    progress = replace(start.progress, letters=letter_topics({}, [write.dead_letter_topic]))
+    letters = letter_topics({}, [write.dead_letter_topic])
+    progress = replace(start.progress, letters=letters, external=sink.target)
     owned = Ownership(identity, owner, opened.generation, opened.progress, progress)
     return owned, decided.starts, decided.targets
 
@@ -219,7 +221,9 @@ def _targets(
     limits = topic_limits(cluster, named, deadline)
     warn_of_settings(cluster, [*named], deadline, flow=startup.flow)
     session.decide(named, kafka, deadline)
-    return {name: Target(found[name].partitions, *limits[name]) for name in named}
+    targets = {name: Target(found[name].partitions, *limits[name]) for name in named}
+    check_letter_topics(cluster, named, targets, deadline, flow=startup.flow)
+    return targets
 
 
 def _starts(startup: Startup, progress: Progress, flow: str) -> Mapping[str, dict[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from pyspark.sql import DataFrame
 
@@ -34,6 +34,7 @@ from onceflow.planning.options import EXACTLY_ONCE, BatchSummary, SinkOptions
 from onceflow.planning.ownership import Columns, Outgoing, prepare
 from onceflow.planning.range_tasks import task_count
 from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.topic_rules import TopicRules
 from onceflow.spark.collect import collect
 from onceflow.task.row_writer import WriteTask, write_rows
 
@@ -108,6 +109,11 @@ class OutputWriter:
         deadline = self.deadline("reading topic metadata")
         self._targets = load_targets(self._cluster, self._options.topic, deadline, more=more)
         self._targets_at = time.monotonic()
+
+    def rules(self, topics: Iterable[str]) -> dict[str, TopicRules]:
+        """What those of these topics take that are known."""
+        known = {topic: self._targets[topic] for topic in topics if topic in self._targets}
+        return {topic: target.rules(topic, self._options.compression) for topic, target in known.items()}
 
     def write(self, rows: Rows, attempt: Attempt) -> list[Part]:
         """Produce every row under the producer id and epoch of the attempt, and collect what was acknowledged."""

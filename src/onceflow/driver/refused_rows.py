@@ -18,7 +18,6 @@ import pyarrow as pa
 from onceflow import hooks
 from onceflow.client.deadline import Deadline
 from onceflow.driver.driver_session import DriverSession
-from onceflow.errors import BadRecordError
 from onceflow.external.sink import RefusedRow
 from onceflow.messages import DRIVER, Report, Routing, Target, WriteOrder
 from onceflow.protocol.batches import ProducerIdAndEpoch
@@ -26,12 +25,10 @@ from onceflow.protocol.progress import Progress, decode, encode
 from onceflow.protocol.timestamps import of_datetime
 from onceflow.state.api.record import Record
 from onceflow.state.dead_letter_limit import DeadLetters, Letters
-from onceflow.state.dead_letters import refused_record
+from onceflow.state.dead_letters import fitted, refused_record
 from onceflow.task.row_writer import write_rows
 from onceflow.task.step_outputs import OUTPUT_SCHEMA, packed, unpacked, written_rows
 
-# Of a record batch with one record, without its key, value and headers.
-_OVERHEAD_BYTES = 200
 _LETTERS = "dead_letters"
 _PLACE = {"topic": str, "partition": int, "offset": int}
 
@@ -56,7 +53,6 @@ class RefusedRows:
         self.text = ""
         self.letters: pa.Table = OUTPUT_SCHEMA.empty_table()
         self._targets = targets
-        self._target = target
         self._run = DeadLetters(flow, topic, limit, target)
         self._found = Letters(0, 0, {})
 
@@ -68,7 +64,6 @@ class RefusedRows:
 
         Raises:
             DeadLetterLimitError: the run has too many.
-            BadRecordError: a dead letter is too large for its topic.
         """
         causes: dict[str, tuple[int, str]] = {}
         for row in refused:
@@ -76,9 +71,8 @@ class RefusedRows:
             causes[row.kind] = (count + 1, first)
         self._found = Letters(records, len(refused), causes)
         self._run.check(self._found)
-        letters = [_letter(row, self.topic or "") for row in refused]
-        for letter in letters:
-            self._check_size(letter)
+        rules = self._targets[self.topic or ""].rules(self.topic or "", "none") if refused else None
+        letters = [fitted(_letter(row, self.topic or ""), rules) for row in refused]
         self.letters = _table(letters)
         self.text = progress_row(progress, self.letters)
         return self.text
@@ -86,18 +80,6 @@ class RefusedRows:
     def committed(self) -> None:
         """The batch is committed."""
         self._run.on_commit(self._found)
-
-    def _check_size(self, letter: Record) -> None:
-        most = self._targets[letter.topic or ""].max_message_bytes
-        headers = sum(len(name) + len(value or b"") + 10 for name, value in letter.headers)
-        size = len(letter.key or b"") + len(letter.value or b"") + headers + _OVERHEAD_BYTES
-        if size > most:
-            raise BadRecordError(
-                f"{self._target} does not take a row, and as a dead letter it is too large for its topic",
-                topic=letter.topic,
-                detail=f"{size:,} bytes, max.message.bytes is {most:,}",
-                next_step="raise max.message.bytes of this topic",
-            )
 
 
 class LettersToWrite:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from onceflow.clock import clock_ms
 from onceflow.driver.batch_errors import raised_error
@@ -12,6 +13,7 @@ from onceflow.driver.fetched_rows import Rows
 from onceflow.driver.retries import Attempt
 from onceflow.messages import CALLS_PROPERTY
 from onceflow.planning.options import BatchSummary
+from onceflow.protocol.topic_rules import TopicRules
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.state.dead_letter_limit import NO_LETTERS, DeadLetters, Letters, merged
 from onceflow.task.call_rows import CallOrder, reports_of
@@ -32,8 +34,14 @@ class RowCalls:
         self._attempt = ""
         self._muted = False
 
-    def begin(self, rows: Rows, attempt: Attempt) -> None:
-        """An attempt begins: tell its tasks."""
+    def begin(
+        self, rows: Rows, attempt: Attempt, rules_of: Callable[[Iterable[str]], Mapping[str, TopicRules]]
+    ) -> None:
+        """An attempt begins: tell its tasks.
+
+        Args:
+            rules_of: returns what topics take, as far as they are known.
+        """
         if not self._steps:
             return
         self._attempt = f"{attempt.batch}/{attempt.summary.attempts}"
@@ -42,6 +50,8 @@ class RowCalls:
         for order, _ in self._steps:
             order.reports.value = {}
         described = {"attempt": self._attempt, "begun_ms": clock_ms(), "limit_s": self._limit_s}
+        topics = {topic for order, _ in self._steps for topic in (order.topic, order.dead_letter_topic) if topic}
+        described["rules"] = [asdict(rules) for rules in rules_of(topics).values()]
         rows.sparkSession.sparkContext.setLocalProperty(CALLS_PROPERTY, json.dumps(described))
 
     @contextlib.contextmanager

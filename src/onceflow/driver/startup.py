@@ -31,7 +31,7 @@ from onceflow.driver.offset_log import Sources
 from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.source_offsets import end_of_read, look_at
 from onceflow.driver.step_tables import ensure_table
-from onceflow.driver.targets import load_targets
+from onceflow.driver.targets import check_letter_topics, load_targets
 from onceflow.durations import duration_ms
 from onceflow.errors import OnceflowError, OptionError, ProgressConflictError, located
 from onceflow.planning import process, source_starts, table_plan
@@ -389,7 +389,9 @@ class Startup:
         calls = [*(order.calls for order in self.calls), *of_steps]
         check_times(calls, options.transaction_timeout_s, self._records.values(), self.flow)
         side_topics = process.side_topics(self.steps)
-        load_targets(session.cluster, options.topic, deadline, more=side_topics)
+        targets = load_targets(session.cluster, options.topic, deadline, more=side_topics)
+        of_calls = {each.dead_letter_topic: "dead letter" for each in self.calls if each.dead_letter_topic}
+        check_letter_topics(session.cluster, {**of_calls, **side_topics}, targets, deadline, flow=self.flow)
         outputs = [topic for topic in (options.topic, *side_topics) if topic is not None]
         written = [*outputs, *(topic for step in self.steps.values() for topic in step.spec.topics.ids)]
         warn_of_settings(session.cluster, [*written, PROGRESS_TOPIC], deadline, flow=self.flow)

@@ -334,4 +334,5 @@ class StateStep:
             modulus=1,
             due=self._due[table],
             owner=self._owner,
+            as_is=self._query.written_as_is,
         )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from onceflow.client import allowed
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.topics import find_topics, topic_limits
+from onceflow.errors import OptionError, PermissionDeniedError
 from onceflow.messages import Target
+from onceflow.protocol import acls
+from onceflow.state.dead_letters import LETTER_BYTES_MIN
 
 
 def load_targets(
@@ -31,3 +35,48 @@ def load_targets(
         return {}
     limits = topic_limits(cluster, names, deadline)
     return {name: Target(found[name].partitions, *limits[name]) for name in names}
+
+
+def check_letter_topics(
+    cluster: Cluster, roles: Mapping[str, str], targets: Mapping[str, Target], deadline: Deadline, *, flow: str
+) -> None:
+    """Refuse topics that cannot take dead letters, late records or duplicates: found out at the first one, they would
+    stop the flow.
+
+    Args:
+        roles: what each of the topics is for.
+
+    Raises:
+        OptionError: a topic is compacted, or takes only very small records.
+        PermissionDeniedError: this principal may not write to it, as far as brokers say so.
+    """
+    roles = {topic: role for topic, role in roles.items() if topic in targets}
+    for topic, role in roles.items():
+        target = targets[topic]
+        if target.compacted:
+            raise OptionError(
+                f"Records cannot go to the {role} topic {topic}, which is compacted",
+                flow=flow,
+                topic=topic,
+                detail="compaction would delete all but the last one of each key, and brokers refuse those without key",
+                next_step="name another topic, or set it: kafka-configs.sh --bootstrap-server HOST:PORT --alter "
+                f"--topic {topic} --add-config cleanup.policy=delete",
+            )
+        if target.max_message_bytes < LETTER_BYTES_MIN:
+            raise OptionError(
+                f"Records cannot go to the {role} topic {topic}, which takes at most {target.max_message_bytes} bytes",
+                flow=flow,
+                topic=topic,
+                detail=f"headers with the cause need up to {LETTER_BYTES_MIN:,} bytes",
+                next_step=f"raise max.message.bytes of {topic}, best to that of the source and 10,000 more",
+            )
+    described = allowed.describe_topics(cluster, roles, deadline) if roles else []
+    for answer in described:
+        found = allowed.operations(answer.authorized_operations)
+        if found is not None and "WRITE" not in found and answer.name in roles:
+            raise PermissionDeniedError(
+                f"This principal may not write to the {roles[answer.name]} topic {answer.name}",
+                flow=flow,
+                topic=answer.name,
+                next_step=acls.grant("WRITE", acls.TOPIC, answer.name),
+            )

@@ -20,6 +20,7 @@ from onceflow.external.delta_rows import (
     Refused,
     TableFacts,
     check_columns,
+    check_expressions,
     check_partition_by,
     facts_of,
     new_table_schema,
@@ -79,8 +80,12 @@ class DeltaSink(ExternalSink):
         self.partition_by = (partition_by,) if isinstance(partition_by, str) else tuple(partition_by)
         self.local_only = self._storage.is_local and not shared
         self._sets_aside = False
+        self._new: pa.Schema | None = None  # of a table that is created when the flow is taken over
         self._facts: TableFacts | None = None  # as they were at the begin of the attempt
-        self._last: dict[str, int] = {}  # version of the last entry of a flow that this driver has committed
+        self._last: dict[str, Entry] = {}  # the last entry of a flow that this driver has committed
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": {}}  # tasks do not need it
 
     def __repr__(self) -> str:
         return f"DeltaSink({self.root!r})"
@@ -103,10 +108,11 @@ class DeltaSink(ExternalSink):
     def check(self, schema: pa.Schema) -> None:
         with self._storage.reached():
             if not self._storage.has_table():
-                self._create(schema)
+                self._new = self._checked_new(schema)
+                return
             facts = facts_of(self._storage.table(), self.root)
-        record = self._record(schema.names, facts)
-        check_columns(facts, pa.schema([column for column in schema if column.name not in record]))
+        check_columns(facts, self._of_table(schema, facts))
+        check_expressions(facts)
 
     def progress_row(self, flow: str) -> ProgressRow | None:
         with self._storage.reached():
@@ -118,6 +124,8 @@ class DeltaSink(ExternalSink):
     def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
         log = DeltaLog(self._storage, flow)
         with self._storage.reached():
+            if self._new is not None and generation is None:
+                self._create(self._new)
             for _ in range(_TRIES):
                 table = self._storage.table()
                 last = log.committed(table)
@@ -127,8 +135,15 @@ class DeltaSink(ExternalSink):
                     self._check_condition()
                 row = ProgressRow(opened, owner, None if found is None else found.progress)
                 entry = next_entry(flow, last, row, table)
-                if self._commit_entry(table, log, entry) is None:
+                conflict = self._commit_entry(table, log, entry)
+                if conflict is None:
                     return row
+                if self._storage.table().version() == table.version():
+                    raise EnvironmentUnusableError(
+                        f"The table in {self.root} does not take a commit of deltalake",
+                        detail=self._storage.said(conflict),
+                        next_step="use a newer version of deltalake, or a table without the features that it lacks",
+                    )
         raise ConnectionError(f"{self.root} is written by too many others at once")
 
     def begin(self, attempt: BatchAttempt) -> None:
@@ -141,8 +156,12 @@ class DeltaSink(ExternalSink):
         refused: list[pa.Table] = []
         with row_checks(facts) as checks, contextlib.ExitStack() as stack:
             files = TaskFiles(stack, self._storage, folder, name, facts.partition_by)
+            columns: list[str] | None = None
             for batch in batches:
-                columns = [column for column in batch.schema.names if column in facts.arrow.names]
+                if columns is None:  # the table may have been changed since the start
+                    own = self._of_table(batch.schema, facts)
+                    check_columns(facts, own)
+                    columns = own.names
                 taken, others = checks.divided(batch.select(columns))
                 files.write(taken)
                 if others:
@@ -174,14 +193,17 @@ class DeltaSink(ExternalSink):
         given = [json.loads(receipt) for receipt in receipts]
         files = [DataFile(**file) for receipt in given for file in receipt["files"]]
         log, table = DeltaLog(self._storage, attempt.flow), self._storage.table()
-        last = log.committed(table)
+        mine = self._last.get(attempt.flow)
+        is_mine = mine is not None and table.transaction_version(attempt.flow) == mine.version
+        last = mine if is_mine else log.committed(table)
         check_owner(self.root, attempt, None if last is None else last.row)
         assert last is not None
-        if last.version != self._last.get(attempt.flow, last.version):
+        if mine is not None and last.version != mine.version:
             raise older_state(self.root, attempt.flow, f"the table is at entry {last.version}, not at the last one")
         if self._facts is not None and facts_of(table, self.root) != self._facts:
             raise self._changed("its columns, constraints or features are other ones now")
         facts = self._facts or facts_of(table, self.root)
+        self._check_files(files)
         text = progress([row for receipt in given for row in self._refused_rows(receipt["refused"], facts)])
         row = ProgressRow(attempt.generation, attempt.owner, text)
         entry = next_entry(attempt.flow, last, row, table, batch=attempt.batch, files=[file.path for file in files])
@@ -213,7 +235,7 @@ class DeltaSink(ExternalSink):
             if self._storage.table().transaction_version(entry.flow) != entry.version:
                 log.remove(entry)
                 return error
-        self._last[entry.flow] = entry.version
+        self._last[entry.flow] = entry
         log.prune(entry)
         return None
 
@@ -244,6 +266,16 @@ class DeltaSink(ExternalSink):
             self._storage.sync(f"_delta_log/{version:020d}.json")
             version += 1
 
+    def _check_files(self, files: Sequence[DataFile]) -> None:
+        """Check that the files of all tasks are here. A table with a file that is missing cannot be read."""
+        for file in files if self._storage.is_local else ():
+            path = Path(self.root, file.path)
+            if not path.exists() or path.stat().st_size != file.bytes:
+                raise EnvironmentUnusableError(
+                    f"A task has written {path}, which is not there for the driver",
+                    next_step=f"with shared=True, {self.root} must be the same folder on the driver and all executors",
+                )
+
     def _changed(self, detail: str) -> BatchAbortedError:
         return BatchAbortedError(
             f"The table in {self.root} was changed by others in a way that does not go with the batch",
@@ -253,7 +285,12 @@ class DeltaSink(ExternalSink):
 
     # ---- the table -----------------------------------------------------------------------------------
 
-    def _create(self, schema: pa.Schema) -> None:
+    def _checked_new(self, schema: pa.Schema) -> pa.Schema:
+        """The schema of a table that does not exist yet.
+
+        Raises:
+            SchemaError: it cannot have these columns.
+        """
         given = new_table_schema(schema)
         record = [name for name in RECORD_COLUMNS if self._sets_aside and name in given.names]
         check_partition_by(self.partition_by, given)
@@ -264,6 +301,10 @@ class DeltaSink(ExternalSink):
                 detail=f"columns of records: {', '.join(record)}",
                 next_step="create the table before, or leave these columns out",
             )
+        return given
+
+    def _create(self, given: pa.Schema) -> None:
+        """Create the table, unless another driver has done so."""
         try:
             load_deltalake().DeltaTable.create(
                 self.root,
@@ -280,6 +321,11 @@ class DeltaSink(ExternalSink):
                 detail=self._storage.said(error),
                 next_step="create it, or rename or cast the columns",
             ) from error
+
+    def _of_table(self, schema: pa.Schema, facts: TableFacts) -> pa.Schema:
+        """The columns of rows that are meant for the table."""
+        record = self._record(schema.names, facts)
+        return pa.schema([column for column in schema if column.name not in record])
 
     def _record(self, names: Sequence[str], facts: TableFacts) -> list[str]:
         """Columns of the rows that are of the Kafka records, for dead letters."""

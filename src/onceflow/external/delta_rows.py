@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,18 @@ from onceflow.errors import OptionError, SchemaError
 from onceflow.external.delta_files import can_divide_by
 from onceflow.external.delta_storage import load_deltalake
 
-#: What a table may ask of its writers, so that files can be added after a look at their rows.
+#: What a table may ask of its writers, so that files can be added after a look at their rows, and that deltalake
+#: commits.
 _FEATURES = frozenset(
     {
         "appendOnly",
         "changeDataFeed",  # no change files are needed where rows are only added
         "checkConstraints",
         "deletionVectors",
-        "domainMetadata",
         "generatedColumns",
-        "inCommitTimestamp",
         "invariants",
         "timestampNtz",
         "v2Checkpoint",
-        "vacuumProtocolCheck",
     }
 )
 # Without a list of features, a version stands for all features up to it: 5 has column mapping.
@@ -47,8 +45,9 @@ _LEGACY_WRITER_MAX = 4
 _LISTED_WRITER = 7
 _CONSTRAINT = "delta.constraints."
 _INVARIANT, _GENERATED = "delta.invariants", "delta.generationExpression"
-_DEFAULT, _IDENTITY = "CURRENT_DEFAULT", "delta.identity."
+_IDENTITY = "delta.identity."
 _FIRST_DAY, _LAST_DAY = -719_162, 2_932_896  # 0001-01-01 and 9999-12-31, in days since 1970
+_ODD = frozenset(" ,;{}()\n\t=")
 _NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 #: Number of a row, and why it is refused: the class of the error, and its text.
@@ -121,13 +120,36 @@ def new_table_schema(schema: pa.Schema) -> pa.Schema:
     """The schema of a table that is created for rows with this schema. It does not depend on Spark's settings.
 
     Raises:
-        SchemaError: a type cannot be written, or two columns have the same name.
+        SchemaError: a type or a name cannot be written, or two columns have the same name.
     """
+    _check_double(schema)
+    plain = pa.schema([pa.field(each.name, _plain(each.type, each.name)) for each in schema])
+    odd = sorted({name for name in _all_names(plain) if not name or _ODD & set(name)})
+    if odd:
+        raise SchemaError(
+            f"Columns of a new table of Delta Lake cannot be named {', '.join(map(repr, odd))}",
+            detail="Spark cannot read a table if one of its names is empty, or has a blank or one of ,;{}()=",
+            next_step="rename them",
+        )
+    return plain
+
+
+def _check_double(schema: pa.Schema) -> None:
     names = [name.lower() for name in schema.names]
     double = sorted({name for name in names if names.count(name) > 1})
     if double:
         raise SchemaError(f"Several columns are named {', '.join(double)}", next_step="rename them: Spark ignores case")
-    return pa.schema([pa.field(each.name, _plain(each.type, each.name)) for each in schema])
+
+
+def _all_names(fields: Iterable[pa.Field]) -> Iterator[str]:
+    """Names of columns, and of fields of structs in them."""
+    for each in fields:
+        yield each.name
+        kind = each.type
+        while types.is_list(kind) or types.is_map(kind):
+            kind = kind.item_type if types.is_map(kind) else kind.value_type
+        if types.is_struct(kind):
+            yield from _all_names(kind)
 
 
 def check_partition_by(names: Sequence[str], schema: pa.Schema) -> None:
@@ -155,12 +177,12 @@ def check_partition_by(names: Sequence[str], schema: pa.Schema) -> None:
 
 
 def check_columns(facts: TableFacts, schema: pa.Schema) -> None:
-    """Check at a start that the table takes rows with this schema.
+    """Check that the table takes rows with this schema.
 
     Raises:
         SchemaError: it does not.
     """
-    new_table_schema(schema)
+    _check_double(schema)
     known = facts.arrow
     for given in schema:
         there = _plain(known.field(given.name).type, given.name) if given.name in known.names else None
@@ -176,15 +198,20 @@ def check_columns(facts: TableFacts, schema: pa.Schema) -> None:
             f"Columns {', '.join(missing)} of the table in {facts.root} must not be null", next_step="select them"
         )
     for name, metadata in facts.metadata.items():
-        for key in (_GENERATED, _DEFAULT):
-            if key in metadata and name not in schema.names:
-                raise SchemaError(
-                    f"Column {name} of the table in {facts.root} is computed by its writers",
-                    detail=f"{key}: {metadata[key]}",
-                    next_step=f"select it: {metadata[key]} AS {name}",
-                )
-    missing = [name for name in facts.partition_by if name not in schema.names]
+        if _GENERATED in metadata and name not in schema.names:
+            raise SchemaError(
+                f"Column {name} of the table in {facts.root} is computed by its writers",
+                next_step=f"select it: {metadata[_GENERATED]} AS {name}",
+            )
     check_partition_by(facts.partition_by, known)
+
+
+def check_expressions(facts: TableFacts) -> None:
+    """Check that delta-rs knows the expressions of a table.
+
+    Raises:
+        SchemaError: it does not.
+    """
     with row_checks(facts) as checks:
         checks.try_expressions()
 
@@ -251,6 +278,9 @@ class RowChecks:
             keep = np.ones(taken.num_rows, dtype=bool)
             keep[[number for number, _, _ in failed]] = False
             taken = taken.filter(pa.array(keep))
+        for name in self._facts.partition_by:
+            if name not in columns:  # files are divided by it all the same
+                taken = taken.append_column(self._fields[name], pa.nulls(taken.num_rows, self._plain[name]))
         return taken, sorted(refused)
 
     def try_expressions(self) -> None:

@@ -18,6 +18,7 @@ _SECRET = re.compile(r"secret|key|token|sas|password|credential|account", re.IGN
 _SECRET_LENGTH = 6  # shorter values are no secrets, and would hide parts of other words
 _SIGNATURE = re.compile(r"((?:sig|signature|x-amz-signature|x-amz-security-token|x-amz-credential)=)[^&\s\"']+", re.I)
 _DENIED = re.compile(r"\b(401|403)\b|AccessDenied|Forbidden|Unauthorized|InvalidAccessKeyId|SignatureDoesNotMatch")
+_READ_OTHERWISE = re.compile(r"\\|%[0-9A-Fa-f]{2}")
 _YES = ("1", "true", "t", "yes", "y", "on")
 
 
@@ -54,6 +55,12 @@ class DeltaStorage:
             given = given.removeprefix("file://")
         self.is_local = "://" not in given
         self.root = str(Path(given).absolute()) if self.is_local else given.rstrip("/")
+        if self.is_local and _READ_OTHERWISE.search(self.root):
+            raise OptionError(
+                f"The folder {self.root} cannot have a table of Delta Lake",
+                detail="deltalake reads a backslash in its name as a slash, and % with two digits as another letter",
+                next_step="use another name",
+            )
         self.options = {str(name): str(value) for name, value in options.items()}
         self._handler: Any = None
         _check_options(self.options, self.root)

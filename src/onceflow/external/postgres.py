@@ -16,12 +16,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from onceflow.errors import (
     BatchAbortedError,
@@ -33,7 +30,6 @@ from onceflow.errors import (
 from onceflow.external.postgres_columns import (
     Column,
     Relation,
-    Type,
     check_digits,
     check_taken,
     columns_of,
@@ -42,10 +38,27 @@ from onceflow.external.postgres_columns import (
     shows_order,
     staged_types,
 )
-from onceflow.external.postgres_connection import completed, connect, dataset_of, pin, reason, suppress_race
+from onceflow.external.postgres_connection import (
+    completed,
+    connect,
+    dataset_of,
+    may_be_of_a_row,
+    pin,
+    reason,
+    suppress_race,
+)
 from onceflow.external.postgres_key import Key, key_of
-from onceflow.external.postgres_moves import HEADERS, PROBLEM, RECEIPT, ROW, Moves, Staged
-from onceflow.external.postgres_staging import check_driver, storable
+from onceflow.external.postgres_moves import Moves, Staged
+from onceflow.external.postgres_staging import (
+    HEADERS,
+    PROBLEM,
+    RECEIPT,
+    ROW,
+    TaskRows,
+    check_driver,
+    only_staged,
+    record_columns,
+)
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
 from onceflow.external.sink import (
     RECORD_COLUMNS,
@@ -154,10 +167,10 @@ class PostgresSink(ExternalSink):
         self._ordered = shows_order(connection, relation, written)
         self._key = key_of(connection, relation, self._write.key, self._write.table) if self._write.key else None
         if self._write.mode == DELETE_BY_FLAG:
-            self._columns.append(_only_staged(self._write.flag, "boolean", "flag"))
+            self._columns.append(only_staged(self._write.flag, "boolean", "flag"))
         kinds = staged_types(pa.schema([schema.field(name) for name in record if name != "headers"]))
         kinds.update(HEADERS if "headers" in record else {})
-        self._record = [_only_staged(name, kind, f"r{number}") for number, (name, kind) in enumerate(kinds.items())]
+        self._record = record_columns(kinds)
         self._check_moves(connection)
 
     def _find_session(self, connection: psycopg.Connection[Any]) -> None:
@@ -230,29 +243,14 @@ class PostgresSink(ExternalSink):
         if first is None:
             return b""
         check_driver(self._dsn)
-        receipt, rows = f"{attempt}-{task}", 0
-        columns = [*self._columns, *self._record]
-        wanted = [each.name for each in columns]
+        receipt = f"{attempt}-{task}"
         required = () if self._key is None or self._key.nulls_equal else self._write.key
-        first = _with_headers(first, wanted)
-        fields = [(each.staged_in, first.schema.field(each.name).type) for each in columns]
-        schema = pa.schema([(RECEIPT, pa.string()), (ROW, pa.int64()), (PROBLEM, pa.string()), *fields])
-
-        def numbered() -> Iterator[pa.RecordBatch]:
-            nonlocal rows
-            for batch in chain([first], (_with_headers(each, wanted) for each in batches)):
-                places = pa.array(np.arange(rows, rows + batch.num_rows))
-                rows += batch.num_rows
-                names = pa.repeat(receipt, batch.num_rows)
-                given = [batch.column(name) for name in wanted]
-                problems, sound = storable(given, wanted, required, self._encoding)
-                yield pa.RecordBatch.from_arrays([names, places, problems, *sound], schema=schema)
-
+        rows = TaskRows(receipt, self._columns, self._record, required=required, encoding=self._encoding)
         with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
-            reader = pa.RecordBatchReader.from_batches(schema, numbered())
+            reader = rows.reader(batches, first)
             cursor.adbc_ingest(_staging(attempt), reader, mode="append", db_schema_name=self._schema)
             connection.commit()
-        return json.dumps([receipt, rows]).encode()
+        return json.dumps([receipt, rows.total]).encode()
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
         def move(connection: psycopg.Connection[Any], staged: Staged) -> str:
@@ -385,13 +383,13 @@ class PostgresSink(ExternalSink):
                 detail=str(error).splitlines()[0],
                 next_step="key= must name the columns of its primary key, or of a unique index",
             ) from error
-        except psycopg.ProgrammingError as error:
-            if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        except psycopg.Error as error:
+            if not may_be_of_a_row(error):
                 raise
             raise SchemaError(
                 f"Rows cannot be written to table {self._write.table}",
                 detail=str(error).splitlines()[0],
-                next_step="cast the columns in the query to the types of the table",
+                next_step="cast the columns in the query to the types of the table, if it is about types",
             ) from error
 
     def _checked(self, connection: psycopg.Connection[Any], staged: Staged, expected: int) -> Staged:
@@ -434,11 +432,6 @@ class PostgresSink(ExternalSink):
             connection.execute(sql.SQL(statement).format(sql.Identifier(table)))
 
 
-def _only_staged(name: str, kind: str, staged_in: str) -> Column:
-    """A column of the staging table that the table does not have."""
-    return Column(name, kind, Type(kind, kind == "text"), staged_as=kind, staged_in=staged_in)
-
-
 def _python_name(connection: psycopg.Connection[Any], encoding: str) -> str:
     """Python's name for an encoding of PostgreSQL. Its ``SQL_ASCII`` takes all bytes."""
     import psycopg
@@ -449,17 +442,6 @@ def _python_name(connection: psycopg.Connection[Any], encoding: str) -> str:
         connection.execute("SELECT set_config('client_encoding', %s, true)", [encoding])
         return codecs.lookup(connection.info.encoding).name
     return "utf-8"  # none that Python knows: COPY finds what cannot be stored
-
-
-def _with_headers(batch: pa.RecordBatch, wanted: Sequence[str]) -> pa.RecordBatch:
-    """With the headers as two arrays, if they are wanted."""
-    if next(iter(HEADERS)) not in wanted:
-        return batch
-    headers = batch.column("headers")
-    for number, name in enumerate(HEADERS):
-        part = pc.struct_field(headers.values, [number])
-        batch = batch.append_column(name, pa.ListArray.from_arrays(headers.offsets, part))
-    return batch
 
 
 def _staging_prefix(flow: str) -> str:

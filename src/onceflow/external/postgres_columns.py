@@ -173,6 +173,13 @@ def relation_of(connection: psycopg.Connection[Any], table: str) -> Relation:
 
 def columns_of(connection: psycopg.Connection[Any], relation: Relation) -> dict[str, Column]:
     """The columns of a table, by name."""
+    # Without a search path, types have their schemas: none that comes earlier in the path later can take their place.
+    with connection.transaction(force_rollback=True):
+        connection.execute("SET LOCAL search_path = ''")
+        return _columns_of(connection, relation)
+
+
+def _columns_of(connection: psycopg.Connection[Any], relation: Relation) -> dict[str, Column]:
     types = _types_of(connection, relation)
     columns, sized = {}, []
     for name, shown, oid, size, needed, always in connection.execute(

@@ -30,7 +30,7 @@ _PINNED = {
     "timezone_abbreviations": "Default",
     "DateStyle": "ISO, MDY",
     "IntervalStyle": "postgres",
-    "extra_float_digits": "1",
+    "extra_float_digits": "3",
     "bytea_output": "hex",
     "array_nulls": "on",
     "xmloption": "content",
@@ -137,6 +137,8 @@ def reason(error: psycopg.Error, lock_s: int) -> str:
     text = "; ".join(filter(None, [error.diag.message_primary or str(error), error.diag.message_detail]))
     if isinstance(error, psycopg.errors.LockNotAvailable):
         text += f": another session has held a lock for {lock_s} s (see pg_locks and pg_stat_activity)"
+    if isinstance(error, psycopg.errors.QueryCanceled):
+        text += " (see statement_timeout of the user and the database)"
     return text
 
 

@@ -43,6 +43,12 @@ LEFT JOIN pg_collation AS co ON co.oid = k.coll LEFT JOIN pg_namespace AS cn ON 
 WHERE i.indrelid = %s AND i.indisunique AND i.indisvalid AND am.amname = 'btree' AND k.place <= i.indnkeyatts
 ORDER BY c.relname, k.place
 """
+#: The table or view that a view selects from, if it is one.
+_BELOW = """
+SELECT min(d.refobjid::bigint) FROM pg_class AS c JOIN pg_rewrite AS r ON r.ev_class = c.oid
+JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
+WHERE c.oid = %s AND c.relkind = 'v' AND d.refobjid <> c.oid HAVING count(DISTINCT d.refobjid) = 1
+"""
 _DEFAULT_COLLATION = ("pg_catalog", "default")
 
 
@@ -98,30 +104,22 @@ class Key:
 
 
 def key_of(connection: psycopg.Connection[Any], relation: Relation, names: Sequence[str], table: str) -> Key:
-    """How the unique indexes of these columns compare. A view has none: its values are compared by their types.
+    """How the unique indexes of these columns compare. Those of a view are its table's.
 
     Raises:
         SchemaError: an index cannot be used, or two of them compare differently.
     """
-    from psycopg.rows import namedtuple_row
-
-    with connection.cursor(row_factory=namedtuple_row) as cursor:
-        found: list[Any] = cursor.execute(_INDEXES, [relation.oid]).fetchall()
-    indexes: dict[str, list[Any]] = {}
-    for each in found:
-        indexes.setdefault(each.index, []).append(each)
-    fitting = {
-        index: parts
-        for index, parts in indexes.items()
-        if {part.column for part in parts} == {*names} and not parts[0].partial
-    }
+    below: Any = (relation.oid,)
+    while below:
+        oid, below = below[0], connection.execute(_BELOW, below).fetchone()
+    fitting = _fitting(connection, oid, names)
     for index, parts in fitting.items():
         if not parts[0].immediate:  # ON CONFLICT does not take it
             raise SchemaError(
                 f"The unique constraint {index} of table {table} is DEFERRABLE: it cannot be used for key=",
                 next_step="make it NOT DEFERRABLE, or name the columns of another unique index",
             )
-    if not fitting:  # of a table, the check of the statements says so
+    if not fitting:  # the check of the statements says so; of a view that renames columns, types decide
         return Key({name: KeyColumn() for name in names})
     keys = {
         index: Key({part.column: _compared(part) for part in parts}, parts[0].nulls_equal)
@@ -136,6 +134,22 @@ def key_of(connection: psycopg.Connection[Any], relation: Relation, names: Seque
                 next_step="drop one of the two, or name the columns of another unique index in key=",
             )
     return replace(keys[first], nulls_equal=any(key.nulls_equal for key in keys.values()))
+
+
+def _fitting(connection: psycopg.Connection[Any], oid: int, names: Sequence[str]) -> dict[str, list[Any]]:
+    """The unique indexes that have these columns, and no others, for all rows: by name, with their columns."""
+    from psycopg.rows import namedtuple_row
+
+    with connection.cursor(row_factory=namedtuple_row) as cursor:
+        found: list[Any] = cursor.execute(_INDEXES, [oid]).fetchall()
+    indexes: dict[str, list[Any]] = {}
+    for each in found:
+        indexes.setdefault(each.index, []).append(each)
+    return {
+        index: parts
+        for index, parts in indexes.items()
+        if {part.column for part in parts} == {*names} and not parts[0].partial
+    }
 
 
 def _compared(part: Any) -> KeyColumn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from onceflow.errors import BadRecordError
 from onceflow.external.postgres_columns import Column, Relation, named
 from onceflow.external.postgres_connection import may_be_of_a_row
 from onceflow.external.postgres_key import Key
+from onceflow.external.postgres_staging import HEADERS, PROBLEM, RECEIPT, ROW
 from onceflow.external.rows import UPSERT, TableWrite
 from onceflow.external.sink import RefusedRow
 
@@ -19,16 +20,10 @@ if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg
     from psycopg import sql
 
-#: Columns of a staging table: which task has staged the row, and where it stands in the task's rows.
-RECEIPT, ROW = "receipt", "row"
-#: Another one: why the row cannot be in the table, which only tasks could see; mostly null.
-PROBLEM = "problem"
-#: The headers of a record as two arrays, because structs cannot be staged.
-HEADERS = {"onceflow_header_names": "text[]", "onceflow_header_values": "bytea[]"}
-
 _PLACE = "place"
 # Rows are tried in ranges of this many, which are divided until the refused rows are found.
 _RANGE = 1_000
+_LACKS_ANOTHER = "ForeignKeyViolation"  # the error of a row that another row may cure
 _CHECK_CONSTRAINTS = "SET CONSTRAINTS ALL IMMEDIATE"  # else deferred ones would fail in the commit
 
 
@@ -85,13 +80,8 @@ class Moves:
 
     def all_of(self, connection: psycopg.Connection[Any], staged: Staged) -> None:
         """Move all rows, none of which has a problem. They are in the transaction, or it is as it was before."""
-        from psycopg import sql
-
-        rows = sql.SQL("{} WHERE {} = ANY(%(receipts)s)").format(named(staged.schema, staged.table), named(RECEIPT))
         with connection.transaction():
-            order = _in_order_of_tasks(sql.SQL("%(receipts)s"))
-            self._run(connection, self._statements(rows, order), {"receipts": list(staged.receipts)})
-            connection.execute(_CHECK_CONSTRAINTS)
+            self._all_of(connection, staged)
 
     def all_accepted(self, connection: psycopg.Connection[Any], staged: Staged) -> list[RefusedRow]:
         """Move the rows that the table takes. Returns the others.
@@ -118,15 +108,23 @@ class Moves:
             rows = self._rows(connection, numbered.sql, found)
         # Without one, rows disturbed each other in one statement only, and have been moved in several.
         for row in rows:
-            key = "".join(f" with the key {name}={row.row[name]!r:.200}" for name in self._write.key[:1])
+            key = ", ".join(f"{name}={row.row[name]!r:.200}" for name in self._write.key)
             raise BadRecordError(
-                f"Table {self._write.table} does not take a row{key}",
+                f"Table {self._write.table} does not take a row{f' with the key {key}' if key else ''}",
                 detail=f"{row.message}; the row: {dict(row.row)!s:.500}",
                 next_step="correct the row in the query, or the table's constraints; with dead_letter_topic= it "
                 "becomes a dead letter",
             )
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _all_of(self, connection: psycopg.Connection[Any], staged: Staged) -> None:
+        from psycopg import sql
+
+        rows = sql.SQL("{} WHERE {} = ANY(%(receipts)s)").format(named(staged.schema, staged.table), named(RECEIPT))
+        order = _in_order_of_tasks(sql.SQL("%(receipts)s"))
+        self._run(connection, self._statements(rows, order), {"receipts": list(staged.receipts)})
+        connection.execute(_CHECK_CONSTRAINTS)
 
     def _took_all(self, connection: psycopg.Connection[Any], staged: Staged) -> bool:
         """Whether the rows are moved. If not, a row is to blame.
@@ -136,45 +134,73 @@ class Moves:
         """
         import psycopg
 
-        if staged.problems:
-            return False
-        try:
-            self.all_of(connection, staged)
-            return True
-        except psycopg.Error as error:
-            if not may_be_of_a_row(error):
-                raise
+        failed = None
+        if not staged.problems:
             try:
-                with connection.transaction(force_rollback=True):
-                    self.all_of(connection, Staged(staged.schema, staged.table, []))
-            except psycopg.Error:
-                raise error from None
-            return False
+                self.all_of(connection, staged)
+                return True
+            except psycopg.Error as error:
+                if not may_be_of_a_row(error):
+                    raise
+                failed = error
+        try:
+            # In one savepoint: if it is rolled back, and only then, constraints are deferred again. (What a savepoint
+            # in it has set, and kept, stays.)
+            with connection.transaction(force_rollback=True):
+                self._all_of(connection, replace(staged, receipts=[]))
+        except psycopg.Error as error:
+            raise failed or error from None
+        return False
 
     def _moved(
         self, connection: psycopg.Connection[Any], numbered: _Numbered, *, only_first: bool = False
     ) -> dict[int, _Refusal]:
         """Move numbered rows that the table takes. Returns the numbers of the others; or only the first one.
 
-        Deferred constraints are checked at the end, because a row may need a later one. If they fail, there is no way
-        to know for which row, so rows are tried once more, with a check of each range.
+        A row may need a later one, by a foreign key or by a constraint that is deferred. So constraints are checked
+        when all rows were tried, and rows that lack others are tried once more, together with these. If that fails,
+        there is no way to know for which row, and each range of rows is checked by itself.
         """
         import psycopg
 
-        for checked in False, True:
-            try:
-                with connection.transaction():
-                    found: dict[int, _Refusal] = {}
-                    for number, refusal in self._refused(connection, numbered, checked=checked):
-                        found[number] = refusal
-                        if only_first:
-                            return found
-                    connection.execute(_CHECK_CONSTRAINTS)
+        found: dict[int, _Refusal] = {}
+        try:
+            with connection.transaction() as transaction:
+                for number, refusal in self._refused(connection, numbered, checked=False):
+                    found[number] = refusal
+                    if only_first and refusal.kind != _LACKS_ANOTHER:
+                        return {number: refusal}
+                connection.execute(_CHECK_CONSTRAINTS)
+                if all(each.kind != _LACKS_ANOTHER for each in found.values()):
                     return found
-            except psycopg.Error as error:
-                if checked or not may_be_of_a_row(error):
-                    raise
-        raise AssertionError("the second turn returns or raises")
+                raise psycopg.Rollback(transaction)
+        except psycopg.Error as error:
+            if not may_be_of_a_row(error):
+                raise
+        bad = {number: each for number, each in found.items() if each.kind != _LACKS_ANOTHER}
+        if self._took_others(connection, numbered, bad):
+            return bad
+        with connection.transaction():
+            refused = self._refused(connection, numbered, checked=True)
+            return dict([each] if only_first and (each := next(refused, None)) else refused)
+
+    def _took_others(
+        self, connection: psycopg.Connection[Any], numbered: _Numbered, bad: Mapping[int, _Refusal]
+    ) -> bool:
+        """Move all rows but these at once. Returns whether the table takes them."""
+        import psycopg
+        from psycopg import sql
+
+        rows = sql.SQL("{} WHERE {} <> ALL(%(bad)s::bigint[])").format(numbered.sql, named(_PLACE))
+        try:
+            with connection.transaction():
+                self._run(connection, self._statements(rows, [sql.Composed([named(_PLACE)])]), {"bad": [*bad]})
+                connection.execute(_CHECK_CONSTRAINTS)
+            return True
+        except psycopg.Error as error:
+            if not may_be_of_a_row(error):
+                raise
+            return False
 
     def _refused(
         self, connection: psycopg.Connection[Any], numbered: _Numbered, *, checked: bool
@@ -200,7 +226,7 @@ class Moves:
                 if not may_be_of_a_row(error):
                     raise
                 if low == high:
-                    yield low, _Refusal(type(error).__name__, _message(error))
+                    yield low, _Refusal(_kind(error), _message(error))
                 else:
                     middle = (low + high) // 2
                     left += [(middle + 1, high), (low, middle)]
@@ -320,7 +346,10 @@ class Moves:
                 record = {each.name: row.pop(each.name) for each in self._record}
                 headers = [record.pop(name, None) or () for name in HEADERS]
                 if headers[0]:
-                    record["headers"] = [{"key": key, "value": value} for key, value in zip(*headers, strict=True)]
+                    record["headers"] = [
+                        {"key": key.decode(errors="replace"), "value": value}
+                        for key, value in zip(*headers, strict=True)
+                    ]
                 rows.append(RefusedRow(row, found[number].kind, found[number].message, record))
         return rows
 
@@ -400,6 +429,17 @@ def _loaders() -> dict[str, Any]:
         "timestamptz": lenient(types.TimestamptzLoader),
         "interval": lenient(types.IntervalLoader),
     }
+
+
+def _kind(error: psycopg.Error) -> str:
+    """The name of PostgreSQL's class of the error. Codes that are not PostgreSQL's have none."""
+    import psycopg
+
+    code = error.sqlstate or ""
+    try:
+        return psycopg.errors.lookup(code).__name__
+    except KeyError:
+        return f"SQLSTATE {code}"
 
 
 def _message(error: psycopg.Error) -> str:

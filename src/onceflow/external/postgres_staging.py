@@ -6,16 +6,27 @@ staged with its problem, and becomes a refused row when the batch is committed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import cache
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as kinds
 
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.external.postgres_columns import Column, Type
+from onceflow.external.rows import null_key
+
+#: Columns of a staging table: which task has staged the row, and where it stands in the task's rows.
+RECEIPT, ROW = "receipt", "row"
+#: Another one: why the row cannot be in the table, which only tasks could see; mostly null.
+PROBLEM = "problem"
+#: The headers of a record as two arrays, because structs cannot be staged.
+HEADERS = {"onceflow_header_names": "bytea[]", "onceflow_header_values": "bytea[]"}
 
 # Days and seconds from 1970-01-01 to the first and behind the last day that PostgreSQL has (4714-11-24 BC,
 # 5874897-12-31; src/include/datatype/timestamp.h). The last moment of Arrow's timestamps is before its last one.
@@ -30,6 +41,82 @@ _DECIMALS = [Decimal(text) for text in ("5000000000.000001", "-5000000000.000001
 #: Places in an array of values, with the class of error that PostgreSQL has for such a value, what is wrong, and what
 #: can be staged in its place.
 _Faults = Mapping[int, tuple[str, str, Any]]
+
+
+def only_staged(name: str, kind: str, staged_in: str) -> Column:
+    """A column of the staging table that the table does not have."""
+    return Column(name, kind, Type(kind, kind == "text"), staged_as=kind, staged_in=staged_in)
+
+
+def record_columns(kinds: Mapping[str, str]) -> list[Column]:
+    """Columns of the rows' records, for dead letters.
+
+    Args:
+        kinds: in which types they are staged. Text is staged as its bytes: a record may have what is no text, and its
+            row may be good all the same.
+    """
+    exact = {name: "bytea" if kind == "text" and name != "topic" else kind for name, kind in kinds.items()}
+    return [only_staged(name, kind, f"r{number}") for number, (name, kind) in enumerate(exact.items())]
+
+
+class TaskRows:
+    """The rows of a task, as they are staged.
+
+    Args:
+        receipt: of the task. columns: of the table, as far as they are written, and the flag.
+        record: columns of the rows' records. required, encoding: as of `storable`.
+
+    Attributes:
+        total: how many rows were read.
+    """
+
+    def __init__(
+        self,
+        receipt: str,
+        columns: Sequence[Column],
+        record: Sequence[Column],
+        *,
+        required: Collection[str],
+        encoding: str,
+    ) -> None:
+        self._receipt = receipt
+        self._columns = columns
+        self._record = record
+        self._required = required
+        self._encoding = encoding
+        self.total = 0
+
+    def staged(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The next rows, with the columns of the staging table."""
+        names = [each.name for each in self._columns]
+        problems, sound = storable([batch.column(name) for name in names], names, self._required, self._encoding)
+        exact = [_recorded(batch, each) for each in self._record]
+        _, record = storable(exact, [each.name for each in self._record], (), self._encoding)
+        places = pa.array(np.arange(self.total, self.total + batch.num_rows))
+        self.total += batch.num_rows
+        return pa.RecordBatch.from_arrays(
+            [pa.repeat(self._receipt, batch.num_rows), places, problems, *sound, *record],
+            [RECEIPT, ROW, PROBLEM, *(each.staged_in for each in [*self._columns, *self._record])],
+        )
+
+    def reader(self, batches: Iterator[pa.RecordBatch], first: pa.RecordBatch) -> pa.RecordBatchReader:
+        """All rows.
+
+        Args:
+            first: the first batch, and batches: all others.
+        """
+        begun = self.staged(first)
+        return pa.RecordBatchReader.from_batches(begun.schema, chain([begun], map(self.staged, batches)))
+
+
+def _recorded(batch: pa.RecordBatch, column: Column) -> pa.Array:
+    """A column of the records."""
+    if column.name in HEADERS:
+        headers = batch.column("headers")
+        part = pc.struct_field(headers.values, [[*HEADERS].index(column.name)])
+        return pa.ListArray.from_arrays(headers.offsets, part.cast(pa.binary()))
+    found = batch.column(column.name)
+    return found.cast(pa.binary()) if column.staged_as == "bytea" else found
 
 
 def storable(
@@ -59,7 +146,7 @@ def storable(
             column = _as_lists(column, values) if is_list else values
         if name in required and column.null_count:
             for row in pc.indices_nonzero(column.is_null()).to_pylist():
-                problems.setdefault(row, f"NotNullViolation: column {name} of the key is null, so no row has this key")
+                problems.setdefault(row, f"NotNullViolation: {null_key(name)}")
         sound.append(column)
     total = len(columns[0]) if columns else 0
     if not problems:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
@@ -12,6 +13,10 @@ from onceflow.errors import OptionError, SchemaError
 
 INSERT, UPSERT, DELETE_BY_FLAG = "insert", "upsert", "delete-by-flag"
 MODES = (INSERT, UPSERT, DELETE_BY_FLAG)
+
+
+class NullKeyError(ValueError):
+    """A row has null in its key. Null is different from null for a unique index, so no row has such a key."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,14 @@ class TableWrite:
         """Those of the DataFrame's columns that are columns of the table.
 
         Raises:
-            SchemaError: a key column, or that with the flag, is missing.
+            SchemaError: a key column, or that with the flag, is missing; or two columns have one name.
         """
+        twice = sorted({name for name in given if given.count(name) > 1})
+        if twice:
+            raise SchemaError(
+                f"The rows for table {self.table} have several columns {', '.join(twice)}",
+                next_step="give them different names in the query, or select one of them",
+            )
         wanted = [*self.key, self.flag] if self.mode == DELETE_BY_FLAG else [*self.key]
         missing = [name for name in wanted if name not in given]
         if missing:
@@ -57,6 +68,16 @@ class TableWrite:
                 next_step="select them, or change key= or flag=",
             )
         return [name for name in given if self.mode != DELETE_BY_FLAG or name != self.flag]
+
+    def check_key(self, row: Mapping[str, Any]) -> None:
+        """Check the key of a row.
+
+        Raises:
+            NullKeyError: a column of it is null.
+        """
+        for name in self.key:
+            if row[name] is None:
+                raise NullKeyError(null_key(name))
 
     def check_flag(self, schema: pa.Schema) -> None:
         """Check that the flag is a boolean: the text ``false`` must not delete a row.
@@ -95,6 +116,11 @@ class TableWrite:
                 f"Columns {', '.join(lacking)} of table {self.table} must not be null, and are not written",
                 next_step="select them, or give them a default",
             )
+
+
+def null_key(name: str) -> str:
+    """Why a row is not taken in which this column of the key is null."""
+    return f"column {name} of the key is null, so no row has this key"
 
 
 def _similar(missing: Sequence[str], known: Sequence[str]) -> str:

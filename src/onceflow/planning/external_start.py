@@ -57,6 +57,7 @@ def plan_external(
         row,
         offsets={**row.offsets, **new},
         topic_ids={**row.topic_ids, **{topic: kafka.topic_ids[topic] for topic in new if topic in kafka.topic_ids}},
+        epochs={**row.epochs, **{topic: kafka.epochs[topic] for topic in new if topic in kafka.epochs}},
     )
     behind = row.batch_id < kafka.batch_id
     return ExternalStart(

@@ -15,7 +15,7 @@ cost of about 0.1 ms). Much larger ones no longer fit in the CPU caches and in t
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,10 +29,11 @@ import pyarrow.compute as pc
 from onceflow.errors import BadRecordError, OptionError
 from onceflow.protocol import varints
 from onceflow.protocol.columns import NULL_LENGTH, Columns, join
-from onceflow.protocol.compression import compress, compression_code
+from onceflow.protocol.compression import CODES, PRODUCER, UNCOMPRESSED, compress, compression_code
 from onceflow.protocol.varints import Field
 
 HEADER_BYTES = 61
+HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 TARGET_BATCH_BYTES = 1_000_000
 _TRANSACTIONAL = 0x10
 # baseOffset int64, batchLength int32, partitionLeaderEpoch int32, magic int8, crc uint32.
@@ -113,6 +114,8 @@ def encode_batches(
     max_batch_bytes: int,
     default_timestamp_ms: int,
     target_batch_bytes: int = TARGET_BATCH_BYTES,
+    stored: str = PRODUCER,
+    large_with: Sequence[str] = (),
 ) -> Iterator[EncodedBatch]:
     """Encode rows of Arrow columns as record batches, in order. Each batch is encoded when the iterator reaches it.
 
@@ -126,12 +129,17 @@ def encode_batches(
         identity: the transaction's producer id and epoch.
         base_sequence: sequence number of the first record; the following batches continue it.
         compression: none, gzip, snappy, lz4 or zstd. A batch that would not become smaller is left uncompressed.
-        max_batch_bytes: the topic's ``max.message.bytes``; no batch exceeds it, even before compression.
-        default_timestamp_ms: epoch milliseconds for rows without a timestamp.
+        max_batch_bytes: the topic's ``max.message.bytes``; no batch exceeds it. A record that exceeds it before
+            compression is compressed in a batch of its own, as brokers judge what they store.
+        stored: how brokers compress what they store (``compression.type`` of the topic). ``uncompressed``: the size
+            before compression counts. Another codec: the size with that codec, too, as far as it is the same here.
+        large_with: without ``compression``: codecs that are tried for a record that is too large.
+        default_timestamp_ms: epoch milliseconds for rows without timestamp.
         target_batch_bytes: size at which a batch ends, before compression.
 
     Raises:
-        BadRecordError: a record exceeds ``max_batch_bytes``, or has a null header key.
+        BadRecordError: a record exceeds ``max_batch_bytes``, also when it is compressed, has a null header key or a
+            negative timestamp.
         OptionError: unknown compression, or columns of different length.
     """
     code = compression_code(compression)
@@ -142,7 +150,8 @@ def encode_batches(
         return iter((_finish(pa.py_buffer(body), 0, identity, base_sequence, count, *stamps),))
     columns = Columns(keys, values, headers, count)
     times = _timestamps(timestamps_ms, default_timestamp_ms, count)
-    _check_sizes(columns, max_batch_bytes)
+    codecs = [compression] if code else large_with
+    large = _large_records(columns, times, codecs, max_batch_bytes, stored)
     bound = columns.payload_bytes() + _number_bytes_max(times, count)
     ends = np.cumsum(bound)
 
@@ -151,13 +160,17 @@ def encode_batches(
         while start < count:
             before = int(ends[start - 1]) if start else 0
             stop = max(int(np.searchsorted(ends, before + limit, side="right")), start + 1)
-            records, first_ms, max_ms = _records(columns, times, start, stop)
-            body, attributes = records, 0
-            if code:
-                packed = compress(compression, records)
-                if packed.size < records.size:
-                    body, attributes = packed, code
-            yield _finish(body, attributes, identity, sequence, stop - start, first_ms, max_ms)
+            if start in large:  # it is too large to be in a batch with others
+                body, first_ms, codec = large.pop(start)
+                yield _finish(body, CODES[codec], identity, sequence, 1, first_ms, first_ms)
+            else:
+                records, first_ms, max_ms = _records(columns, times, start, stop)
+                body, attributes = records, 0
+                if code:
+                    packed = compress(compression, records)
+                    if packed.size < records.size:
+                        body, attributes = packed, code
+                yield _finish(body, attributes, identity, sequence, stop - start, first_ms, max_ms)
             sequence = next_sequence(sequence, stop - start)
             start = stop
 
@@ -306,17 +319,64 @@ def _number_bytes_max(times: npt.NDArray[np.int64] | int, count: int) -> int:
     )
 
 
-def _check_sizes(columns: Columns, max_batch_bytes: int) -> None:
-    """Raise if a record does not even fit in a batch alone, where both deltas are 0 and take one byte each."""
+def _large_records(
+    columns: Columns, times: npt.NDArray[np.int64] | int, codecs: Sequence[str], max_batch_bytes: int, stored: str
+) -> dict[int, tuple[Any, int, str]]:
+    """The records that fit into a batch only if they are compressed: their position, records section, timestamp, and
+    the first of the codecs with which they fit.
+
+    Raises:
+        BadRecordError: a record does not even fit in a batch alone, where both deltas are 0 and take one byte each.
+    """
     if not columns.count:
-        return
+        return {}
     record = columns.payload_bytes() + 3
-    worst = int(record.argmax())
-    size = HEADER_BYTES + int(record[worst])
-    size += varints.width(2 * int(record[worst]))
-    if size > max_batch_bytes:
-        raise BadRecordError(
-            f"a record takes {size} bytes in a batch of its own, more than the limit of {max_batch_bytes}",
-            next_step="make the record smaller, or raise the topic's max.message.bytes.",
-            detail=f"record {worst} of the rows given, {size} bytes, limit {max_batch_bytes} bytes",
-        )
+    candidates = np.flatnonzero(record > max_batch_bytes - HEADER_BYTES - varints.VARINT_BYTES_MAX)
+    found: dict[int, tuple[Any, int, str]] = {}
+    for at in candidates[np.argsort(-record[candidates], kind="stable")].tolist():
+        plain = HEADER_BYTES + int(record[at]) + varints.width(2 * int(record[at]))
+        if plain <= max_batch_bytes:
+            continue
+        size, packed = plain, ""
+        for codec in () if stored == UNCOMPRESSED else codecs:
+            records, first_ms, _ = _records(columns, times, at, at + 1)
+            body = compress(codec, records)
+            size, packed = HEADER_BYTES + body.size, f" (compressed with {codec})"
+            found[at] = body, first_ms, codec
+            if size <= max_batch_bytes and stored in CODES and stored != codec:  # brokers compress it again
+                size, packed = HEADER_BYTES + compress(stored, records).size, f" (compressed with {stored})"
+            if size <= max_batch_bytes:
+                break
+        if size > max_batch_bytes:
+            smaller = "" if packed else "compress it (compression= of Flow.write), "
+            raise BadRecordError(
+                f"a record takes {size} bytes{packed} in a batch of its own, more than the limit of {max_batch_bytes}",
+                next_step=f"make the record smaller, {smaller}or raise the topic's max.message.bytes.",
+                detail=f"record {at} of the rows given, {plain} bytes, limit {max_batch_bytes} bytes",
+            )
+    return found
+
+
+def too_large(
+    key: bytes | None,
+    value: bytes | None,
+    headers: Sequence[tuple[str, bytes | None]],
+    *,
+    compression: str,
+    max_batch_bytes: int,
+    stored: str = PRODUCER,
+) -> str:
+    """Why a record does not fit into a batch of its own, in words; empty: it does.
+
+    Args: as of `encode_batches`.
+    """
+    raw = len(key or b"") + len(value or b"") + sum(len(name) * 4 + len(each or b"") for name, each in headers)
+    if raw + HEADER_BYTES + _NUMBERS_MAX + 2 * varints.VARINT_BYTES_MAX * len(headers) <= max_batch_bytes:
+        return ""  # sooner said than counted
+    given = pa.array([[{"key": name, "value": each} for name, each in headers]], HEADERS) if headers else None
+    columns = Columns(pa.array([key], pa.large_binary()), pa.array([value], pa.large_binary()), given, 1)
+    try:
+        _large_records(columns, 0, [] if compression == "none" else [compression], max_batch_bytes, stored)
+    except BadRecordError as error:
+        return error.what
+    return ""

@@ -20,6 +20,11 @@ CODES: dict[str, int] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 """The compression types by name. The number is that in the low three bits of a batch's attributes."""
 _NAMES = {code: name for name, code in CODES.items()}
 
+CODECS = tuple(sorted(CODES, key=lambda name: -CODES[name])[:-1])
+"""Those that compress, the one that compresses most first."""
+PRODUCER, UNCOMPRESSED = "producer", "uncompressed"
+"""Values of a topic's ``compression.type`` besides the codecs: batches are stored as they come, or decompressed."""
+
 # Magic, version 1, compatible with version 1 (org.xerial.snappy.SnappyOutputStream).
 _XERIAL_HEAD = b"\x82SNAPPY\x00" + struct.pack(">ii", 1, 1)
 _XERIAL_MAGIC_BYTES = 8

@@ -176,6 +176,7 @@ class Progress:
         became: the progress key of the flow whose place this one has taken: it does not exist under its own name any
             more; None: it exists.
         driver: which driver has committed it; None: a command has, or a version that did not write it.
+        external: the system other than Kafka that the flow writes, in words; "": it writes none.
         time_ms: when the record was created, epoch milliseconds.
         format: version of this record's format.
     """
@@ -201,6 +202,7 @@ class Progress:
     epochs: Epochs = field(default_factory=dict)
     became: str | None = None
     driver: DriverProcess | None = None
+    external: str = ""
     format: int = PROGRESS_FORMAT
 
 
@@ -250,6 +252,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
     if progress.driver is not None:
         process = progress.driver
         content["driver"] = {"host": process.host, "pid": int(process.pid), "since_ms": int(process.since_ms)}
+    if progress.external:
+        content["external"] = progress.external
     if progress.tables:
         content["tables"] = {name: _table_content(table) for name, table in progress.tables.items()}
     value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -270,16 +274,7 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         garbage(name, f"the value is not JSON: {error}")
     if not isinstance(content, dict):
         garbage(name, f"the value is a JSON {type(content).__name__}, not an object")
-    version = take(content, name, "format", int)
-    if version > PROGRESS_FORMAT:
-        raise ProgressConflictError(
-            "the flow's progress was written by a newer onceflow",
-            next_step="upgrade onceflow here to at least the version that last ran this flow.",
-            flow=name,
-            detail=f"record format {version}, this version reads up to {PROGRESS_FORMAT}",
-        )
-    if version < 1:
-        garbage(name, f"format is {version}")
+    version = _version(content, name)
     flow = take(content, name, "flow", str)
     if flow != name:
         raise ProgressConflictError(
@@ -315,9 +310,24 @@ def _progress(content: dict[str, Any], name: str, version: int) -> Progress:
         epochs=progress_fields.epochs(content, name, "epochs") if "epochs" in content else {},
         became=take(content, name, "became", str) if "became" in content else None,
         driver=_part(content, name, "driver", _driver),
+        external=take(content, name, "external", str) if "external" in content else "",
         time_ms=take(content, name, "time_ms", int),
         format=version,
     )
+
+
+def _version(content: dict[str, Any], flow: str) -> int:
+    version: int = take(content, flow, "format", int)
+    if version > PROGRESS_FORMAT:
+        raise ProgressConflictError(
+            "the flow's progress was written by a newer onceflow",
+            next_step="upgrade onceflow here to at least the version that last ran this flow.",
+            flow=flow,
+            detail=f"record format {version}, this version reads up to {PROGRESS_FORMAT}",
+        )
+    if version < 1:
+        garbage(flow, f"format is {version}")
+    return version
 
 
 def _table_content(table: TableProgress) -> dict[str, Any]:

@@ -34,8 +34,9 @@ _DAY_MS = 86_400_000
 _CYCLE_YEARS, _CYCLE_MS = 400, 146_097 * _DAY_MS
 _LAST_OF_PYTHON_MS = 253_402_300_799_999
 
-# The clocks of tasks and brokers differ, and a record is appended some time after its task has looked at the clock.
-_AFTER_MARGIN_MS, _BEFORE_MARGIN_MS = 60_000, 300_000
+# The clocks of tasks and brokers differ, and a record is appended some time after its task has looked at the clock. So
+# times near a bound count as refused: within this time, or within this part of a bound that is short.
+_MARGIN_MS, _MARGIN_PART = 600_000, 6
 _UNLIMITED_MS = 2**63 - 1
 _DEFAULT_AFTER_MS = 3_600_000  # Kafka's default since 4.0 (KIP-1030)
 
@@ -47,7 +48,7 @@ ACCEPTED_TIMES_SETTINGS = (
 )
 
 
-class FarAheadError(ValueError):
+class FarAheadRecord(ValueError):
     """The event time of a record is too far ahead of the clock: no clock in order has written it."""
 
     def __init__(self, at_ms: int, now_ms: int, max_ahead: object) -> None:
@@ -168,8 +169,8 @@ class AcceptedTimes(NamedTuple):
         return first <= timestamp_ms <= last
 
     def _span(self, now_ms: int) -> tuple[int, int]:
-        before = self.before_ms - min(_BEFORE_MARGIN_MS, self.before_ms // 10)
-        after = self.after_ms - min(_AFTER_MARGIN_MS, self.after_ms // 10)
+        before = self.before_ms - min(_MARGIN_MS, self.before_ms // _MARGIN_PART)
+        after = self.after_ms - min(_MARGIN_MS, self.after_ms // _MARGIN_PART)
         return max(0, now_ms - before), min(_UNLIMITED_MS, now_ms + after)
 
 
@@ -201,16 +202,16 @@ def fitted(times: Any, headers: Any, accepted: AcceptedTimes, now_ms: int) -> Fi
         times: int64 Arrow array of epoch milliseconds; negative or null: the time of writing.
         headers: Arrow array of lists of structs of name and value; None: no record has any.
     """
-    times = known_times(times)
+    given, times = times, known_times(times)
     refused = accepted.refused(times, now_ms)
     if refused is None or not refused.any():
         return Fitted(times, headers)
     places = np.flatnonzero(refused).tolist()
     lists: list[Any] = [None] * len(times) if headers is None else headers.to_pylist()
     for place in places:
-        own = {"key": ORIGINAL_TIMESTAMP, "value": str(times[place].as_py()).encode()}
+        own = {"key": ORIGINAL_TIMESTAMP, "value": str(given[place].as_py()).encode()}
         lists[place] = [*(lists[place] or ()), own]
-    example_ms = times[places[0]].as_py()
+    example_ms = given[places[0]].as_py()
     times = pc.if_else(pa.array(refused), pa.scalar(None, pa.int64()), times)
     return Fitted(times, pa.array(lists, _HEADERS if headers is None else headers.type), len(places), example_ms)
 

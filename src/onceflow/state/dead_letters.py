@@ -8,10 +8,12 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from onceflow.protocol.timestamps import known_ms
+from onceflow.errors import BadRecordError
+from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP, known_ms
+from onceflow.protocol.topic_rules import TopicRules
 from onceflow.state.api.record import Header, Record
 from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, shown, stack_of, text_of
 from onceflow.user_code import cut
@@ -46,9 +48,22 @@ DUPLICATE_SEEN = "onceflow.duplicate.seen"
 LATE, DUPLICATE = "LateRecord", "DuplicateRecord"
 """Classes of the cause of a late record, and of a duplicate."""
 
+SHORTENED = "onceflow.shortened"
+"""Header of a letter that was too large for its topic: a JSON document with the sizes, in bytes, of the parts that were
+cut (``value``, ``key``, ``headers``). Such a letter is not the record any more."""
+LETTER_BYTES_MIN = 8_000
+"""A topic that takes less cannot have letters: not even the cause would fit."""
+
 # The text of an error may contain the whole record. Headers count towards the topic's maximum record size.
 _STACK_CHARACTERS = 2000
 _CAUSE_CHARACTERS = 300
+_CAUSE_BYTES = 2000
+_NO_STACK = b"(left out, because the letter was too large)"
+# More than a record batch with one record has besides its key, value and headers, and than the header SHORTENED; and
+# than the headers that a letter gets in addition when it waits or is parked.
+_OVERHEAD_BYTES = 1300
+# More than the two lengths of a header.
+_HEADER_BYTES = 10
 _COUNT = re.compile(rb"[0-9]{1,9}")
 
 
@@ -149,9 +164,78 @@ def _plain(value: Any) -> Any:
     return cut(repr(value), MAX_MESSAGE)
 
 
-def is_of_timer(headers: Iterable[Header]) -> bool:
-    """Whether a record with these headers is the letter of a timer. Its value is no input of any flow."""
-    return any(name == TIMER_NAME for name, _ in headers)
+def fitted(letter: Record, rules: TopicRules | None) -> Record:
+    """The letter in a form that its topic takes.
+
+    First the stack is left out. If that is not enough, the letter is shortened: the record's own headers keep up to a
+    quarter of the room, in their order, the key up to a quarter, and the value the rest. Headers about the cause keep
+    up to 2,000 bytes each. The header `SHORTENED` says what was cut.
+
+    Args:
+        letter: with key and value in bytes.
+        rules: what the topic takes; None: it is not known.
+    """
+    headers = list(letter.headers)
+    key, value = letter.key, letter.value
+    # A topic that refuses the timestamp gets it in a header.
+    later: list[Header] = [] if letter.timestamp_ms is None else [(ORIGINAL_TIMESTAMP, bytes(20))]
+    if rules is None or not _is_too_large(rules, key, value, [*headers, *later]):
+        return letter
+    headers = [(name, _NO_STACK if name == ERROR_STACK else each) for name, each in headers]
+    if _is_too_large(rules, key, value, [*headers, *later]):
+        key, value, headers = _shortened(key, value, headers, rules.max_message_bytes)
+    return Record(key, value, letter.topic, tuple(headers), letter.timestamp_ms)
+
+
+def _is_too_large(rules: TopicRules, key: bytes | None, value: bytes | None, headers: Sequence[Header]) -> bool:
+    return bool(rules.refusal(b"" if key is None else key, value, headers))  # a shorter one would have no key either
+
+
+def _shortened(
+    key: bytes | None, value: bytes | None, headers: Sequence[Header], most: int
+) -> tuple[bytes | None, bytes | None, list[Header]]:
+    cut_to: dict[str, int] = {}
+    cause: list[Header] = [
+        (name, each if each is None else each[:_CAUSE_BYTES]) for name, each in headers if name.startswith(PREFIX)
+    ]
+    room = most - _OVERHEAD_BYTES - _header_bytes(cause)
+    kept: list[Header] = []
+    for header in headers:
+        if not header[0].startswith(PREFIX) and _header_bytes([*kept, header]) <= room // 4:
+            kept.append(header)
+    own = [header for header in headers if not header[0].startswith(PREFIX)]
+    if len(kept) < len(own):
+        cut_to["headers"] = _header_bytes(own)
+    room -= _header_bytes(kept)
+    if key is not None and len(key) > most // 4:
+        cut_to["key"] = len(key)
+        key = key[: most // 4]
+    room = max(0, room - len(key or b""))
+    if value is not None and len(value) > room:
+        cut_to["value"] = len(value)
+        value = value[:room]
+    if not cut_to:  # the headers about the cause were too large alone
+        cut_to["headers"] = _header_bytes(headers)
+    return key, value, [*kept, *cause, (SHORTENED, json.dumps(cut_to).encode())]
+
+
+def _header_bytes(headers: Iterable[Header]) -> int:
+    return sum(len(name.encode(errors="replace")) + len(each or b"") + _HEADER_BYTES for name, each in headers)
+
+
+def depends_on_topics(headers: Iterable[Header]) -> bool:
+    """Whether a letter is what it is because of what a topic takes: it was shortened, or an output or a row of its
+    record could not be written."""
+    found = dict(headers)
+    return SHORTENED in found or found.get(ERROR_CLASS) == BadRecordError.__name__.encode()
+
+
+def why_not_retried(headers: Iterable[Header]) -> str:
+    """Why a letter cannot be sent again as a record, in words; empty: it can."""
+    names = {name for name, _ in headers}
+    if TIMER_NAME in names:
+        return "it is the letter of a timer, and the flow would take its value for a record of a source"
+    return "parts of it were cut, because it was too large" if SHORTENED in names else ""
 
 
 def refused_record(record: Record, topic: str, kind: str, message: str) -> Record:

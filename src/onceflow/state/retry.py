@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onceflow.durations import duration_ms
-from onceflow.errors import OptionError, SchemaError
+from onceflow.errors import BadRecordError, OptionError, SchemaError
 from onceflow.protocol.timestamps import known_ms
 from onceflow.state import dead_letters
 from onceflow.state.api.deduplication import SOURCE_COLUMNS
@@ -78,7 +78,8 @@ class Retry(Processor):
     The flow whose records fail also reads the retry topic, with ``include_headers=True``. So its next dead letter says
     how often the record has failed. The wait grows with every failure of a record. It starts when this flow reads the
     dead letter. A record is parked when it has failed ``max_attempts`` times, or for a cause that no retry can fix. The
-    letter of a timer is parked at once: its value is no record of a source.
+    letter of a timer is parked at once, and so is one that was shortened: they are no records of a source. So is one
+    that is too large for the table.
     ``parked_topic`` should be compacted; its keys are the origins (``topic/partition/offset``) of the records.
     ``onceflow parked`` lists, retries and drops parked records.
 
@@ -236,13 +237,20 @@ class Retry(Processor):
             raise ValueError(f"key {key!r:.200} is not an origin: give Retry the result of Retry.by_origin(df)")
         for record in records:
             attempt = max(1, dead_letters.attempts(record))
-            final = _cause(record) in self.permanent or dead_letters.is_of_timer(record.headers)
+            final = _cause(record) in self.permanent or bool(dead_letters.why_not_retried(record.headers))
             if attempt >= self.max_attempts or final:
                 state.delete()
                 state.timers.cancel(_TIMER)
                 yield self._parked(key, record)
+                continue
+            state.put(_original(record))
+            try:
+                state._scope.check_rows()
+            except BadRecordError:  # it is as large as its topic takes, so it cannot wait in the table
+                state.delete()
+                state.timers.cancel(_TIMER)
+                yield self._parked(key, record)
             else:
-                state.put(_original(record))
                 state.timers.register(_TIMER, state.now_ms + self.delay_ms(key, attempt), "processing")
 
     def on_timer(self, key: str, timer: Timer, state: State) -> Iterator[Record]:

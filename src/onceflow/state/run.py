@@ -19,6 +19,7 @@ from onceflow.client.produce import Acknowledged
 from onceflow.errors import located
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
+from onceflow.protocol.topic_rules import ANYTHING, TopicRules, WriteRules
 from onceflow.state import rows
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.engine.choice import AnyEngine, engine_for, makes_calls
@@ -59,6 +60,7 @@ class StateRun:
         still_owner: returns False if a newer driver has fenced this one. It is called only when that is in doubt.
         opened: called with every partition whose store has been brought up to date.
         own_topics: topics that outputs must not be written to.
+        rules: returns what a topic takes, see `WriteRules`. It also knows those of the table.
         calls_s: how long the processor's calls of other services may take in all; None: as long as they like.
     """
 
@@ -73,11 +75,13 @@ class StateRun:
         opened: Callable[[int], None] | None = None,
         still_owner: Callable[[], bool] | None = None,
         own_topics: OwnTopics | None = None,
+        rules: Callable[[str | None], TopicRules | None] = ANYTHING.of,
         join_source: Source | None = None,
         calls_s: float | None = None,
     ) -> None:
         self._own_topics = own_topics
         self._spec = spec
+        self._rules = WriteRules(rules, self._row_rules(rules))
         self._moment = moment
         self._source = source
         self._changelog = changelog
@@ -185,6 +189,7 @@ class StateRun:
             late_topic=spec.late_topic,
             source_topic=spec.source_topic,
             own_topics=self._own_topics,
+            rules=self._rules,
             max_timers_per_batch=spec.max_timers_per_batch,
             tables=tables,
         )
@@ -194,6 +199,14 @@ class StateRun:
         engine.start()
         self._drain(partition, engine)
         return engine
+
+    def _row_rules(self, rules_of: Callable[[str | None], TopicRules | None]) -> TopicRules | None:
+        """What the topics of the table take. None: it has no topics, or a record has many rows."""
+        spec = self._spec
+        if spec.snapshot_per_partition:
+            return None
+        found = [rules for topic in spec.topics.ids if (rules := rules_of(topic)) is not None]
+        return min(found, key=lambda rules: rules.max_message_bytes, default=None)
 
     def _open_joined(self, partitions: list[int]) -> None:
         """Open the copies of joined tables for partitions, all in one call: those that are not exact are read in one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -20,6 +20,7 @@ from onceflow.calls.target import Call, Outcome
 from onceflow.clock import clock_ms
 from onceflow.errors import EnvironmentUnusableError, ProcessorError
 from onceflow.messages import CALLS_PROPERTY
+from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.spark import queries
 from onceflow.state import dead_letters
 from onceflow.state.api import user_errors
@@ -88,12 +89,14 @@ class _Moment:
 
     Args:
         limit_s: how long its calls may take in all; None: as long as they like.
+        rules: what topics take, as far as it is known.
     """
 
     attempt: str
     task: int
     task_attempt: int
     limit_s: float | None
+    rules: Mapping[str, TopicRules] = field(default_factory=dict)
 
     @classmethod
     def now(cls) -> _Moment:
@@ -108,7 +111,8 @@ class _Moment:
         limit_s = float(given["limit_s"])
         if context.attemptNumber():  # the time of Spark's first attempt counts, too
             limit_s = max(0.001, limit_s - max(0, clock_ms() - given["begun_ms"]) / 1000)
-        return cls(given["attempt"], context.partitionId(), context.attemptNumber(), limit_s)
+        rules = {each["topic"]: TopicRules(**each) for each in given["rules"]}
+        return cls(given["attempt"], context.partitionId(), context.attemptNumber(), limit_s, rules)
 
 
 class CallRows:
@@ -124,17 +128,24 @@ class CallRows:
             for batch in batches:
                 records = _records(batch)
                 outcomes = _Round(self.order, runner).outcomes(records)
-                found = self._written(records, outcomes, report)
+                found = self._written(records, outcomes, report, moment.rules)
                 if found is not None:
                     at = found.schema.get_field_index("topic")
                     yield output_rows(found.set_column(at, "topic", pc.fill_null(found.column(at), self.order.topic)))
         if self.order.reports is not None:
             self.order.reports.add({(moment.attempt, moment.task, moment.task_attempt): [report]})
 
-    def _written(self, records: list[Record], outcomes: list[Outcome], report: CallReport) -> pa.RecordBatch | None:
-        """The results in the order of the rows, with dead letters at their places. Both are counted."""
+    def _written(
+        self, records: list[Record], outcomes: list[Outcome], report: CallReport, rules: Mapping[str, TopicRules]
+    ) -> pa.RecordBatch | None:
+        """The results in the order of the rows, with dead letters at their places. Both are counted.
+
+        Args:
+            rules: what topics take. A result that its topic does not take is that of a call that has failed.
+        """
         report.records += len(records)
-        collector = OutputCollector(output=self.order.output)
+        of_topic = WriteRules(lambda topic: rules.get(topic or self.order.topic))
+        collector = OutputCollector(output=self.order.output, rules=of_topic)
         for record, outcome in zip(records, outcomes, strict=True):
             mark = collector.mark()
             try:
@@ -148,7 +159,8 @@ class CallRows:
                     raise error.locate(flow=self.order.flow, topic=record.topic) from error.__cause__
                 if self.order.dead_letter_topic is None or isinstance(error, MemoryError):
                     raise self._failed(record, error) from error
-                collector.extend([dead_letters.dead_letter(record, self.order.dead_letter_topic, error)], as_read=True)
+                letter = dead_letters.dead_letter(record, self.order.dead_letter_topic, error)
+                collector.extend([dead_letters.fitted(letter, rules.get(letter.topic or ""))], as_read=True)
                 report.dead_letters += 1
                 count, first = report.causes.get(type(error).__name__, (0, ""))
                 report.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)

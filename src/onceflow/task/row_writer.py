@@ -34,6 +34,7 @@ from onceflow.protocol import timestamps
 from onceflow.protocol.batches import encode_batches, next_sequence
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
+from onceflow.protocol.topic_rules import TopicRules
 from onceflow.task import task_logs
 
 log = logging.getLogger("onceflow")
@@ -316,6 +317,14 @@ class RowWriter:
             self._targets[topic] = Target(info.partitions, *limits)
         return self._targets[topic]
 
+    def rules(self, topic: str) -> TopicRules:
+        """What a topic takes.
+
+        Raises:
+            UnknownTopicError: the topic does not exist.
+        """
+        return self.target(topic).rules(topic, self._order.compression)
+
     # ---- writing -------------------------------------------------------------------------------------
 
     def _encode(self, topic: str, partition: int, rows: pa.RecordBatch, target: Target) -> None:
@@ -332,6 +341,14 @@ class RowWriter:
             # With transaction version 1, a partition must be added to the transaction before it is written to.
             add_partitions(self._cluster, transactional_id, self._order.producer, {topic: [partition]}, self._deadline)
         names = rows.schema.names
+        if target.compacted and (nulls := rows.column("key").null_count if "key" in names else rows.num_rows):
+            raise BadRecordError(
+                f"Topic {topic} is compacted, so its records need a key; {nulls} rows have none",
+                flow=self._order.flow,
+                topic=f"{topic}-{partition}",
+                batch=self._order.batch,
+                next_step="give them a key, or write to a topic with cleanup.policy=delete",
+            )
         headers = rows.column("headers") if "headers" in names else None
         times, now_ms = None, clock_ms()
         if "timestamp" in names:
@@ -352,6 +369,7 @@ class RowWriter:
                 compression=self._order.compression,
                 max_batch_bytes=target.max_message_bytes,
                 default_timestamp_ms=now_ms,
+                stored=target.stored,
             ):
                 self._producer.send(topic, partition, encoded)
                 sequence = next_sequence(sequence, encoded.count)

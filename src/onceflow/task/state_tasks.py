@@ -25,6 +25,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.errors import OnceflowError, OptionError
 from onceflow.messages import NotCopartitionedError, StateOrder, TaskPlace, TaskReport, encoded, report_row
 from onceflow.protocol.partitioners import key_partitions
+from onceflow.protocol.topic_rules import TopicRules
 from onceflow.spark import queries
 from onceflow.state.engine import input_batch
 from onceflow.state.local.prepare import Prepared
@@ -127,6 +128,7 @@ class StateWork:
         self._states: list[StateReport] = []
         self._prepared: list[Prepared] = []
         self._acknowledged: Any = {}
+        self._known_rules: dict[str | None, TopicRules | None] = {}
 
     def rows(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         order, place = self._order, self._place
@@ -144,6 +146,7 @@ class StateWork:
             opened=self._opened,
             still_owner=self._still_owner,
             own_topics=order.write.own_topics,
+            rules=self._rules,
             calls_s=order.write.calls_s,
         )
         self._prepared = run.brought_up
@@ -182,6 +185,17 @@ class StateWork:
             prepared=tuple(self._prepared),
             returned=() if returned is None else (packed(returned),),
         )
+
+    def _rules(self, topic: str | None) -> TopicRules | None:
+        """What the topic takes of records that name it. None: they go on as rows, or it is not known."""
+        if topic is None:
+            topic = self._order.topic if self._order.as_is else None
+        if topic not in self._known_rules:
+            try:
+                self._known_rules[topic] = None if topic is None else self._writer.rules(topic)
+            except OnceflowError:  # no fault of the record: it is raised again when the record is written
+                self._known_rules[topic] = None
+        return self._known_rules[topic]
 
     def _still_owner(self) -> bool:
         """Whether the transactional id still has this attempt's epoch. If not, a newer driver has fenced this one."""

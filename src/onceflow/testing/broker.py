@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from onceflow.broker.local import LocalBroker
-from onceflow.broker.process import admin_client
-from onceflow.errors import BrokerUnreachableError
+from onceflow.client import topics
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.errors import BrokerUnreachableError, OnceflowError, OptionError
 
 TOPIC_TIMEOUT_S = 30
 
@@ -49,24 +51,22 @@ def create_topic(
     Raises:
         BrokerUnreachableError: the broker did not create it in time; the detail has its answer.
     """
-    from confluent_kafka import KafkaException
-    from confluent_kafka.cimpl import NewTopic
-
-    topic = NewTopic(name, num_partitions=partitions, config=dict(configs or {}))
+    deadline = Deadline(TOPIC_TIMEOUT_S, f"creating topic {name}")
     try:
-        admin = _admin(bootstrap_servers)
-        admin.create_topics([topic], operation_timeout=TOPIC_TIMEOUT_S)[name].result(TOPIC_TIMEOUT_S)
-    except (KafkaException, TimeoutError) as error:
+        cluster = _cluster(bootstrap_servers, os.getpid())
+        if not topics.create_topic(cluster, name, partitions=partitions, configs=configs or {}, deadline=deadline):
+            raise OptionError("it exists already")
+        cluster.topics([name], deadline, patient=True)  # waits until every partition has a leader
+    except OnceflowError as error:
         raise BrokerUnreachableError(
             f"Topic {name} could not be created at {bootstrap_servers}.",
             topic=name,
-            detail=str(error),
+            detail="; ".join(filter(None, [error.what, error.detail])),
             next_step="See whether the broker runs and whether the topic configuration is valid.",
         ) from error
 
 
 @lru_cache(maxsize=1)
-def _admin(bootstrap_servers: str) -> Any:
-    """The client is kept for the next topic: connecting takes longer than creating a topic."""
-    with admin_client(bootstrap_servers, {}) as admin:
-        return admin
+def _cluster(bootstrap_servers: str, pid: int) -> Cluster:
+    """The connections are kept for the next topic. A process that was forked has its own."""
+    return Cluster(ClientSettings(bootstrap_servers))

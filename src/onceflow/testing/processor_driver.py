@@ -115,7 +115,7 @@ class ProcessorDriver:
         Args:
             key, value: bytes, None, or what the serdes of the processor can encode. With a column processor also text,
                 and values that become JSON.
-            timestamp_ms: epoch milliseconds; None: now.
+            timestamp_ms: epoch milliseconds; None: now; -1: the record has no time.
             topic, partition: where the record comes from.
             run: False: keep the record for the next batch.
 

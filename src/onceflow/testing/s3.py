@@ -35,7 +35,18 @@ class S3Server:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Storage options of fsspec: ``fsspec.filesystem("s3", **server.options)``."""
+        """Storage options of `ClaimCheck` and `DeltaSink`."""
+        return {
+            "aws_access_key_id": "test",
+            "aws_secret_access_key": "test-secret",
+            "aws_endpoint_url": self.url,
+            "aws_region": "us-east-1",
+            "aws_allow_http": "true",
+        }
+
+    @property
+    def of_fsspec(self) -> dict[str, Any]:
+        """The same for fsspec: ``fsspec.filesystem("s3", **server.of_fsspec)``, a client that onceflow does not use."""
         return {"key": "test", "secret": "test-secret", "endpoint_url": self.url}
 
     @property
@@ -52,7 +63,7 @@ class S3Server:
         """A new client (s3fs) that caches no listings."""
         import fsspec
 
-        return fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True, **self.options)
+        return fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True, **self.of_fsspec)
 
     def make_bucket(self, prefix: str = "bucket") -> str:
         """Creates an empty bucket.

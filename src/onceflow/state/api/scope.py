@@ -80,6 +80,8 @@ class Scope:
         self.uses_clock = ttl_ms is not None
         """Whether results may depend on processing time: user code has asked for it, or has set a timer of that clock
         or a time to live, even if it was taken back in the same batch."""
+        self.check_rows: Callable[[], None] = _nothing
+        """Raises a BadRecordError if the topics of the table do not take a row that this call has put."""
         self.failures: Failures | None = None
         """Set while a timer that has failed runs once more: it leaves out what it cannot do, and notes it here."""
         self.fatal: OnceflowError | None = None
@@ -156,6 +158,10 @@ class Scope:
             raise ValueError(f"ttl {ttl!r} is not positive")
         self.uses_clock = True
         return rows.pack(b"", _later(self.now_ms, ttl_ms), self.version)
+
+
+def _nothing() -> None:
+    """There are no limits."""
 
 
 def _later(now_ms: int, ttl_ms: int) -> int:

@@ -17,7 +17,8 @@ from onceflow.protocol import timestamps
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.progress import Origin
 from onceflow.protocol.succession import TimerId
-from onceflow.protocol.timestamps import FarAheadError
+from onceflow.protocol.timestamps import FarAheadRecord
+from onceflow.protocol.topic_rules import ANYTHING, WriteRules
 from onceflow.state import dead_letters
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.record import Record
@@ -64,6 +65,7 @@ class BaseEngine:
         dead_letter_topic, late_topic: topics of dead letters and late records.
         source_topic: topic of records that have no topic column.
         own_topics: topics that outputs must not be written to.
+        rules: what may be written.
         max_timers_per_batch: how many timers may fire, those with the earliest times first. The others wait for the
             next batch. None: all that are due.
         tables: tables that the flow joins with, by name.
@@ -103,6 +105,7 @@ class BaseEngine:
         late_topic: str | None = None,
         source_topic: str | None = None,
         own_topics: OwnTopics | None = None,
+        rules: WriteRules = ANYTHING,
         max_timers_per_batch: int | None = TIMERS_PER_BATCH,
         tables: Mapping[str, JoinedTable] | None = None,
         timers_until: Mapping[str, int] | None = None,
@@ -120,22 +123,26 @@ class BaseEngine:
         self._late_topic, self._source_topic = late_topic, source_topic
         self._timers_until, self._unfired = timers_until, due.Unfired(unfired)
         self.timers_left, self.fired, self._max_timers = False, set[str](), max_timers_per_batch
-        self._overlay = Overlay(store)
-        self._scope = Scope(
-            processor,
-            self._overlay,
-            partition=partition,
-            now_ms=now_ms,
-            watermark_ms=watermark_ms,
-            ttl_ms=default_ttl_ms,
-        )
-        self._scope.tables = tables or {}
+        self._rules, self._overlay = rules, Overlay(store, rules.small_row_bytes)
+        self._scope = self._scope_over(self._overlay, default_ttl_ms)
+        self._scope.tables, self._scope.check_rows = tables or {}, self._check_rows
         self._own_topics = own_topics or OwnTopics()
-        self._collector = OutputCollector(own_topics=self._own_topics)
+        self._collector = OutputCollector(own_topics=self._own_topics, rules=rules)
         self.max_event_ms, self.untimed = dict[Origin, int](), set[Origin]()
         self._max_ahead = processor.max_ahead if keeps_time else None
         self._last_ms = _last_ms(now_ms, self._max_ahead)
         self.counts, self.causes = dict.fromkeys(COUNTS, 0), dict[str, tuple[int, str]]()
+
+    def _scope_over(self, overlay: Overlay, ttl_ms: int | None = None) -> Scope:
+        """What handles of this batch share, over these rows."""
+        return Scope(
+            self.processor,
+            overlay,
+            partition=self.partition,
+            now_ms=self.now_ms,
+            watermark_ms=self.watermark_ms,
+            ttl_ms=ttl_ms,
+        )
 
     def _check(self, on_error: str, dead_letter_topic: str | None, late_topic: str | None) -> None:
         if on_error not in ("fail", "dead-letter"):
@@ -275,7 +282,7 @@ class BaseEngine:
                 dead_letters.late_record(record, topic, ms, watermark_ms)
                 for record, ms in zip(records, event_ms, strict=True)
             ]
-            self._collector.extend(late_records, as_read=True)
+            self._write_aside(late_records)
             self.counts["aside"] += len(records)
         self.counts["late"] += int(late.sum())
         in_time: npt.NDArray[np.bool_] = ~late
@@ -289,9 +296,9 @@ class BaseEngine:
         found: npt.NDArray[np.bool_] = pc.greater(times, self._last_ms).fill_null(False).to_numpy(zero_copy_only=False)
         return found
 
-    def _ahead(self, at_ms: int) -> FarAheadError:
+    def _ahead(self, at_ms: int) -> FarAheadRecord:
         """The error of a record with an event time that is too far ahead."""
-        return FarAheadError(at_ms, self.now_ms, self._max_ahead)
+        return FarAheadRecord(at_ms, self.now_ms, self._max_ahead)
 
     def _without_far_ahead(self, batch: pa.RecordBatch, times: Any) -> tuple[pa.RecordBatch, Any]:
         """Reject the records whose event times are too far ahead. Returns the others, with their times."""
@@ -323,13 +330,37 @@ class BaseEngine:
         letter = dead_letters.dead_letter(record, self._dead_letter_topic, error)
         self._add_letter(letter, error, dead_letters.described(record, error))
 
+    def _write_aside(self, letters: Sequence[Record]) -> None:
+        """Write dead letters, late records or duplicates. Those that their topic does not take are shortened."""
+        fitted = [dead_letters.fitted(letter, self._rules.of(letter.topic)) for letter in letters]
+        self._collector.extend(fitted, as_read=True)
+
+    def _check_rows(self) -> None:
+        """Check that the rows that were put since the savepoint can be written.
+
+        Raises:
+            BadRecordError: the topics of the table do not take one.
+        """
+        for row_key in self._overlay.large:
+            self._check_row(row_key, self._overlay.get(row_key))
+
+    def _check_row(self, row_key: bytes, row: bytes | None) -> None:
+        rules = self._rules.rows
+        # Its fields besides the payload become headers, of fewer bytes than this.
+        why = "" if row is None or rules is None else rules.refusal(row_key, row, [("fields", bytes(100))])
+        if why:
+            raise BadRecordError(
+                f"state of the key cannot be stored: {why}",
+                next_step="keep less in one value, for example in a map, whose entries are rows of their own",
+            )
+
     def _add_letter(self, letter: Record, error: Exception, described: str) -> None:
         """Write a dead letter, and count it.
 
         Args:
             described: what has failed, for the log.
         """
-        self._collector.extend([letter], as_read=True)
+        self._write_aside([letter])
         self.counts["dead_letters"] += 1
         self.counts["aside"] += 1
         count, first = self.causes.get(type(error).__name__, (0, ""))
@@ -348,7 +379,7 @@ class BaseEngine:
             }
             return BadRecordError(error.what, **fields).locate(flow=self.flow, batch=self.batch)
         wrong = "the processor or the record"
-        if isinstance(error, FarAheadError):
+        if isinstance(error, FarAheadRecord):
             wrong = "the clock that has written it, the unit of event_time(), or max_ahead of the processor"
         failed = ProcessorError(
             f"{what}: {full_text_of(error)}",

@@ -160,6 +160,7 @@ class CallEngine(Engine):
                 result = self.processor.process(record.key, [record], State(self._scope, raw_key))
                 if result is not None:
                     collector.extend(result, record.key, raw_key)
+                self._check_rows()
             except Suspended:
                 pass
             except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -112,22 +112,12 @@ class ColumnEngine(BaseEngine):
         if "timestamp" in columns:
             columns["timestamp_ms"] = columns.pop("timestamp")
         if self.uses_event_time:
-            self._asked = self.processor.event_time
-            times = self._asked(with_nullable_integers(pa.table(columns)))
-            if times is not None:
-                array = times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times)
-                known = timestamps.known_times(input_batch.milliseconds(one_chunk(array)))
-                far = self._far_ahead(known)
-                if far is not None:
-                    raise BadRows({row: self._ahead(known[row].as_py()) for row in np.flatnonzero(far).tolist()})
-                in_time = self._see_times(batch, known)
-                if in_time is not None:
-                    mask = pa.array(in_time)
-                    places = places[in_time]
-                    batch = batch.filter(mask)
-                    columns = {name: column.filter(mask) for name, column in columns.items()}
-                    if not batch.num_rows:
-                        return
+            in_time = self._in_time(batch, columns)
+            if in_time is not None:
+                mask, places = pa.array(in_time), places[in_time]
+                batch, columns = batch.filter(mask), {name: column.filter(mask) for name, column in columns.items()}
+                if not batch.num_rows:
+                    return
         encoded = columns["key"].dictionary_encode()
         keys = encoded.dictionary
         row_keys = pc.binary_join_element_wise(_PREFIX, keys, _NO_SEPARATOR).to_pylist()
@@ -148,11 +138,35 @@ class ColumnEngine(BaseEngine):
         changed = None if new_states is None else self._rows(as_table(new_states, "new states"), keys, row_keys)
         if batch is not None:
             self._collector.check_batch(batch)
+        small = self._overlay.large_bytes
+        if changed is not None and max(map(len, filter(None, changed[1])), default=0) > small:
+            for row_key, row in zip(*changed, strict=True):
+                self._check_row(row_key, row)
         # From here on, nothing can fail.
         if batch is not None:
             self._collector.add_batch(batch)
         if changed is not None:
             self._overlay.put_many(*changed)
+
+    def _in_time(self, batch: pa.RecordBatch, columns: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
+        """Which records are not late; None: all of them.
+
+        Args:
+            columns: what user code gets of the batch.
+
+        Raises:
+            BadRows: event times are too far ahead of the clock.
+        """
+        self._asked = self.processor.event_time
+        times = self._asked(with_nullable_integers(pa.table(columns)))
+        if times is None:
+            return None
+        array = times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times)
+        known = timestamps.known_times(input_batch.milliseconds(one_chunk(array)))
+        far = self._far_ahead(known)
+        if far is not None:
+            raise BadRows({row: self._ahead(known[row].as_py()) for row in np.flatnonzero(far).tolist()})
+        return self._see_times(batch, known)
 
     # ---- state ---------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow.errors import BadRecordError
 from onceflow.protocol import timestamps
 from onceflow.state import dead_letters, rows, stamps
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, SOURCE_COLUMNS, Deduplication
@@ -80,6 +81,8 @@ class DedupEngine(BaseEngine):
         if times is not None and (in_time := self._see_times(batch, times)) is not None:
             mask = pa.array(in_time)
             batch, ids, times = batch.filter(mask), ids.filter(mask), times.filter(mask)
+        if batch.num_rows and (taken := self._taken(batch)) is not None:
+            batch, ids, times = batch.filter(taken), ids.filter(taken), None if times is None else times.filter(taken)
         if batch.num_rows:
             self._judge(batch, ids, None if times is None else times.to_numpy())
 
@@ -137,6 +140,22 @@ class DedupEngine(BaseEngine):
             return None
         times = given.column(EVENT_TIME) if EVENT_TIME in given.schema.names else batch.column("timestamp")
         return timestamps.known_times(input_batch.milliseconds(times)).fill_null(timestamps.NO_TIMESTAMP)
+
+    def _taken(self, batch: pa.RecordBatch) -> Any:
+        """Refuse records that the output topic does not take, before their ids count. Returns a mask of the others;
+        None: all."""
+        rules = self._rules.of(None)
+        if rules is None:
+            return None
+        headers = batch.column("headers") if "headers" in batch.schema.names else pa.nulls(batch.num_rows)
+        doubtful = rules.doubtful(batch.column("key"), batch.column("value"), headers)
+        taken = np.ones(batch.num_rows, dtype=bool)
+        for at, record in zip(doubtful.tolist(), self._raw(batch.take(pa.array(doubtful))), strict=True):
+            why = rules.refusal(record.key, record.value, list(record.headers))
+            if why:
+                taken[at] = False
+                self._reject(record, BadRecordError(f"the record cannot be passed on: {why}", topic=rules.topic))
+        return None if taken.all() else pa.array(taken)
 
     def _reject_all(self, batch: pa.RecordBatch, ids: Any) -> None:
         for record, id_ in zip(self._raw(batch), ids.to_pylist(), strict=True):
@@ -240,5 +259,5 @@ class DedupEngine(BaseEngine):
             dead_letters.duplicate(record, topic, id_, stamp if by_time else None)
             for record, id_, stamp in zip(records, own_ids, seen, strict=True)
         ]
-        self._collector.extend(aside, as_read=True)
+        self._write_aside(aside)
         self.counts["aside"] += len(records)

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from onceflow.errors import SchemaError
 from onceflow.protocol import timestamps
+from onceflow.protocol.timestamps import LATEST_MS
 from onceflow.state.api.record import Header
 
 _TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
@@ -76,13 +77,18 @@ def binary(column: Any, name: str) -> Any:
 
 
 def milliseconds(column: Any) -> Any:
-    """A column of times as int64 epoch milliseconds."""
-    if pa.types.is_timestamp(column.type):
-        if column.type.tz is not None:  # the moments are the same; Arrow rounds local time, which may be ambiguous
-            column = column.cast(pa.timestamp(column.type.unit, "UTC"))
-        # A cast alone rounds towards 1970.
-        column = pc.floor_temporal(column, unit="millisecond").cast(pa.timestamp("ms", column.type.tz))
-    return column if column.type == pa.int64() else column.cast(pa.int64())
+    """A column of times as int64 epoch milliseconds, rounded down. A time zone does not change the moments."""
+    if not pa.types.is_timestamp(column.type):
+        return column if column.type == pa.int64() else column.cast(pa.int64())
+    numbers, unit = column.view(pa.int64()), column.type.unit
+    if unit == "ms" or not len(numbers):
+        return numbers
+    # Not by Arrow's functions for times: they round towards 1970, or fail for the earliest and latest times.
+    nulls = numbers.is_null().to_numpy(zero_copy_only=False) if numbers.null_count else None
+    ticks = (pc.fill_null(numbers, 0) if numbers.null_count else numbers).to_numpy()
+    if unit == "s":
+        return pa.array(np.clip(ticks, -LATEST_MS, LATEST_MS) * 1000, mask=nulls)
+    return pa.array(ticks // (1000 if unit == "us" else 1_000_000), mask=nulls)
 
 
 def usable_keys(batch: pa.RecordBatch) -> npt.NDArray[np.bool_] | None:

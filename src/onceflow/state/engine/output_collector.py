@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -11,12 +11,16 @@ import pyarrow.compute as pc
 from onceflow.errors import BadRecordError
 from onceflow.protocol import timestamps
 from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.topic_rules import ANYTHING, UNLIMITED, WriteRules
 from onceflow.state.api.record import Header, Record
 from onceflow.state.api.serdes import BYTES
 from onceflow.state.api.user_errors import not_encoded
+from onceflow.state.dead_letters import fitted
 from onceflow.state.engine.input_batch import binary, milliseconds
 
 _NO_TOPICS = OwnTopics()
+#: Topic, headers and timestamp of a record.
+_Extras = tuple[str | None, list[Header], int | None]
 
 SCHEMA = pa.schema(
     [
@@ -42,6 +46,8 @@ class OutputCollector:
         key, output: serdes of keys and values that are not bytes.
         own_topics: topics that no record may name.
         schema: of the batches that are added, which has `SCHEMA` and maybe more columns.
+        rules: what may be written.
+        letter_topics: topics of letters that the processor itself writes, which are shortened if they are too large.
     """
 
     def __init__(
@@ -50,7 +56,15 @@ class OutputCollector:
         output: Any = BYTES,
         own_topics: OwnTopics = _NO_TOPICS,
         schema: pa.Schema = SCHEMA,
+        rules: WriteRules = ANYTHING,
+        letter_topics: Collection[str] = (),
     ) -> None:
+        self._letter_topics = letter_topics
+        self._rules_of = rules.of
+        default = rules.of(None)
+        # Records without extras whose key and value have no more bytes than this need no closer look.
+        self._small = UNLIMITED if default is None else default.small_bytes
+        self._keyless = default is None or not default.compacted  # whether records may have no key
         self._schema = schema
         self._own_topics = own_topics
         self._key_serde = key
@@ -62,7 +76,7 @@ class OutputCollector:
         self._keys: list[bytes | None] = []
         self._values: list[bytes | None] = []
         # Topic, headers and timestamp by index, because most records have none of them.
-        self._extras: dict[int, tuple[str | None, list[Header], int | None]] = {}
+        self._extras: dict[int, _Extras] = {}
         self._batches: list[pa.RecordBatch] = []
 
     def mark(self) -> int:
@@ -97,6 +111,7 @@ class OutputCollector:
             raise _no_record(records, records)
         keys, values = self._keys, self._values
         own_key: bytes | None = None  # raw_key as the serde writes it
+        small, keyless = self._small, self._keyless
         encode_value, encode_bytes = self._encode_value, None if as_read else self._encode_bytes
         for record in records:
             if type(record) is not Record and not isinstance(record, Record):
@@ -126,10 +141,15 @@ class OutputCollector:
                 except Exception as error:
                     not_encoded(error, "the value you yielded", record.value, self._output_serde, "output")
                     raise
+            extras = None
             if record.topic is not None or record.timestamp_ms is not None or record.headers:
                 self._extras[len(keys)] = extras = _extras(record)
                 if extras[0] is not None:
                     self._check(extras[0], record)
+            plain = extras is None or (extras[0] is None and not extras[1])
+            key_fits = keyless if out_key is None else len(out_key) <= small
+            if not (as_read or (plain and key_fits and (value is None or len(value) <= small))):
+                out_key, value = self._taken(out_key, value, extras)
             keys.append(out_key)
             values.append(value)
 
@@ -143,18 +163,67 @@ class OutputCollector:
                 next_step="give outputs topics of their own",
             )
 
-    def check_batch(self, batch: pa.RecordBatch) -> None:
-        """Check the topics of records that are columns already.
+    def _taken(
+        self, key: bytes | None, value: bytes | None, extras: _Extras | None
+    ) -> tuple[bytes | None, bytes | None]:
+        """Key and value of the record that is added next, as its topic takes it. A letter may be shortened.
 
         Raises:
-            BadRecordError: a record names a topic that outputs must not be written to.
+            BadRecordError: the topic does not take it.
         """
+        topic, headers, at_ms = extras or (None, [], None)
+        if topic is None or topic not in self._letter_topics:
+            self._check_rules(topic, key, value, headers)
+            return key, value
+        letter = fitted(Record(key, value, topic, headers), self._rules_of(topic))
+        self._extras[len(self._keys)] = topic, list(letter.headers), at_ms
+        return letter.key, letter.value
+
+    def _check_rules(
+        self, topic: str | None, key: bytes | None, value: bytes | None, headers: Sequence[Header]
+    ) -> None:
+        rules = self._rules_of(topic)
+        why = "" if rules is None else rules.refusal(key, value, headers)
+        if rules is not None and why:
+            raise BadRecordError(
+                f"an output cannot be written: {why}",
+                topic=rules.topic,
+                detail=f"yielded with the key {key!r:.120}",
+                next_step="correct the processor or the topic; with on_error='dead-letter' and dead_letter_topic= the "
+                "record that it was yielded for goes to a topic instead",
+            )
+
+    def check_batch(self, batch: pa.RecordBatch) -> None:
+        """Check the topics of records that are columns already, and whether these take them.
+
+        Raises:
+            BadRecordError: a record names a topic that outputs must not be written to, or cannot be written.
+        """
+        self._check_columns(batch)
         topics = batch.column("topic")
         if topics.null_count == len(topics):
             return
         for topic in pc.unique(topics).drop_null().to_pylist():
             first = pc.index(topics, topic).as_py()
             self._check(topic, Record(batch.column("key")[first].as_py(), None))
+
+    def _check_columns(self, batch: pa.RecordBatch) -> None:
+        """As `_check_rules`, for records that are columns."""
+        topics = batch.column("topic")
+        names = pc.unique(topics).to_pylist()
+        for name in names:
+            rules = self._rules_of(name)
+            if rules is None:
+                continue
+            mine = batch
+            if len(names) > 1:
+                mine = batch.filter(topics.is_null() if name is None else pc.fill_null(pc.equal(topics, name), False))
+            columns = [mine.column(each) for each in ("key", "value", "headers")]
+            doubtful = rules.doubtful(*columns)
+            for key, value, headers in zip(
+                *(each.take(pa.array(doubtful)).to_pylist() for each in columns), strict=True
+            ):
+                self._check_rules(name, key, value, [(each["key"], each["value"]) for each in headers or ()])
 
     def add_batch(self, batch: pa.RecordBatch) -> None:
         """Add records that are columns of the schema already."""
@@ -243,7 +312,7 @@ def _no_record(found: Any, records: Any) -> TypeError:
     return NotRecordsError(f"expected Records, got {type(found).__name__}: {found!r:.200}")
 
 
-def _extras(record: Record) -> tuple[str | None, list[Header], int | None]:
+def _extras(record: Record) -> _Extras:
     # A record that was read and is yielded unchanged goes to the default topic, not back to the topic it was read from.
     topic = None if record.topic == record._read_from else record.topic
     if topic is not None and not isinstance(topic, str):

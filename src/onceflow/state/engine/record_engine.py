@@ -13,13 +13,12 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.errors import ProcessorError
-from onceflow.protocol.timestamps import FarAheadError
 from onceflow.state import dead_letters, exact_json, rows
 from onceflow.state.api import user_errors
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
-from onceflow.state.api.scope import Failures, Scope
+from onceflow.state.api.scope import Failures
 from onceflow.state.api.serdes import JSON
 from onceflow.state.api.timers import Timer
 from onceflow.state.api.user_errors import shown
@@ -27,7 +26,9 @@ from onceflow.state.engine import due, input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
 from onceflow.state.engine.shapes import SHAPE_ERRORS, lacks
+from onceflow.state.retry import Retry
 from onceflow.state.stores.overlay import NoRows, Overlay
+from onceflow.state.windows.panes import TIMER as WINDOWS_TIMER
 from onceflow.state.windows.processor import WindowProcessor
 
 log = logging.getLogger("onceflow.state")
@@ -47,7 +48,7 @@ class Engine(BaseEngine):
 
     def __init__(self, processor: Processor, *arguments: Any, **options: Any) -> None:
         super().__init__(processor, *arguments, **options)
-        self._collector = OutputCollector(processor.key, processor.output, self._own_topics)
+        self._collector = self._new_collector()
         self._own_event_time = type(processor).event_time is not Processor.event_time
 
     def start(self) -> None:
@@ -87,10 +88,11 @@ class Engine(BaseEngine):
             where = f"timer {timer.name!r} ({timer.clock} time {timer.at_ms}), key {shown(raw_key)}"
             raise self._failed("a timer could not be handled", error, detail=where) from error
         if error is not None:
-            self._overlay.savepoint()
             due.take(self._overlay, raw_key, timer)
-            self._reject_timer(raw_key, timer, error)
-            return
+            processor, lost = self.processor, list[dict[str, Any]]()
+            if isinstance(processor, WindowProcessor) and timer.name == WINDOWS_TIMER:
+                lost = processor.give_up(timer, State(self._scope, raw_key))
+            failures.found = [(about, error) for about in lost or [{}]]
         for about, reason in failures.found:
             self._reject_timer(raw_key, timer, reason, about)
 
@@ -109,6 +111,7 @@ class Engine(BaseEngine):
             records = on_timer(key, timer, State(self._scope, raw_key))
             if records is not None:
                 self._collector.extend(records, key, raw_key)
+            self._check_rows()
         except NOT_OF_A_RECORD:
             raise
         except Exception as error:
@@ -123,12 +126,16 @@ class Engine(BaseEngine):
 
     def _can_be_written(self, key: Any, raw_key: bytes, records: list[Record]) -> None:
         """Raise what writing these records of a timer would raise."""
-        trial = OutputCollector(self.processor.key, self.processor.output, self._own_topics)
-        trial.extend(records, key, raw_key)
+        self._new_collector().extend(records, key, raw_key)
 
-    def _reject_timer(
-        self, raw_key: bytes, timer: Timer, error: Exception, about: Mapping[str, Any] | None = None
-    ) -> None:
+    def _new_collector(self) -> OutputCollector:
+        processor = self.processor
+        letters = [processor.parked_topic] if isinstance(processor, Retry) else []
+        return OutputCollector(
+            processor.key, processor.output, self._own_topics, rules=self._rules, letter_topics=letters
+        )
+
+    def _reject_timer(self, raw_key: bytes, timer: Timer, error: Exception, about: Mapping[str, Any]) -> None:
         """Write the dead letter of a timer."""
         assert self._dead_letter_topic is not None
         table = f"{self.table}-{self.partition}"
@@ -230,6 +237,8 @@ class Engine(BaseEngine):
                 result = process(key, records[start:end], State(scope, raw_key))
                 if result is not None:
                     extend(result, key, raw_key)
+                if overlay.large:
+                    self._check_rows()
             except Exception as error:
                 user_errors.handed_over(error, process, result)
                 end_generator(result)
@@ -261,6 +270,7 @@ class Engine(BaseEngine):
                 result = processor.process(again.key, [again], State(self._scope, raw_key))
                 if result is not None:
                     collector.extend(result, again.key, raw_key)
+                self._check_rows()
             except Exception as error:
                 user_errors.handed_over(error, processor.process, result)
                 end_generator(result)
@@ -319,31 +329,20 @@ class Engine(BaseEngine):
             return False  # the value was written by this code, in this batch
         try:
             # A scope of its own, so that an error of the trial does not become a fatal error of the batch.
-            stored = State(self._trial_scope(self._overlay), raw_key).get()
+            stored = State(self._scope_over(self._overlay), raw_key).get()
             if stored is None:
                 return False
-            state = State(self._trial_scope(Overlay(NoRows())), raw_key)
+            state = State(self._scope_over(Overlay(NoRows())), raw_key)
             for _ in range(2):
                 again = self._decoded_again(record, raw_key)
                 outputs = self.processor.process(again.key, [again], state)
                 if outputs is not None:  # check that they can be written
-                    collector = OutputCollector(self.processor.key, self.processor.output, self._own_topics)
-                    collector.extend(outputs, again.key, raw_key)
+                    self._new_collector().extend(outputs, again.key, raw_key)
             return lacks(stored, state.get())
         except NOT_OF_A_RECORD:
             raise
         except Exception:  # raised by user code: the record fails with empty state as well, so it is bad
             return False
-
-    def _trial_scope(self, overlay: Overlay) -> Scope:
-        return Scope(
-            self.processor,
-            overlay,
-            partition=self.partition,
-            now_ms=self.now_ms,
-            watermark_ms=self.watermark_ms,
-            ttl_ms=None,
-        )
 
     def _event_times(self, batch: pa.RecordBatch, records: list[Record], bad: dict[int, Exception]) -> Any:
         """Which records are not late by the processor's own event_time(); None: all. Errors are added to ``bad``."""
@@ -356,9 +355,7 @@ class Engine(BaseEngine):
                     at_ms = None if at_ms is None else index(at_ms)
                     at_ms = None if at_ms is not None and at_ms < 0 else at_ms
                     if at_ms is not None and at_ms > self._last_ms:
-                        raise self._ahead(at_ms)
-                except FarAheadError as error:
-                    bad[i], at_ms = error, None
+                        bad[i], at_ms = self._ahead(at_ms), None
                 except Exception as error:
                     if at_ms is not None:
                         user_errors.explain(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _MISSING: Any = object()
+_ALL = 1 << 62
 
 
 class NoRows:
@@ -39,15 +40,19 @@ class Overlay:
 
     Args:
         store: the committed rows.
+        large_bytes: keys of rows with more bytes are noted when they are put.
     """
 
-    def __init__(self, store: Store | NoRows) -> None:
+    def __init__(self, store: Store | NoRows, large_bytes: int = _ALL) -> None:
         self.store = store
         self._rows: dict[bytes, bytes | None] = {}  # every known row, read or changed
         self._committed: dict[bytes, bytes | None] = {}  # rows in the store, as far as they were read
         self._changed: dict[bytes, None] = {}  # keys that were written; their rows may be as before again
         self._journal: list[tuple[bytes, Any]] = []  # the earlier rows of all changes since the savepoint
         self._ordered: dict[bytes, Any] = {}  # kind of row -> sorted changed keys; filled by the first scan
+        self.large_bytes = large_bytes
+        self.large: set[bytes] = set()
+        """Keys of the rows with more bytes than that, which were put since the savepoint."""
 
     def get(self, row_key: bytes) -> bytes | None:
         """The row; None if there is none."""
@@ -75,6 +80,8 @@ class Overlay:
         rows = self._rows
         self._journal.append((row_key, rows.get(row_key, _MISSING)))
         rows[row_key] = row
+        if row is not None and len(row) > self.large_bytes:
+            self.large.add(row_key)
         if row_key not in self._changed:
             self._changed[row_key] = None
             if self._ordered and row_key[:1] in self._ordered:
@@ -100,6 +107,7 @@ class Overlay:
     def savepoint(self) -> None:
         """From here on, changes can be rolled back."""
         self._journal.clear()
+        self.large.clear()
 
     def roll_back(self) -> None:
         """Undo the changes since the savepoint."""

@@ -174,7 +174,7 @@ def _summand(value: Any, of: Source) -> Any:
         ValueError: it is too large for that, or has too many digits.
     """
     value = _number(value, of)
-    if type(value) is Decimal and value.as_tuple().exponent < -_DIGITS:
+    if type(value) is Decimal and int(value.as_tuple().exponent) < -_DIGITS:  # a number, because it is finite
         raise ValueError(f"{_name(of)} has more than {_DIGITS} digits behind the point")
     if not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{_name(of)} is beyond {_LARGEST:.0e}: a sum of such numbers may be no number any more")
@@ -195,6 +195,7 @@ def _plus(left: Any, right: Any, of: Source) -> Any:
     """
     if left is None:
         return right
+    total: Any
     try:
         if isinstance(left, Decimal) or isinstance(right, Decimal):
             total = _EXACT.add(_decimal(left), _decimal(right))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -109,6 +110,10 @@ class Closed:
     window: Window
     parts: list[Any]
     merge: Callable[[Any, Any], Any]
+
+    def about(self) -> dict[str, Any]:
+        """What a letter says of it. ``merge`` may change the parts, so it is asked for this before."""
+        return {"window": self.window._asdict(), "accumulators": copy.deepcopy(self.parts)}
 
     def accumulator(self) -> Any:
         """The accumulator of all its records."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import index
 from types import MappingProxyType
@@ -139,16 +138,26 @@ class WindowProcessor(Processor):
             if failures is None:
                 yield from _listed(self.result(key, closed.window, closed.accumulator()))
                 continue
-            parts = copy.deepcopy(closed.parts)  # merge() may change what it gets
+            about = closed.about()
             try:
                 records = [*_listed(self.result(key, closed.window, closed.accumulator()))]
                 failures.check(key, state._key, records)
             except Exception as error:
                 if state._scope.fatal is not None:
                     raise
-                failures.add(error, {"window": closed.window._asdict(), "accumulators": parts})
+                failures.add(error, about)
             else:
                 yield from records
+
+    def give_up(self, timer: Timer, state: State) -> list[dict[str, Any]]:
+        """Close the windows of a key without results, because `on_timer` fails as a whole. Otherwise its later windows
+        would not be closed either.
+
+        Returns:
+            What letters say of them.
+        """
+        assert state.watermark_ms is not None, "timers of event time need a watermark"
+        return [closed.about() for closed in self._windows(state).close(timer.at_ms, state.watermark_ms)]
 
     def _windows(self, state: State) -> Panes | Sessions:
         kind = self.window

@@ -1,0 +1,36 @@
+"""Arguments of what users call: an unknown one is refused with the one that was probably meant."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from onceflow.column_names import did_you_mean
+from onceflow.errors import OptionError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def known_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The same function, which refuses keyword arguments that it does not have with an OptionError.
+
+    Python's own TypeError names only the unknown one, and ``Topic=`` and ``topics=`` look right at first sight.
+    """
+    parameters = [*inspect.signature(function).parameters.values()]
+    names = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)][1:]
+    known = frozenset(names)
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs.keys() - known:
+            raise OptionError(
+                f"{function.__qualname__.replace('.__init__', '')} has no argument {name!r}",
+                flow=getattr(args[0], "name", None) if args else None,
+                next_step=f"{did_you_mean(name, names)}Its arguments are {', '.join(names)}",
+            )
+        return function(*args, **kwargs)
+
+    return checked

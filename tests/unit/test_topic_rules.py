@@ -1,0 +1,337 @@
+"""What topics do not take: outputs and state are those of a bad record, and letters are shortened."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from onceflow import BadRecordError, OptionError, PermissionDeniedError, Record, serdes
+from onceflow.calls.concurrently import concurrently
+from onceflow.driver import targets
+from onceflow.driver.refused_rows import RefusedRows
+from onceflow.external.sink import RefusedRow
+from onceflow.messages import Target
+from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
+from onceflow.protocol.progress import Progress
+from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP
+from onceflow.protocol.topic_rules import TopicRules, WriteRules
+from onceflow.state import dead_letters
+from onceflow.state.api.deduplication import Deduplication
+from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.retry import KEY, Retry
+from onceflow.testing.processor_driver import ProcessorDriver
+
+LIMIT = 10_000
+TABLE = 20_000
+RANDOM = bytes(range(256)) * 40  # zstd makes it small
+NOISE = random.Random(3).randbytes(LIMIT)  # nothing makes it small
+
+
+def rules_of(**of_topics: TopicRules | None) -> WriteRules:
+    known = {"default": TopicRules("out", LIMIT), "dead-letters": TopicRules("failed", LIMIT), **of_topics}
+    return WriteRules(lambda topic: known.get(topic or "default"), known.get("rows"))
+
+
+def driver_of(processor: Any, on_error: str = "dead-letter", **of_topics: TopicRules | None) -> ProcessorDriver:
+    return ProcessorDriver(processor, on_error=on_error, rules=rules_of(**of_topics))
+
+
+def message(letter: Record) -> str:
+    return (dict(letter.headers)["onceflow.error.message"] or b"").decode()
+
+
+class Copies(Processor):
+    """Writes what a record says: so many bytes, to a topic, with or without a key."""
+
+    value = state = serdes.JSON
+
+    def process(self, key: bytes, records: Any, state: Any) -> Any:
+        for record in records:
+            given = record.value
+            state.put({"count": state.get({"count": 0})["count"] + 1})
+            if "state" in given:
+                state.map("m").put("x", "s" * given["state"])
+                state.put({"count": 0, "large": "s" * given.get("then", given["state"])})
+            headers = [("h", b"h" * given["headers"])] if "headers" in given else []
+            out_key = None if given.get("keyless") else b"k" * given.get("key", 1)
+            yield Record(out_key, b"v" * given.get("value", 1), given.get("topic"), headers)
+
+
+class Called(Copies):
+    """With another engine."""
+
+    @staticmethod
+    def none(value: Any) -> Any:
+        return value
+
+    ask = concurrently(none, limit=2)
+
+    def process(self, key: bytes, records: Any, state: Any) -> Any:
+        self.ask(1)
+        yield from super().process(key, records, state)
+
+
+TOO_LARGE = [{"value": LIMIT}, {"key": LIMIT}, {"headers": LIMIT}, {"state": TABLE},
+             {"topic": "keyed", "keyless": True},
+             {"topic": "tiny", "value": 2_000}, {"topic": "tiny", "headers": 2_000}]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Copies, Called])
+@pytest.mark.parametrize("bad", TOO_LARGE, ids=json.dumps)
+def test_a_record_whose_outputs_or_state_cannot_be_written_is_bad(kind: Any, bad: dict[str, Any]) -> None:
+    more = {"rows": TopicRules("table", TABLE), "keyed": TopicRules("keyed", LIMIT, compacted=True),
+            "tiny": TopicRules("tiny", 1_500)}  # fmt: skip
+    driver = driver_of(kind(), **more)
+    driver.send_many([(b"a", {"value": 5}), (b"a", bad), (b"a", {"value": 6}), (b"b", {"value": 7})])
+    assert sorted(len(record.value) for record in driver.outputs) == [5, 6, 7]
+    assert driver.state(b"a") == {"count": 2}, "what the bad record has changed is undone"
+    assert driver.map(b"a", "m") == {}
+    (letter,) = driver.dead_letters
+    assert json.loads(letter.value or b"") == bad
+    assert "bytes" in message(letter) or "need a key" in message(letter)
+    with pytest.raises(BadRecordError) as caught:
+        driver_of(kind(), "fail", **more).send(b"a", bad)
+    assert caught.value.flow == "test"
+    assert "offset 0" in caught.value.detail
+    assert caught.value.next_step
+
+
+def test_what_fits_is_written_and_only_the_last_row_of_a_call_counts() -> None:
+    driver = driver_of(Copies(), rows=TopicRules("table", TABLE))
+    driver.send(b"a", {"value": LIMIT - 100})
+    driver.send(b"a", {"state": TABLE - 2_000})
+    driver.send(b"b", {"state": 10, "then": TABLE})
+    assert [len(record.value) for record in driver.outputs] == [LIMIT - 100, 1]
+    assert len(driver.dead_letters) == 1
+
+    class Shrinks(Copies):
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            state.put("s" * TABLE)
+            state.put("small")
+
+    driver = driver_of(Shrinks(), rows=TopicRules("table", TABLE))
+    driver.send(b"a", {})
+    assert driver.state(b"a") == "small"
+
+
+@pytest.mark.parametrize("compression, fits", [("none", False), ("zstd", True), ("gzip", True)])
+def test_the_compressed_size_counts(compression: str, fits: bool) -> None:
+    class Same(Processor):
+        state = serdes.BYTES
+
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            state.put(records[-1].value * 5)
+            return [Record(key, records[-1].value * 2)]
+
+    large = TopicRules("out", LIMIT, compression=compression)
+    for stored in ("producer", "zstd", "uncompressed"):
+        plain = TopicRules("out", LIMIT, stored=stored, compression=compression)
+        driver = driver_of(Same(), default=plain, rows=large)
+        driver.send(b"a", RANDOM)
+        assert bool(driver.outputs) == (fits and stored != "uncompressed")
+        assert len(driver.dead_letters) == 1 - len(driver.outputs)
+
+
+def test_columns_that_cannot_be_written_are_those_of_bad_records() -> None:
+    class Columns(ColumnProcessor):
+        state_fields = {"text": "string"}  # noqa: RUF012
+
+        def process(self, records: pa.Table, states: pa.Table, context: Any) -> Any:
+            values = pc.cast(records["value"], pa.string())
+            outputs = pa.table({
+                "key": pc.if_else(pc.equal(values, "keyless"), None, records["key"]),
+                "value": pc.if_else(pc.equal(values, "large"), "v" * LIMIT, values),
+                "topic": pc.if_else(pc.equal(values, "keyless"), "keyed", pa.scalar(None, pa.string())),
+            })  # fmt: skip
+            new = pc.if_else(pc.equal(values, "state"), "s" * TABLE, values)
+            last = (
+                pa.table({"key": records["key"], "text": new})
+                .group_by("key", use_threads=False)
+                .aggregate([("text", "last")])
+            )
+            return outputs, last.rename_columns(["key", "text"])
+
+    driver = driver_of(Columns(), keyed=TopicRules("keyed", LIMIT, compacted=True), rows=TopicRules("table", TABLE))
+    driver.send_many([(b"a", "x"), (b"b", "large"), (b"c", "state"), (b"d", "keyless"), (b"e", "y")])
+    assert sorted(record.value for record in driver.outputs) == [b"x", b"y"]
+    assert sorted(letter.value or b"" for letter in driver.dead_letters) == [b"keyless", b"large", b"state"]
+
+
+def test_a_record_that_cannot_be_passed_on_does_not_count_as_seen() -> None:
+    driver = driver_of(Deduplication(records=10), default=TopicRules("out", LIMIT, compacted=True))
+    driver.send_many([(b"a", b"x"), (b"b", b"v" * LIMIT), (b"b", b"y"), (b"a", b"x")])
+    assert [record.value for record in driver.outputs] == [b"x", b"y"]
+    (letter,) = driver.dead_letters
+    assert "the record cannot be passed on: a record takes" in message(letter)
+
+
+def test_a_timer_whose_outputs_are_too_large_becomes_a_letter() -> None:
+    class Rings(Processor):
+        def process(self, key: bytes, records: Any, state: Any) -> None:
+            state.timers.register("ring", 5, "processing")
+
+        def on_timer(self, key: bytes, timer: Any, state: Any) -> Any:
+            yield Record(key, b"v" * LIMIT)
+
+    driver = driver_of(Rings())
+    driver.send(b"a", b"")
+    driver.advance(1)
+    (letter,) = driver.dead_letters
+    assert json.loads(letter.value or b"")["timer"] == "ring"
+
+
+# ---- letters -----------------------------------------------------------------------------------------------
+
+HEADER = st.tuples(st.text(max_size=6), st.one_of(st.none(), st.integers(0, 9_000).map(lambda size: NOISE[:size])))
+SIZES = st.one_of(st.none(), st.integers(0, 30_000))
+
+
+@given(
+    key=SIZES,
+    value=SIZES,
+    headers=st.lists(HEADER, max_size=6),
+    text=st.integers(0, 3_000),
+    limit=st.integers(dead_letters.LETTER_BYTES_MIN, 12_000),
+    compression=st.sampled_from(["none", "zstd"]),
+)
+@example(key=None, value=9_950, headers=[], text=10, limit=10_000, compression="none")
+@example(key=30_000, value=30_000, headers=[("h", NOISE[:9_000])], text=3_000, limit=8_000, compression="none")
+@settings(max_examples=150, deadline=None)
+def test_every_letter_fits_and_says_what_was_cut(
+    key: int | None, value: int | None, headers: Any, text: int, limit: int, compression: str
+) -> None:
+    def noise(size: int | None) -> bytes | None:
+        return None if size is None else (NOISE * 4)[:size]
+
+    record = Record(noise(key), noise(value), "t" * 200, headers, 7, 2**31 - 1, 2**63 - 1)
+    letter = dead_letters.dead_letter(record, "failed", ValueError("ä\U0001f600" * text))
+    rules = TopicRules("failed", limit, compression=compression)
+    found = dead_letters.fitted(letter, rules)
+    assert rules.refusal(found.key or b"", found.value, list(found.headers)) == ""
+    batch = encode_single(found.key, found.value, list(found.headers), timestamp_ms=7, base_sequence=0,
+                          identity=ProducerIdAndEpoch(1, 1))  # fmt: skip
+    if compression == "none":
+        assert batch.nbytes <= limit
+    names = [name for name, _ in found.headers]
+    for name in ("class", "message", "topic", "partition", "offset"):
+        assert f"onceflow.error.{name}" in names
+    assert (found.topic, found.timestamp_ms) == ("failed", 7)
+    assert (found.value or b"") == (letter.value or b"")[: len(found.value or b"")]
+    assert (found.key or b"") == (letter.key or b"")[: len(found.key or b"")]
+    assert (found.key is None, found.value is None) == (key is None, value is None)
+    cut = json.loads(dict(found.headers).get("onceflow.shortened") or b"{}")
+    assert ("value" in cut) == (found.value != letter.value)
+    assert ("key" in cut) == (found.key != letter.key)
+    assert cut.get("value", value) == value
+    own = [header for header in found.headers if not header[0].startswith("onceflow.")]
+    if own != [header for header in headers if not header[0].startswith("onceflow.")]:
+        assert "headers" in cut
+    assert bool(dead_letters.why_not_retried(found.headers)) == bool(cut)
+    if rules.refusal(letter.key or b"", letter.value, [*letter.headers, (ORIGINAL_TIMESTAMP, bytes(20))]) == "":
+        assert found is letter
+    refused = [*found.headers, (ORIGINAL_TIMESTAMP, str(7).encode())]
+    assert rules.refusal(found.key or b"", found.value, refused) == "", "also if the topic refuses the timestamp"
+
+
+def test_letters_late_records_and_duplicates_are_fitted_by_every_engine() -> None:
+    class Late(Processor):
+        allowed_lateness = 0
+
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            if len(records[0].value) > 50:
+                raise ValueError("too long")
+            return []
+
+    driver = driver_of(Late(), late=TopicRules("late", LIMIT))
+    driver.send(b"a", b"now", timestamp_ms=1_000)
+    driver.send(b"a", NOISE, timestamp_ms=1_000)
+    driver.send(b"a", NOISE, timestamp_ms=5)
+    driver.run()
+    for (letter,) in (driver.dead_letters, driver.late):
+        assert json.loads(dict(letter.headers)["onceflow.shortened"] or b"") == {"value": LIMIT}
+        assert len(letter.value or b"") > LIMIT - 5_000
+    twice = driver_of(Deduplication(records=5, duplicates_topic="twice"), twice=TopicRules("twice", LIMIT))
+    twice.send_many([(b"a", b"first"), (b"a", NOISE[: LIMIT - 100])])
+    (duplicate,) = [record for record in twice.outputs if record.topic == "twice"]
+    assert b"value" in (dict(duplicate.headers)["onceflow.shortened"] or b"")
+
+
+def test_a_row_that_another_system_refuses_has_a_letter_that_fits() -> None:
+    refused = RefusedRows("failed", None, {"failed": Target(1, LIMIT)}, target="ledger", flow="f")
+    rows = [RefusedRow({"text": "x" * length}, "UniqueViolation", "no", {"key": b"k"}) for length in (5, 3 * LIMIT)]
+    refused.set(Progress("f", 1, {"in": {0: 1}}, {"in": "id"}, 0), rows, 2)
+    small, large = refused.letters.to_pylist()
+    assert json.loads(small["value"]) == {"text": "x" * 5}
+    headers = {each["key"]: each["value"] for each in large["headers"]}
+    assert list(json.loads(headers["onceflow.shortened"])) == ["value"]
+    assert len(large["value"]) < LIMIT
+
+
+def test_a_letter_that_was_shortened_is_parked_at_once() -> None:
+    driver = ProcessorDriver(Retry(retry_topic="retry", parked_topic="parked"))
+    more = [("onceflow.error.class", b"TimeoutError"), ("onceflow.shortened", b'{"value": 5}'), (KEY, b"ada")]
+    (found,) = driver.send("orders/0/3", b"v", headers=more)
+    assert found.topic == "parked"
+
+
+@pytest.mark.parametrize("size", [LIMIT - 100, LIMIT - 1_400, 3 * LIMIT])
+def test_a_letter_that_is_parked_fits_there_too(size: int) -> None:
+    """Also the largest one that its own topic took: it gets further headers."""
+    record = Record(b"k" * 400, (NOISE * 4)[:size], "t" * 200, [], 7, 2, 3)
+    letter = dead_letters.fitted(dead_letters.dead_letter(record, "failed", KeyError("x")), TopicRules("failed", LIMIT))
+    parked = TopicRules("parked", LIMIT, compacted=True)
+    driver = driver_of(Retry(retry_topic="r" * 249, parked_topic="parked"), "fail", parked=parked)
+    (found,) = driver.send("failed/0/3", letter.value, headers=[*letter.headers, (KEY, letter.key)])
+    assert (found.topic, found.key) == ("parked", "failed/0/3")
+    assert parked.refusal(b"failed/0/3", found.value, list(found.headers)) == ""
+    assert letter.value is not None
+    assert letter.value.startswith(found.value)
+
+
+def test_a_letter_that_is_too_large_to_wait_is_parked() -> None:
+    driver = driver_of(Retry(retry_topic="retry", parked_topic="parked"), "fail", rows=TopicRules("waiting", LIMIT),
+                       parked=TopicRules("parked", 2 * LIMIT))  # fmt: skip
+    headers = [("onceflow.error.class", b"TimeoutError")]
+    assert driver.send("orders/0/1", NOISE[: LIMIT - 500], headers=headers) == []
+    (found,) = driver.send("orders/0/2", NOISE, headers=headers)
+    assert (found.topic, found.value) == ("parked", NOISE)
+    assert [key for key, _ in driver.timers] == ["orders/0/1"]
+    assert list(driver.states) == ["orders/0/1"]
+    (again,) = driver.send("orders/0/1", NOISE, headers=headers)
+    assert (again.topic, driver.timers, driver.states) == ("parked", [], {})
+
+
+# ---- at the start ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target, operations, error, said", [
+    (Target(1, 100_000), ["READ", "WRITE"], None, ""),
+    (Target(1, 100_000), None, None, ""),
+    (Target(1, 100_000, compacted=True), None, OptionError, "the dead letter topic failed, which is compacted"),
+    (Target(1, 7_999), None, OptionError, "which takes at most 7999 bytes"),
+    (Target(1, 100_000), ["READ"], PermissionDeniedError, "may not write to the dead letter topic failed"),
+])  # fmt: skip
+def test_topics_that_cannot_take_letters_are_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, target: Target, operations: Any, error: Any, said: str
+) -> None:
+    answer = type("Answer", (), {"name": "failed", "authorized_operations": operations})
+    monkeypatch.setattr(targets.allowed, "describe_topics", lambda *_: [answer])
+    monkeypatch.setattr(targets.allowed, "operations", lambda found: found)
+
+    def check() -> None:
+        targets.check_letter_topics(None, {"failed": "dead letter"}, {"failed": target}, None, flow="f")  # type: ignore[arg-type]
+
+    if error is None:
+        check()
+        return
+    with pytest.raises(error, match=said) as caught:
+        check()
+    assert (caught.value.flow, caught.value.topic) == ("f", "failed")
+    assert caught.value.next_step
