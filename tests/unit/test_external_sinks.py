@@ -131,6 +131,29 @@ def test_modes(tmp_path: Path) -> None:
     assert rows_of(path, "SELECT * FROM t ORDER BY k") == [("y", 2, 7), ("z", 9, 7)]
 
 
+def test_bytes_that_are_no_text_are_a_row_s_fault(tmp_path: Path) -> None:
+    """Spark's ``string(value)`` keeps them."""
+    path = database(tmp_path, "CREATE TABLE t (a TEXT, b TEXT)")
+    text = pa.array([b"x", b"y\xff", b"z"]).view(pa.string())
+    batch = pa.RecordBatch.from_arrays([text, pa.ListArray.from_arrays([0, 1, 2, 3], text)], ["a", "b"])
+    sink = SqliteSink(path, "t")
+    sink.set_aside()
+    attempt = BatchAttempt("f", sink.open("f", None).generation, 1, 1)
+    sink.begin(attempt)
+    receipt = sink.write(attempt, "0", iter([batch]))
+    found: list[RefusedRow] = []
+
+    def progress(refused: Sequence[RefusedRow]) -> str:
+        found.extend(refused)
+        return "{}"
+
+    sink.commit_accepted(attempt, [receipt], progress)
+    assert [(each.kind, each.row) for each in found] == [("UnicodeDecodeError", {"a": "y\ufffd", "b": "y\ufffd"})]
+    assert rows_of(path, "SELECT * FROM t") == [("x", '["x"]'), ("z", '["z"]')]
+    with pytest.raises(BadRecordError, match="can't decode byte 0xff"):
+        sink.commit(attempt, [sink.write(attempt, "1", iter([batch]))], "{}")
+
+
 @pytest.mark.parametrize("mode", ["upsert", "delete-by-flag"])
 def test_a_key_with_null_is_refused(tmp_path: Path, mode: str) -> None:
     """Null is different from null, so it would neither replace a row nor delete one."""

@@ -27,6 +27,8 @@ from onceflow.external.sink import (
     older_state,
 )
 
+#: What means that the table does not take a row.
+_REFUSALS = (sqlite3.IntegrityError, sqlite3.InterfaceError, OverflowError, NullKeyError, UnicodeDecodeError)
 _PROGRESS = "onceflow_progress"
 _BUSY_S = 60.0
 
@@ -196,14 +198,16 @@ class SqliteSink(ExternalSink):
             columns = self._columns(stream.schema)
             written, deleted = self._statements(columns)
             for batch in stream:
-                for row in batch.to_pylist():
+                for row, problem in _rows_of(batch):
                     try:
+                        if problem is not None:
+                            raise problem
                         self._write.check_key(row)
                         if self._write.mode == DELETE_BY_FLAG and row[self._write.flag]:
                             connection.execute(deleted, [_stored(row[name]) for name in self._write.key])
                         else:
                             connection.execute(written, [_stored(row[name]) for name in columns])
-                    except (sqlite3.IntegrityError, sqlite3.InterfaceError, OverflowError, NullKeyError) as error:
+                    except _REFUSALS as error:
                         record = {name: row.pop(name) for name in self._record}
                         kind = "NotNullViolation" if isinstance(error, NullKeyError) else type(error).__name__
                         refuse(RefusedRow(row, kind, str(error), record))
@@ -218,6 +222,24 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         connection.execute("ROLLBACK")
         raise
     connection.execute("COMMIT")
+
+
+def _rows_of(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any], UnicodeDecodeError | None]]:
+    """The rows, and what is wrong with each. Spark's ``string(value)`` keeps bytes that are not text."""
+    try:
+        yield from ((row, None) for row in batch.to_pylist())
+        return
+    except UnicodeDecodeError:
+        pass
+    for one in (batch.slice(place, 1) for place in range(batch.num_rows)):
+        row, problem = {}, None
+        for name, column in zip(batch.schema.names, one.columns, strict=True):
+            try:
+                (row[name],) = column.to_pylist()
+            except UnicodeDecodeError as error:
+                problem = error
+                row[name] = error.object.decode(errors="replace")
+        yield row, problem
 
 
 def _stored(value: Any) -> Any:
