@@ -308,6 +308,7 @@ def test_nothing_tells_whether_a_batch_was_committed_that_was_not(
         fails_at(patch, applied=False, kind=OSError)
         with pytest.raises(OSError, match="failed"):
             writer.commit(attempt, receipts)
+    write_deltalake(sink.root, pa.table({"id": [-2], "text": ["other"]}, SCHEMA), mode="append")
     without_identifiers(sink.root, logs=True)
     with pytest.raises(ProgressConflictError, match="does not tell any more whether it has batch 2") as refused:
         Writer(sink).open()
