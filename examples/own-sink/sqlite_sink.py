@@ -385,6 +385,8 @@ def _shown(scalar: Any) -> Any:
     """A value for an error or a dead letter."""
     try:
         return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error.object.decode(errors="replace")
     except (ValueError, OverflowError):
         return scalar.cast(pa.string()).as_py()
 

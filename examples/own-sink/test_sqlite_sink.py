@@ -418,3 +418,23 @@ def test_the_service(onceflow_broker: str, onceflow_spark: Any, make_topic: Call
     assert rows_of(tmp_path / "ledger.db", "SELECT account, amount FROM ledger") == [("ada", "12.50")]
     letters = independent.read_topic(onceflow_broker, failed, decided=True)
     assert sorted(letter.value or b"" for letter in letters) == sorted(values[1:])
+
+
+def test_bytes_that_are_no_text_are_a_fault_of_their_row(tmp_path: Path) -> None:
+    """Spark's ``string(value)`` keeps them."""
+    path = database(tmp_path, "CREATE TABLE t (a TEXT PRIMARY KEY)")
+    text = pa.array([b"x", b"y\xff", b"z"]).view(pa.string())
+    sink = SqliteSink(path, "t", mode="upsert", key=["a"])
+    sink.set_aside()
+    attempt = BatchAttempt("f", "me", sink.open("f", "me", None).generation, 1, 1)
+    sink.begin(attempt)
+    receipt = sink.write(attempt, "0", iter([pa.RecordBatch.from_arrays([text], ["a"])]))
+    found: list[str] = []
+
+    def progress(refused: Sequence[RefusedRow]) -> str:
+        found.extend(each.kind for each in refused)
+        return "{}"
+
+    sink.commit_accepted(attempt, [receipt], progress)
+    assert found == ["UnicodeDecodeError"]
+    assert rows_of(path, "SELECT * FROM t") == [("x",), ("z",)]

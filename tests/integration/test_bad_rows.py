@@ -23,7 +23,6 @@ BAD: dict[str, tuple[str, Any, type[onceflow.OnceflowError], str]] = {
     "partition": ("partition", 9, onceflow.BadRecordError, "partition 9"),
     "size": ("value", b"x" * 2_000_000, onceflow.BadRecordError, "more than the limit of 1048588"),
     "header": ("headers", [{"key": None, "value": b"v"}], onceflow.BadRecordError, "header"),
-    "time": ("timestamp", -1_000_000, onceflow.BadRecordError, "timestamp"),
 }
 SCHEMA = f"key binary, value binary, topic string, partition int, headers {HEADERS}, timestamp timestamp"
 TYPES = {

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import confluent_kafka
+import confluent_kafka.admin
 import pytest
 from click.testing import CliRunner
 
@@ -454,6 +454,39 @@ def test_what_flows_write_is_read_too_or_nothing_is_deleted(
         orphans(source)
     assert orphans(source, without_rows=[second]) == unseen
     independent.fill(onceflow_broker, PROGRESS_TOPIC, [(flow.flow.encode(), None) for flow in flows])
+
+
+def test_a_flow_with_snapshots_goes_on_after_a_collection(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
+) -> None:
+    """Only its source is named: its table, whose records are snapshots, and its output are found."""
+    claim = ClaimCheck(tmp_path / "store", above=10_000)
+    source, target = make_topic("in", 1), make_topic("out", 1)
+
+    def run_with(state: str, value: bytes) -> None:
+        independent.fill(onceflow_broker, source, [(b"k", value)])
+        with onceflow.Flow(f"flow-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+            keep = flow.process(
+                flow.read(source),
+                Keep(claim),
+                table=f"table-{source}",
+                snapshot_per_partition=True,
+                state_dir=tmp_path / state,
+            )
+            run(flow.write(keep, topic=target).start())
+
+    run_with("one", claim.encode(large(1)))
+    now = clock_ms() + 30 * DAY_MS
+    place = confluent_kafka.TopicPartition(source, 0, 1)
+    admin_of = confluent_kafka.admin.AdminClient
+    admin_of({"bootstrap.servers": onceflow_broker}).delete_records([place])[place].result(30)
+    with Collector(
+        ClientSettings(onceflow_broker), claim.objects, [source], older_than_ms=7 * DAY_MS, now_ms=now
+    ) as collector:
+        assert collector.find().orphans == 0
+    run_with("two", b"small")  # the state comes from the topic
+    *_, last = independent.read_topic(onceflow_broker, target)
+    assert claim.decode(last.value or b"") == large(1)[:8] + b"small"
 
 
 def test_the_command(

@@ -172,7 +172,7 @@ def test_keys_and_values_of_all_kinds(onceflow_broker: str, topic: str, make_top
     raw = client.get(f"/tables/{topic}/keys/bad", params={"value_encoding": "base64"}).json()["value"]
     assert base64.b64decode(raw) == b"\xffno json"
     rows = {row["key"]: row for row in client.get(f"/tables/{topic}/range").json()["rows"]}
-    assert len(rows) == len(hostile) + 2
+    assert len(rows) == len(hostile) + 3
     assert "not json" in rows["bad"]["error"]
     assert rows[None]["key_base64"] == to_base64url(binary)
 

@@ -109,7 +109,7 @@ def progress_of(bootstrap: str, flow: str) -> Progress:
 @pytest.mark.parametrize("engine", ["direct", pytest.param("spark", marks=pytest.mark.long)], ids=["direct", "spark"])
 def test_runs_that_end_soon_do_not_wait_for_an_empty_partition(make_pipe: Any, make_topic: Any, engine: str) -> None:
     """As jobs of cron: the second partition never has records. Also not for one that has had its last one long ago."""
-    pipe, late, idle_s = make_pipe(partitions=2), make_topic("late", 1), 3.0
+    pipe, late, idle_s = make_pipe(partitions=2), make_topic("late", 1), 1.0
     began = clock_ms() - 10 * HOUR
 
     def run(hour: int) -> list[int]:

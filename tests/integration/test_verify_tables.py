@@ -61,7 +61,8 @@ def test_tables_and_copies(make_state_pipe: Callable[..., Any], verify: Any, onc
     key = next(iter(pipe.table_rows()))
     wrong = 1 - place(key)
     producer.produce(pipe.table, b"{}", key, partition=wrong)
-    producer.produce(pipe.table, b"{}", b"k" * 600, partition=0)
+    long = next(each for n in range(99) if place(each := b"k" * 600 + b"%d" % n) == 0)  # which may be a row
+    producer.produce(pipe.table, b"{}", long, partition=0)
     producer.produce(pipe.table, b"{}", b"new", partition=place(b"new"), headers={rows.VERSION_HEADER: b"7"})
     producer.produce(internal, b"no row", rows.timer_key(b"k", b"n"), partition=1)
     assert producer.flush(30) == 0
@@ -70,9 +71,8 @@ def test_tables_and_copies(make_state_pipe: Callable[..., Any], verify: Any, onc
     pipe.fill(400)  # every key, and so every partition, is written once more
     pipe.run()
     found, last = verify(pipe.flow, "--tables", code=1)
-    assert last["found"] == {"misplaced": 1, "state": 3}
+    assert last["found"] == {"misplaced": 1, "state": 2}
     assert {each["text"] for each in found if each["kind"] == "state"} == {
-        "its key has 600 bytes, which is too long for a row",
         "it is of version 7 of the processor, the flow is at version 0",
         "it is no row of a map, and no timer",
     }
