@@ -208,6 +208,20 @@ def test_a_key_with_null_is_refused(tmp_path: Path, mode: str) -> None:
     assert rows_of(path, "SELECT * FROM t ORDER BY b") == [("x", None), ("x", "y")]
 
 
+@pytest.mark.parametrize("collation, other", [("NOCASE", "ada"), ("RTRIM", "Ada  ")])
+@pytest.mark.parametrize("together", [True, False])
+def test_the_column_says_which_keys_are_equal(tmp_path: Path, collation: str, other: str, together: bool) -> None:
+    """Also of two rows of one batch."""
+    path = database(tmp_path, f"CREATE TABLE t (k TEXT COLLATE {collation} PRIMARY KEY, v INT)")
+    rows: list[dict[str, Any]] = [{"k": "Ada", "v": 1}, {"k": other, "v": 2}]
+    for number, batch in enumerate([rows] if together else [rows[:1], rows[1:]], 1):
+        assert written(SqliteSink(path, "t", mode="upsert", key=["k"]), batch, number, letters=True) == []
+    assert rows_of(path, "SELECT * FROM t") == [("Ada", 2)]
+    by_flag = SqliteSink(path, "t", mode="delete-by-flag", key=["k"])
+    written(by_flag, [{"k": other, "v": None, "deleted": True}], batch=3)
+    assert rows_of(path, "SELECT * FROM t") == []
+
+
 def test_types(tmp_path: Path) -> None:
     path = database(tmp_path, "CREATE TABLE t (a, b, c, d, e, f)")
     noon = datetime(2026, 1, 2, 12, tzinfo=timezone.utc)
