@@ -57,7 +57,8 @@ class Source:
 
     def fill(self, name: str, count: int) -> None:
         records = [(b"k", b"%s-%d" % (name.encode(), n)) for n in range(count)]
-        independent.fill(self._broker.bootstrap_servers, SOURCE, records)
+        # A producer of its own: the leader of after the election does not know the sequences of one of before.
+        independent.fill(self._broker.bootstrap_servers, SOURCE, records, options={"client.id": name})
 
     def _is(self, leader: int, in_sync: set[int] | None) -> bool:
         with contextlib.suppress(KafkaException):

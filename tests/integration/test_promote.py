@@ -255,7 +255,7 @@ def test_killed_and_both_are_started_again(
     done = told(call(*promotion(pipe, copy)))
     assert not done["already"]
     with pytest.raises(onceflow.ProgressConflictError, match="has taken the place of"):
-        copy.start()
+        copy.run()
     pipe.fill(30)
     after = successor(pipe, copy) if state else pipe
     after.run()
