@@ -20,6 +20,7 @@ from onceflow.claim_check.objects import ObjectStore
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
+from onceflow.client.topics import TopicLimits
 from onceflow.client.transactions import Transactions
 from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
@@ -177,7 +178,7 @@ class CommandWorld:
         transactions = Transactions(cluster, f"onceflow.{names['FLOW']}")
         transactions.init(deadline)
         identity = transactions.begin(deadline)
-        writer = Writer(cluster, transactions, dict.fromkeys([*written, *state], 1_000_000), deadline)
+        writer = Writer(cluster, transactions, dict.fromkeys([*written, *state], TopicLimits(1_000_000)), deadline)
         for topic, partition in itertools.product([*written, *state], range(2)):
             key, row = b"row-%d" % partition, Row(b"{}", clock_ms())
             if topic.endswith("-internal"):

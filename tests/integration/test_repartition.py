@@ -26,6 +26,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
+from onceflow.client.topics import TopicLimits
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactions import Transactions
 from onceflow.driver import progress_log
@@ -96,7 +97,7 @@ class State:
             transactions = Transactions(cluster, f"onceflow.{self.flow}")
             transactions.init(deadline)
             identity = transactions.begin(deadline)
-            limits = {self.table: 1_000_000, self.internal: 1_000_000}
+            limits = dict.fromkeys((self.table, self.internal), TopicLimits(1_000_000))
             writer = Writer(cluster, transactions, limits, deadline)
             for (topic, partition), found in by_place.items():
                 writer.write(topic, partition, found)

@@ -297,6 +297,28 @@ def test_nothing_tells_whether_a_batch_was_committed(sink: DeltaSink) -> None:
     assert Writer(sink).open().batch == 1
 
 
+def test_nothing_tells_whether_a_batch_was_committed_that_was_not(
+    sink: DeltaSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are not there, so the entry is removed, as the error says."""
+    writer = Writer(sink).open()
+    writer.commit(*writer.staged())
+    attempt, receipts = writer.staged()
+    with monkeypatch.context() as patch:
+        fails_at(patch, applied=False, kind=OSError)
+        with pytest.raises(OSError, match="failed"):
+            writer.commit(attempt, receipts)
+    write_deltalake(sink.root, pa.table({"id": [-2], "text": ["other"]}, SCHEMA), mode="append")
+    without_identifiers(sink.root, logs=True)
+    with pytest.raises(ProgressConflictError, match="does not tell any more whether it has batch 2") as refused:
+        Writer(sink).open()
+    Path(sink.root, str(refused.value).partition("remove the file ")[2].partition(";")[0]).unlink()
+    again = Writer(sink).open()
+    assert again.batch == 1
+    again.commit(*again.staged())
+    assert len([row for row in rows_of(sink.root) if row["id"] >= 0]) == 80
+
+
 def test_a_table_that_was_created_again_has_no_progress(sink: DeltaSink) -> None:
     writer = Writer(sink).open()
     writer.commit(*writer.staged())

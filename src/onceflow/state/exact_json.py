@@ -30,6 +30,7 @@ _LONG, _SMALL = b"0" * 16, b"0e-000"
 _SMALL_NUMBER = re.compile(rb"0e-000+(?![0xe-])")  # not a part of a text, for example of a UUID
 _LONG_NUMBERS = re.compile(rb"[0-9][0-9.]{15,}(?:[eE][+-]?[0-9]+)?")  # those in texts do no harm
 _dumps, _loads = orjson.dumps, orjson.loads  # a global variable is found sooner than an attribute
+_NO_INTEGER = re.compile(rb"[0-9][.eE]")  # as every number has that is none
 _SMALLEST = 2.2250738585072014e-308
 _FLOAT_DIGITS = 15  # a float holds every decimal number of so many digits
 _CHECKED_AT_ONCE = 32  # few, so that they stay in the CPU cache
@@ -97,8 +98,11 @@ def canonical(raw: bytes) -> bytes:
         ValueError: as `loads`.
     """
     value = loads(raw)
-    found = orjson.dumps(_writable(value), default=_decimal, option=orjson.OPT_SORT_KEYS)
-    if b"." in found or b"e" in found or b"E" in found:  # as every number has that is not an integer
+    try:
+        found = _dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:
+        found = orjson.dumps(_writable(value), default=_decimal, option=orjson.OPT_SORT_KEYS)
+    if _NO_INTEGER.search(found):
         found = orjson.dumps(_writable(value, _in_one_form), option=orjson.OPT_SORT_KEYS)
     return found
 
