@@ -478,8 +478,8 @@ def test_a_flow_with_snapshots_goes_on_after_a_collection(
     run_with("one", claim.encode(large(1)))
     now = clock_ms() + 30 * DAY_MS
     place = confluent_kafka.TopicPartition(source, 0, 1)
-    admin_of = confluent_kafka.admin.AdminClient
-    admin_of({"bootstrap.servers": onceflow_broker}).delete_records([place])[place].result(30)
+    admin: Any = confluent_kafka.admin.AdminClient({"bootstrap.servers": onceflow_broker})
+    admin.delete_records([place])[place].result(30)
     with Collector(
         ClientSettings(onceflow_broker), claim.objects, [source], older_than_ms=7 * DAY_MS, now_ms=now
     ) as collector:
