@@ -197,7 +197,7 @@ def test_rows_have_the_same_key_if_the_index_says_so(with_keys: str, name: str) 
     check_keys(with_keys, name, "delete-by-flag", [rows[:3], rows[3:]])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_keys_do_not_depend_on_where_batches_end(with_keys: str, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*_KEYS]))
