@@ -80,7 +80,7 @@ class SourceWatch:
                     f"Topic {topic} was deleted and created again while the flow ran",
                     flow=self._flow,
                     topic=topic,
-                    detail=f"topic id was {self._topic_ids[topic]}, is {topic_id}; nothing of the new topic was read",
+                    detail=f"topic id was {self._topic_ids[topic]}, is {topic_id}; nothing of it was committed",
                     next_step="`onceflow reset` the flow to read the new topic from its start, or use another flow "
                     "name",
                 )
