@@ -17,6 +17,7 @@ from onceflow.planning import calls as planned_calls
 from onceflow.planning import joins, maps
 from onceflow.planning.write_options import check_no_dead_letters
 from onceflow.spark import queries
+from onceflow.spark.arrow_maps import map_in_arrow
 from onceflow.spark.master import is_local
 from onceflow.state.api import serdes
 from onceflow.state.joins.spec import JoinTable
@@ -105,7 +106,7 @@ class FlowOperators(FlowWrites):
             facts = queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
             check_no_dead_letters(facts, "Flow.map", self.name)
             rows_map, columns = maps.map_of(df, function, schema, number=next(self._runs.map_numbers), flow=self.name)
-            mapped = df.mapInArrow(rows_map, columns)
+            mapped = map_in_arrow(df, rows_map, columns)
             startup.maps[rows_map.__name__] = rows_map
             return mapped
 

@@ -26,7 +26,7 @@ ALLOWED = {
     "client": {"clock", "errors", "protocol"},
     "calls": {"durations", "errors"},
     "external": {"durations", "errors"},
-    "claim_check": {"clock", "column_names", "errors", "object_storage", "sizes", "state"},
+    "claim_check": {"clock", "column_names", "errors", "object_storage", "sizes", "spark", "state"},
     "messages": {"client", "errors", "protocol", "state", "user_code"},
     "task": {
         "calls",

@@ -11,6 +11,7 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from onceflow.column_names import did_you_mean
 from onceflow.errors import ClaimCheckError, SchemaError
+from onceflow.spark.arrow_maps import map_in_arrow
 
 Convert = Callable[[bytes], bytes]
 
@@ -42,7 +43,7 @@ def with_column(df: DataFrame, column: str, convert: Convert, what: str) -> Data
             next_step="cast it to binary" if what == "load" else "cast it to binary or string",
         )
     changed = [StructField(f.name, BinaryType() if f.name == column else f.dataType, f.nullable) for f in df.schema]
-    return df.mapInArrow(ColumnTask(convert, column), StructType(changed))
+    return map_in_arrow(df, ColumnTask(convert, column), StructType(changed))
 
 
 class ColumnTask:

@@ -47,6 +47,7 @@ from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.protocol.progress import DriverProcess, Progress
 from onceflow.protocol.transaction import GIVEN, Event, Mode, Phase, Transaction
 from onceflow.spark import jvm
+from onceflow.spark.arrow_maps import map_in_arrow
 from onceflow.spark.checkpoint_files import Folder
 from onceflow.spark.collect import collect
 from onceflow.task.external_task import ExternalOrder, ExternalTask, write_external
@@ -221,7 +222,7 @@ class ExternalCommit:
             summary.path = "driver"
             return Part(found.written, None, False), found.returned
         tasks = jvm.task_total(rows)
-        found = from_rows(rows.mapInArrow(ExternalTask(order), REPORT_SPARK_SCHEMA).collect())
+        found = from_rows(map_in_arrow(rows, ExternalTask(order), REPORT_SPARK_SCHEMA).collect())
         summary.path = f"{tasks} tasks"
         return Part(found.written, tasks, jvm.has_shuffle(rows)), found.returned
 

@@ -33,6 +33,7 @@ from onceflow.planning.join_columns import columns_of_join
 from onceflow.protocol import acls
 from onceflow.protocol.position import Position
 from onceflow.protocol.progress import Progress
+from onceflow.spark.arrow_maps import map_in_arrow
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.master import is_local
 from onceflow.spark.shuffles import drop_shuffles
@@ -83,7 +84,7 @@ def join_frame(
     wanted, added = columns_of_join(df, spec, on=on, how=how, columns=columns, flow=flow)
     order = JoinOrder(spec, settings, on, how == "inner", added, isinstance(columns, str), flow)
     try:
-        return df.mapInArrow(JoinTask(order), wanted)
+        return map_in_arrow(df, JoinTask(order), wanted)
     except PySparkException as error:
         raise SchemaError(
             "Spark cannot give all columns of the DataFrame to Python",

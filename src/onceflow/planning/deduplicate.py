@@ -13,6 +13,7 @@ from onceflow.column_names import did_you_mean, is_case_sensitive
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, SchemaError
 from onceflow.planning.step_frames import check_step_names, optional_columns, state_columns
+from onceflow.spark.arrow_maps import quoted
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication
 from onceflow.state.api.processor import MAX_AHEAD
 
@@ -122,7 +123,7 @@ def dedup_columns(df: DataFrame, options: DedupOptions, flow: str, *, one_topic:
     types = {field.name: field.dataType for field in df.schema.fields}
     _check_once(df, options, flow)
     id_ = _id_column(options.id, types, flow)
-    plain = df.select(*[F.col(_quoted(name)) for name in types if name in _KAFKA])
+    plain = df.select(*[F.col(quoted(name)) for name in types if name in _KAFKA])
     state_columns(plain, flow, one_topic=one_topic, caller="Flow.deduplicate")  # for its checks
     further = [_event_time(options, types, flow)] if options.within is not None else []
     # One projection, in which every expression sees the columns of ``df``.
@@ -170,7 +171,7 @@ def _id_column(name: str, types: dict[str, T.DataType], flow: str) -> Column:
             detail=f"there are {', '.join(types)}",
             next_step=f'{did_you_mean(name, types)}Name a column of the DataFrame, or "key"',
         )
-    column = F.col(_quoted(name))
+    column = F.col(quoted(name))
     if isinstance(kind, T.BinaryType):
         return column
     if isinstance(kind, T.StringType):
@@ -190,9 +191,9 @@ def _event_time(options: DedupOptions, types: dict[str, T.DataType], flow: str) 
     name = options.event_time or "timestamp"
     kind = types.get(name)
     if isinstance(kind, T.TimestampType):
-        return None if name == "timestamp" else F.unix_millis(F.col(_quoted(name))).alias(EVENT_TIME)
+        return None if name == "timestamp" else F.unix_millis(F.col(quoted(name))).alias(EVENT_TIME)
     if isinstance(kind, T.LongType):
-        return F.col(_quoted(name)).alias(EVENT_TIME)
+        return F.col(quoted(name)).alias(EVENT_TIME)
     there = "missing" if kind is None else kind.simpleString()
     meant = did_you_mean(name, types) if kind is None else ""
     raise SchemaError(
@@ -201,7 +202,3 @@ def _event_time(options: DedupOptions, types: dict[str, T.DataType], flow: str) 
         flow=flow,
         next_step=f"{meant}Keep the column timestamp of Flow.read, or name another one with event_time=",
     )
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"
