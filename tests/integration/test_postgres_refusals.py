@@ -42,7 +42,7 @@ def written(sink: PostgresSink, batch: pa.RecordBatch, *, sets_aside: bool = Tru
     if sets_aside:
         sink.set_aside()
     sink.check(batch.schema)
-    attempt = BatchAttempt("f", sink.open("f", None).generation, 1, 1)
+    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
     sink.begin(attempt)
     half = batch.num_rows // 2
     receipts = [sink.write(attempt, str(n), iter([part])) for n, part in enumerate((batch[:half], batch[half:]))]
@@ -202,7 +202,7 @@ def test_a_table_that_takes_nothing_is_no_row_s_fault(dsn: str, change: str) -> 
     sink = PostgresSink(dsn, "t")
     sink.set_aside()
     sink.check(_SCHEMA)
-    attempt = BatchAttempt("f", sink.open("f", None).generation, 1, 1)
+    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
     sink.begin(attempt)
     receipts = [sink.write(attempt, str(n), iter([rows(odd)])) for n, odd in enumerate(["odd", "0x00: \0"])]
     run(dsn, change)

@@ -71,9 +71,9 @@ class Written:
         """One batch."""
         if not self._generation:
             self.sink.check(schema)
-            self._generation = self.sink.open(self._flow, None).generation
+            self._generation = self.sink.open(self._flow, "o", None).generation
         self._batch += 1
-        attempt = BatchAttempt(self._flow, self._generation, self._batch, 1)
+        attempt = BatchAttempt(self._flow, "o", self._generation, self._batch, 1)
         self.sink.begin(attempt)
         receipt = self.sink.write(attempt, "0", iter([pa.RecordBatch.from_pylist([*rows], schema=schema)]))
         if self.sets_aside:
