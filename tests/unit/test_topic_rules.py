@@ -274,6 +274,19 @@ def test_a_row_that_another_system_refuses_has_a_letter_that_fits() -> None:
     assert len(large["value"]) < LIMIT
 
 
+def test_the_letter_of_a_row_is_json_whatever_its_numbers_are() -> None:
+    refused = RefusedRows("failed", None, {"failed": Target(1, LIMIT)}, target="ledger", flow="f")
+    row = {"a": float("nan"), "b": [float("inf"), 1.5, {"c": float("-inf")}], "d": 2**70, "e": None}
+    refused.set(Progress("f", 1, {"in": {0: 1}}, {"in": "id"}, 0), [RefusedRow(row, "CheckViolation", "no", {})], 1)
+    (letter,) = refused.letters.to_pylist()
+
+    def no_json(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    found = json.loads(letter["value"], parse_constant=no_json)
+    assert found == {"a": "NaN", "b": ["Infinity", 1.5, {"c": "-Infinity"}], "d": 2**70, "e": None}
+
+
 def test_a_letter_that_was_shortened_is_parked_at_once() -> None:
     driver = ProcessorDriver(Retry(retry_topic="retry", parked_topic="parked"))
     more = [("onceflow.error.class", b"TimeoutError"), ("onceflow.shortened", b'{"value": 5}'), (KEY, b"ada")]

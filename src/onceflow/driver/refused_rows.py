@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -155,7 +156,7 @@ def _letter(refused: RefusedRow, topic: str) -> Record:
     at = given.get("timestamp")
     record = Record(
         _raw(given.get("key")),
-        _raw(given["value"]) if "value" in given else json.dumps(dict(refused.row), default=_plain).encode(),
+        _raw(given["value"]) if "value" in given else _as_json(dict(refused.row)),
         given.get("topic"),
         [(str(header["key"]), _raw(header["value"])) for header in given.get("headers") or ()],
         of_datetime(at) if isinstance(at, datetime) else None,
@@ -182,7 +183,23 @@ def _table(letters: Sequence[Record]) -> pa.Table:
 def _raw(value: Any) -> bytes | None:
     if value is None or isinstance(value, bytes):
         return value
-    return value.encode() if isinstance(value, str) else json.dumps(value, default=_plain).encode()
+    return value.encode() if isinstance(value, str) else _as_json(value)
+
+
+def _as_json(value: Any) -> bytes:
+    try:
+        return json.dumps(value, default=_plain, allow_nan=False).encode()
+    except ValueError:  # JSON has no numbers for NaN and infinity
+        return json.dumps(_finite(value), default=_plain).encode()
+
+
+def _finite(value: Any) -> Any:
+    """The value with text in place of NaN and infinity, as Spark's ``to_json`` writes them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _plain(value: Any) -> str:
