@@ -19,7 +19,8 @@ from onceflow.testing.waiting import wait_until
 pytestmark = pytest.mark.integration
 
 RECORDS, STEP_MS, DISORDER_MS = 1200, 200, 20_000
-LAST_MS = RECORDS * STEP_MS + 10 * DISORDER_MS + 5_500
+START_MS = 1_700_000_000_000  # a time before 1970 is none
+LAST_MS = START_MS + RECORDS * STEP_MS + 10 * DISORDER_MS + 5_500
 
 
 class Summed(windows.WindowProcessor):
@@ -60,7 +61,7 @@ def inputs(seed: int) -> list[tuple[bytes, bytes]]:
     rng = random.Random(seed)
     found = []
     for n in range(RECORDS):
-        at = n * STEP_MS - rng.choice([0, rng.randrange(DISORDER_MS), 4_000, rng.randrange(20) * 1_000])
+        at = START_MS + n * STEP_MS - rng.choice([0, rng.randrange(DISORDER_MS), 4_000, rng.randrange(20) * 1_000])
         value = {"id": n, "at": at, "n": rng.choice([None, rng.randrange(-1000, 1000)])}
         found.append((f"key-{rng.randrange(6)}".encode(), json.dumps(value).encode()))
     return found
@@ -132,7 +133,7 @@ def test_results_are_those_of_sparks_batch(make_pipe: Any, make_topic: Any, kind
     try:
         query.processAllAvailable()
         # They meet the watermark that the records before have left.
-        independent.fill(pipe.bootstrap, pipe.source, [*stale, *fillers(2 * LAST_MS, 30_000)])
+        independent.fill(pipe.bootstrap, pipe.source, [*stale, *fillers(2 * LAST_MS - START_MS, 30_000)])
         query.processAllAvailable()
         late = Counter(
             json.loads(record.value or b"")["id"]
