@@ -15,6 +15,7 @@ import state_driver
 
 def main() -> None:
     flows = json.loads(sys.argv[1])
+    external_flow.use()
     spark = driver.session({})
     for given in flows:
         kinds = {"table": state_driver, "database": external_flow, "store": claim_check_flow, "failed": call_flow}
