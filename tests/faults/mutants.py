@@ -150,11 +150,11 @@ def more_when_given_back(patch: Patch, once: Path, pipe: Any) -> None:
     """The driver has fetched 50 records before tasks took over. They give back when 10 are left, and 10 more come."""
     go_on = SourceReader.go_on
 
-    def fill_first(self: Any) -> None:
+    def fill_first(self: Any, *epochs: Any) -> None:
         if not once.exists():
             once.touch()
             pipe.fill(BATCH_ROWS // 2)
-        go_on(self)
+        go_on(self, *epochs)
 
     patch.setattr(SourceReader, "go_on", fill_first)
 
@@ -395,7 +395,7 @@ def tasks_begin_too_early(patch: Patch) -> None:
 
 def driver_reads_on_where_it_stood(patch: Patch) -> None:
     """After batches of tasks, the driver reads on behind what it had fetched before them, and has given up."""
-    patch.setattr(SourceReader, "go_on", lambda self: None)
+    patch.setattr(SourceReader, "go_on", lambda self, epochs: None)
 
 
 # ---- a run -----------------------------------------------------------------------------------------------
