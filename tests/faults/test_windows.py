@@ -17,7 +17,8 @@ from onceflow.testing.waiting import wait_until
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 RECORDS, STEP_MS, LATENESS_MS = 1200, 100, 1000
-LAST_MS = RECORDS * STEP_MS + 20_000
+START_MS = 1_700_000_000_000  # a time before 1970 is none
+LAST_MS = START_MS + RECORDS * STEP_MS + 20_000
 GAP_MS = 1500
 BATCH = 2
 RECORDS_PER_BATCH = 400
@@ -29,7 +30,7 @@ def fill(pipe: Any) -> None:
     """Records out of order by less than the lateness, and in every partition one that closes all windows."""
     rng = random.Random(3)
     for n in range(RECORDS):
-        at = n * STEP_MS - rng.randrange(LATENESS_MS)
+        at = START_MS + n * STEP_MS - rng.randrange(LATENESS_MS)
         key = f"key-{rng.randrange(8)}" if n % 50 < 40 else "key-0"  # gaps, so that sessions end
         pipe.sent.append((key.encode(), json.dumps({"n": n, "at": at}).encode()))
     closing = [(f"closing-{n}".encode(), json.dumps({"n": 0, "at": LAST_MS}).encode()) for n in range(40)]
@@ -43,7 +44,7 @@ def expected(pipe: Any, processor: str) -> Results:
         by_key[key].append((json.loads(raw)["at"], json.loads(raw)["n"]))
     found: Results = Counter()
     for key, records in by_key.items():
-        bounds = [(start, start + 5000) for start in range(-6000, LAST_MS, 2000)]
+        bounds = [(start, start + 5000) for start in range(START_MS - 6000, LAST_MS, 2000)]
         if processor == "Visits":
             times = sorted(at for at, _ in records)
             ends = [at for at, after in zip(times, [*times[1:], LAST_MS], strict=True) if after - at > GAP_MS]
