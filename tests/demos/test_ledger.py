@@ -164,7 +164,7 @@ def test_a_movement_that_is_torn_over_two_transactions_is_seen() -> None:
     books = audit(book(torn))
     assert books.money == 0
     assert books.torn > 0
-    assert "pieces in partition" in books.examples[0]
+    assert any("pieces in partition" in each for each in books.examples), books.examples
     # The totals of the two, which cannot be told apart any more, are right.
     assert not any("out of nothing" in example for example in books.examples)
 
