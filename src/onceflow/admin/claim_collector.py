@@ -155,8 +155,14 @@ class Collector:
     def remember(self) -> None:
         """Let the store know the topics of this run, so that a later one that leaves out one of them is refused."""
         read = {name.removesuffix(INTERNAL_SUFFIX) for name, count in self.found.references.items() if count}
-        found = [name for name in read if name in self.found.references and name not in (*self._topics, *self._places)]
-        self._store.remember(Remembered(tuple(self._topics), tuple(self._rows), tuple(found)))
+        # A topic of an earlier run may have no reference at the moment, and get one again.
+        known = [name for name in (*self.earlier.topics, *self.earlier.found) if name not in self._without]
+        topics = (
+            [*self._topics, *(name for name in self.earlier.topics if name in known)] if self._every else self._topics
+        )
+        wanted = [name for name in {**dict.fromkeys(known), **dict.fromkeys(read)} if name in self.found.references]
+        found = [name for name in wanted if name not in (*topics, *self._places)]
+        self._store.remember(Remembered(tuple(topics), tuple(self._rows), tuple(found)))
 
     def delete(self) -> None:
         """Delete what `find` has found, after `remember`."""

@@ -179,7 +179,8 @@ def all_progress(cluster: Cluster, deadline: Deadline, *, strict: bool = False) 
     Records that this version cannot read are left out: it is not their flow that is asked for.
 
     Args:
-        strict: raise PermissionDeniedError if the progress topic may not be read. Otherwise there is a warning.
+        strict: raise an error if the progress topic may not be read, or a record of it cannot be. Otherwise it is
+            logged.
     """
     last: dict[bytes, bytes | None] = {}
     try:
@@ -201,4 +202,6 @@ def all_progress(cluster: Cluster, deadline: Deadline, *, strict: bool = False) 
             try:
                 yield records.decode(key, value)
             except OnceflowError as unreadable:
+                if strict:
+                    raise
                 log.debug("a record of %s cannot be read: %s", PROGRESS_TOPIC, unreadable)

@@ -104,6 +104,8 @@ def collect(
 
     if all_topics == bool(topics):
         raise click.UsageError("give either --topic, for each topic with references, or --all-topics")
+    if len(dict(rows)) < len(rows):
+        raise click.UsageError("give --rows once for a flow, with one command that prints all its rows: `a; b`")
     objects = ObjectStore(store, dict(pair(option, "--storage-option") for option in storage_options))
     with interruptible() as check, progress_bar() as show:
         collector = Collector(

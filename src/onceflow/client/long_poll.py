@@ -319,6 +319,7 @@ class LongPoll(Generic[C]):
         elif begin < end:
             look = Deadline(_LOOK_S, f"looking for the records of {each.name}")
             if is_hole(self._cluster, each.topic, each.partition, begin, look):
+                each.leader_epoch = -1  # who has appended the records that are gone is not known
                 nothing = self._form.begin(end)
                 nothing.whole = False
                 yield nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from onceflow.driver.external_waiting import at_start
 from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.refused_rows import LettersToWrite, RefusedRows, parsed
 from onceflow.driver.run import Run, check_read_now, watch_sources, writer_of
+from onceflow.driver.source_offsets import ends_of_epochs
 from onceflow.driver.start_report import report
 from onceflow.driver.startup import Startup
 from onceflow.driver.targets import check_letter_topics
@@ -53,7 +55,9 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     """
     flow, sink = startup.flow, write.sink
     run, options = bounded(write.run, write.options, startup.sources, startup.until, flow)
-    write = replace(write, run=run, options=options)
+    # The sink is the user's, who may give it to another flow, too: with other columns, or without dead letters.
+    sink = copy.copy(sink)
+    write = replace(write, run=run, options=options, sink=sink)
     imports = _check_query(spark, startup, write)
     imports.at_start()
     deadline = startup.deadline()
@@ -184,7 +188,7 @@ def _decided(
     row, letters = (None, None) if text is None else _parsed(kafka.flow, text, target, identity)
     start = plan_external(kafka, row, startup.sources, target=target, flow=flow, identity=identity)
     try:
-        starts = _starts(startup, start.progress, flow)
+        starts = _starts(startup, start.progress, flow, deadline if start.follows else None)
     except OnceflowError as error:
         raise (of_row(error, target, identity) if start.follows else error) from None
     topics = {write.dead_letter_topic}
@@ -226,15 +230,25 @@ def _targets(
     return targets
 
 
-def _starts(startup: Startup, progress: Progress, flow: str) -> Mapping[str, dict[int, int]]:
+def _starts(
+    startup: Startup, progress: Progress, flow: str, deadline: Deadline | None = None
+) -> Mapping[str, dict[int, int]]:
     """Where each topic is read from.
+
+    Args:
+        deadline: if this is not Kafka's progress: then leaders are asked for the epochs that it has.
 
     Raises:
         DataLossError, ProgressConflictError: it cannot be read from there.
     """
+    sources = startup.sources
+    if deadline is not None:
+        cluster = startup.session.cluster
+        ends = {name: ends_of_epochs(cluster, name, progress.epochs.get(name, {}), deadline) for name in sources}
+        sources = {name: replace(topic, epoch_ends=ends[name]) for name, topic in sources.items()}
     return {
         name: source_starts.plan(
             topic, progress, starting_offsets="earliest", fail_on_data_loss=True, flow=flow
         ).offsets
-        for name, topic in startup.sources.items()
+        for name, topic in sources.items()
     }

@@ -24,9 +24,16 @@ def look_at(
     span = {info.name: sorted(info.leaders)}
     earliest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[info.name]
     latest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline)[info.name]
-    asked = {(info.name, number): epoch for number, (_, epoch) in epochs.items() if number in info.leaders}
-    ends = {number: end for (_, number), end in epoch_ends(cluster, asked, deadline).items()}
-    return SourceTopic(info.name, info.topic_id, earliest, latest, ends)
+    known = {number: pair for number, pair in epochs.items() if number in info.leaders}
+    return SourceTopic(info.name, info.topic_id, earliest, latest, ends_of_epochs(cluster, info.name, known, deadline))
+
+
+def ends_of_epochs(
+    cluster: Cluster, topic: str, epochs: Mapping[int, tuple[int, int]], deadline: Deadline
+) -> dict[int, int]:
+    """Where the log of each partition ends what leaders up to the epoch in progress have appended."""
+    asked = {(topic, number): epoch for number, (_, epoch) in epochs.items()}
+    return {number: end for (_, number), end in epoch_ends(cluster, asked, deadline).items()}
 
 
 def end_of_read(

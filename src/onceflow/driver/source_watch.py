@@ -48,7 +48,7 @@ class SourceWatch:
             if (pair := progress.epochs.get(topic, {}).get(partition)) is not None
         }
         self._check_logs(view, before, source.start, deadline)
-        self._epochs = {**view.epochs, **{place: source.epochs[place] for place in source.epochs}}
+        self._epochs = {**view.epochs, **{place: epoch for place, epoch in source.epochs.items() if epoch >= 0}}
 
     def was_read(self, source: SourceRange, deadline: Deadline) -> None:
         """Check that the records of the range were those of the logs that `planned` has seen. Errors as of it."""

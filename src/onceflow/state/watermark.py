@@ -65,6 +65,7 @@ class Watermark:
             self._latest[origin] = known[origin].latest_ms
             self._seen[origin] = started - max(0, now_ms - known[origin].since_ms) / 1000
         self._looked = started
+        self._has_looked = False
         self._arriving: frozenset[Origin] = frozenset()
         self._quiet: Mapping[Any, float] = {}
 
@@ -79,6 +80,7 @@ class Watermark:
                 ``-math.inf``: there is more, so it is not idle. What is not in it is known now.
         """
         self._looked, self._arriving, self._quiet = self._clock(), frozenset(arriving), quiet
+        self._has_looked = True
 
     def after(self, latest_ms: Mapping[Origin, int], untimed: Collection[Origin] = _NOTHING) -> int | None:
         """The watermark after a batch with these latest event times. This call changes nothing.
@@ -112,6 +114,8 @@ class Watermark:
         return self._quiet.get(origin) == -math.inf
 
     def _silence_s(self, origin: Origin) -> float:
+        if not self._has_looked:  # records may have come since the run before: nobody is idle yet
+            return -math.inf
         known = min(self._looked, self._quiet.get(origin, self._looked))
         return known - self._seen.get(origin, self._looked)
 
