@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,12 +96,14 @@ class Target(ExternalSink):
     def abort(self, attempt: Any) -> None: ...
 
 
-def started(sink: Target, kafka: Progress, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Progress]]:
+def started(
+    sink: Target, kafka: Progress, monkeypatch: pytest.MonkeyPatch, epoch_ends: Any = MappingProxyType({})
+) -> tuple[Any, list[Progress]]:
     """Start flow ``f`` of a cluster ``c``, whose topic ``a`` has the offsets 0 to 100."""
     followed: list[Progress] = []
     monkeypatch.setattr(external_run, "commit_progress", lambda session, progress, *_: followed.append(progress))
     cluster = SimpleNamespace(cluster_id=lambda deadline: "c")
-    source = SourceTopic("a", "id-a", {0: 0}, {0: 100})
+    source = SourceTopic("a", "id-a", {0: 0}, {0: 100}, epoch_ends)
     startup = SimpleNamespace(
         flow="f", names=Names("f"), session=SimpleNamespace(cluster=cluster), sources={"a": source}
     )
@@ -151,3 +153,25 @@ def test_a_batch_is_committed_while_a_start_looks(monkeypatch: pytest.MonkeyPatc
     sink = Target(row_of(progress(3, a=9)), later=row_of(progress(4, a=20)).progress)
     (owned, starts, _), followed = started(sink, progress(2, a=5), monkeypatch)
     assert (starts, [each.batch_id for each in followed], owned.progress.batch_id) == ({"a": {0: 20}}, [4], 4)
+
+
+def test_the_leader_changed_in_the_batch_that_only_the_row_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log is compared with the epoch in the row, not with that in Kafka's progress."""
+    asked: list[Any] = []
+
+    def ends(cluster: Any, topic: str, epochs: Any, deadline: Any) -> dict[int, int]:
+        asked.append((topic, dict(epochs)))
+        return {0: 100}  # epoch 6 goes on; epoch 5 has ended at 40
+
+    monkeypatch.setattr(external_run, "ends_of_epochs", ends)
+    row = replace(progress(3, a=60), epochs={"a": {0: (60, 6)}})
+    kafka = replace(progress(2, a=30), epochs={"a": {0: (30, 5)}})
+    (_, starts, _), followed = started(Target(row_of(row)), kafka, monkeypatch, epoch_ends={0: 40})
+    assert (starts, [each.batch_id for each in followed], asked) == ({"a": {0: 60}}, [3], [("a", {0: (60, 6)})])
+
+
+def test_a_row_that_knows_no_epochs_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_run, "ends_of_epochs", lambda *_: {})
+    kafka = replace(progress(2, a=30), epochs={"a": {0: (30, 5)}})
+    (_, starts, _), _ = started(Target(row_of(progress(3, a=60))), kafka, monkeypatch, epoch_ends={0: 40})
+    assert starts == {"a": {0: 60}}

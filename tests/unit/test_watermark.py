@@ -53,6 +53,25 @@ def test_never_back() -> None:
     assert value == 900
 
 
+def test_nobody_is_idle_before_a_batch_is_planned() -> None:
+    """A batch that only owes timers runs before anybody has looked what has come since the run before."""
+    since = EventTime(latest_ms=100_000, since_ms=0), EventTime(latest_ms=5_000, since_ms=0)
+    watermark = Watermark(
+        [A, B],
+        lateness_ms=1_000,
+        idle_s=30,
+        value_ms=4_000,
+        known=dict(zip([A, B], since, strict=True)),
+        clock=Clock(),
+        wall_ms=lambda: 3_600_000,
+    )
+    assert watermark.advance() == 4_000
+    watermark.planned([B])
+    assert watermark.advance() == 4_000
+    watermark.planned([A])
+    assert watermark.advance() == 99_000, "B has been silent for an hour"
+
+
 def test_silent_partitions_are_not_waited_for() -> None:
     clock = Clock()
     watermark = made(clock)
