@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, DeltaTable, Field, QueryBuilder, Schema, Transaction, write_deltalake
-from deltalake.exceptions import CommitFailedError
+from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.schema import ArrayType, MapType, PrimitiveType, StructType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -576,6 +576,19 @@ def test_expressions_of_the_table(tmp_path: Path, kind: str) -> None:
     assert [row.row for row in refused] == [rows[n] for n in (3, 17, 18, 38)]
     assert {row.kind for row in refused} == {"CheckViolation"}
     assert sorted(there, key=lambda row: row["id"]) == [row for n, row in enumerate(rows) if n not in (3, 17, 18, 38)]
+
+
+def test_no_row_is_to_blame_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """delta-rs tells it in the text of its own errors."""
+    DeltaTable.create(tmp_path, Schema([Field("id", LONG)])).alter.add_constraint({"positive": "id > 0"})
+
+    def full(self: Any, rows: pa.Table) -> None:
+        if rows.num_rows:
+            raise DeltaError("Generic LocalFileSystem error: Unable to write: No space left on device (os error 28)")
+
+    monkeypatch.setattr("onceflow.external.delta_rows.RowChecks._write", full)
+    with pytest.raises(OSError, match="No space left"):
+        written(tmp_path, [{"id": 1}, {"id": 2}], pa.schema([("id", pa.int64())]), sets_aside=True)
 
 
 def test_expressions_are_known_at_the_start(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ _INVARIANT, _GENERATED = "delta.invariants", "delta.generationExpression"
 _IDENTITY = "delta.identity."
 _FIRST_DAY, _LAST_DAY = -719_162, 2_932_896  # 0001-01-01 and 9999-12-31, in days since 1970
 _ODD = frozenset(" ,;{}()\n\t=")
+_OS_ERROR = re.compile(r"\(os error \d+\)")  # how Rust writes errors of the system
 _NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 #: Number of a row, and why it is refused: the class of the error, and its text.
@@ -317,6 +319,8 @@ class RowChecks:
             except OSError:
                 raise  # the disk is full: no row is to blame
             except Exception as error:
+                if _OS_ERROR.search(str(error)):  # likewise, as delta-rs says it
+                    raise OSError(_in_short(error)) from error
                 if end - begin == 1:
                     found.append((begin, "CheckViolation", self._reason(error)))
                 else:

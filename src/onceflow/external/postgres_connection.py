@@ -33,6 +33,7 @@ _PINNED = {
     "extra_float_digits": "3",
     "bytea_output": "hex",
     "array_nulls": "on",
+    "lc_monetary": "C",
     "xmloption": "content",
     "standard_conforming_strings": "on",
 }
@@ -60,7 +61,7 @@ def connect(dsn: str, pinned: Mapping[str, str] | None = None) -> psycopg.Connec
     from psycopg.pq import Ping
 
     try:
-        connection = psycopg.connect(dsn, autocommit=True)
+        connection = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)  # a pooler may change the session
         pin(connection, pinned or {}, local=False)
     except psycopg.OperationalError as error:
         # A server that takes connections, but not this one, will not change its mind soon.
