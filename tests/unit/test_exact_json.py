@@ -286,3 +286,15 @@ def test_a_key_beyond_64_bits_finds_its_own_row() -> None:
     content = {JSON.encode({"id": one}): b"1", JSON.encode({"id": other}): b"2"}
     found = joined_table("t", content, 0)
     assert [found.get(JSON.encode(JSON.decode(b'{"id":%d}' % each))) for each in (one, other)] == [b"1", b"2"]
+
+
+@given(st.integers(300, 320), st.integers(-1, 1), st.sampled_from([1, -1]))
+def test_what_is_written_can_be_read_again(digits: int, more: int, sign: int) -> None:
+    """The parser refuses integers that are too large for a double, so they are not written."""
+    value = {"n": [sign * (10**digits + more)]}
+    try:
+        raw = exact_json.dumps(value)
+    except ValueError:
+        assert abs(value["n"][0]) > 10**308
+        return
+    assert exact_json.loads(raw) == value

@@ -92,6 +92,16 @@ def test_a_key_is_found_in_any_form(store: Store, stored: bytes, asked: bytes) -
     assert View({0: store}, serdes.STRING).get("no json {") == b"text"
 
 
+@pytest.mark.parametrize("levels", [100, 254, 255, 300, 1023, 1024, 1025, 20_000])
+def test_a_key_that_is_nested_deeply_is_kept(store: Store, levels: int) -> None:
+    """The reader of JSON takes more levels than its writer. Such a key is found by its bytes alone."""
+    deep = b"[ " * levels + b"]" * levels
+    put(store, {deep: b"S", b"a": b"T"})
+    view = View({0: store}, serdes.BYTES)
+    assert (view.get(deep), view.get(b"a")) == (b"S", b"T")
+    assert view._readable().find([deep, b"[" * levels + b"]" * levels])[0] == b"S"
+
+
 def test_keys_of_bytes_and_text_are_compared_by_their_bytes(store: Store) -> None:
     put(store, {BLANKS: b"S"})
     for key in (serdes.STRING, serdes.BYTES):

@@ -121,6 +121,28 @@ def test_what_fits_is_written_and_only_the_last_row_of_a_call_counts() -> None:
     assert driver.state(b"a") == "small"
 
 
+@pytest.mark.parametrize("where", ["map", "timer", "key"])
+def test_a_row_that_is_too_large_because_of_its_key(where: str) -> None:
+    class Keyed(Processor):
+        key = value = state = serdes.STRING
+
+        def process(self, key: str, records: Any, state: Any) -> Any:
+            text = records[0].value
+            if where == "map":
+                state.map("m").put(text, "x")
+            elif where == "timer":
+                state.timers.register(text, 5)
+            else:
+                state.put("x")
+            return [Record(None, b"done")]
+
+    driver = driver_of(Keyed(), rows=TopicRules("table", TABLE), default=None)
+    large = "s" * (TABLE - 100 if where == "key" else TABLE)
+    driver.send(large.encode() * (2 if where == "key" else 1), large.encode())
+    driver.send(b"a", b"small")
+    assert len(driver.dead_letters) == len(driver.outputs) == 1
+
+
 @pytest.mark.parametrize("compression, fits", [("none", False), ("zstd", True), ("gzip", True)])
 def test_the_compressed_size_counts(compression: str, fits: bool) -> None:
     class Same(Processor):

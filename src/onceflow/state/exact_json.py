@@ -1,4 +1,4 @@
-"""JSON in which every number keeps its value: integers of any size, and decimals with more digits than a float has.
+"""JSON in which every number keeps its value: integers up to 1e308, and decimals with more digits than a float has.
 
 `orjson` is fast, but it reads an integer beyond 64 bits as a float, shortens long decimals, and writes NaN and infinity
 as null. So what it reads is checked for long numbers, and what it writes is checked for nulls. Both checks take little
@@ -34,6 +34,7 @@ _NO_INTEGER = re.compile(rb"[0-9][.eE]")  # as every number has that is none
 _SMALLEST = 2.2250738585072014e-308
 _FLOAT_DIGITS = 15  # a float holds every decimal number of so many digits
 _CHECKED_AT_ONCE = 32  # few, so that they stay in the CPU cache
+_LARGEST_INT = 10**308  # what is larger is no double, and `orjson` does not read it
 _INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
 
 
@@ -78,7 +79,7 @@ def dumps(value: Any) -> bytes:
     """A JSON document of a value that `loads` returns, and of whatever else `orjson` can write.
 
     Raises:
-        ValueError: it has a number that JSON does not have: NaN or infinity.
+        ValueError: it has a number that JSON does not have: NaN, infinity, or an integer beyond 1e308.
         TypeError: it has an object that is no JSON.
     """
     try:
@@ -95,9 +96,16 @@ def canonical(raw: bytes) -> bytes:
     no spaces, texts and numbers in one form.
 
     Raises:
-        ValueError: as `loads`.
+        ValueError: as `loads`; or it is nested more deeply than `orjson` writes it (254 levels; it reads 1024).
     """
     value = loads(raw)
+    try:
+        return _canonical(value)
+    except (TypeError, RecursionError):
+        raise ValueError("it is nested too deeply") from None
+
+
+def _canonical(value: Any) -> bytes:
     try:
         found = _dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:
@@ -168,6 +176,8 @@ def _writable(value: Any, write: Callable[[Any], Any] | None = None) -> Any:
         if write is not None:
             return write(value)
         if kind is int:
+            if not -_LARGEST_INT <= value <= _LARGEST_INT:
+                raise ValueError("an integer is beyond 1e308: it could not be read again")
             return value if _INT64_MIN <= value <= _UINT64_MAX else orjson.Fragment(str(value))
         return _decimal(value) if kind is Decimal else _finite(value)
     if kind not in (str, bool, type(None)):

@@ -97,7 +97,7 @@ BYTES = Serde(_to_bytes, _same, "bytes")
 STRING = Serde(_to_text_bytes, bytes.decode, "string")
 """Text in UTF-8."""
 JSON = Serde(exact_json.dumps, exact_json.loads, "json")
-"""JSON documents: dicts, lists, text, numbers, booleans. Integers of any size are exact. A decimal with more digits
+"""JSON documents: dicts, lists, text, numbers, booleans. Integers up to 1e308 are exact. A decimal with more digits
 than a float holds is a ``decimal.Decimal``, in both directions. NaN and infinity, which JSON lacks, are refused."""
 LONG = Serde(_to_long, _of_long, "long")
 """A signed integer in eight big-endian bytes, as Kafka's LongSerializer writes it. Range scans use the order of the

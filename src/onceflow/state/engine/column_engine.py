@@ -139,7 +139,7 @@ class ColumnEngine(BaseEngine):
         if batch is not None:
             self._collector.check_batch(batch)
         small = self._overlay.large_bytes
-        if changed is not None and max(map(len, filter(None, changed[1])), default=0) > small:
+        if changed is not None and max(map(len, filter(None, (*changed[0], *changed[1]))), default=0) > small:
             for row_key, row in zip(*changed, strict=True):
                 self._check_row(row_key, row)
         # From here on, nothing can fail.

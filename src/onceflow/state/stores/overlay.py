@@ -80,7 +80,7 @@ class Overlay:
         rows = self._rows
         self._journal.append((row_key, rows.get(row_key, _MISSING)))
         rows[row_key] = row
-        if row is not None and len(row) > self.large_bytes:
+        if row is not None and (len(row) > self.large_bytes or len(row_key) > self.large_bytes):
             self.large.add(row_key)
         if row_key not in self._changed:
             self._changed[row_key] = None
