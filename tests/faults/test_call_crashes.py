@@ -200,7 +200,8 @@ def test_the_check_notices(
         pipe.check()
 
 
-@pytest.mark.parametrize("mutant", ["Shifted", pytest.param("Unordered", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mutant", ["Shifted", "Unordered"])
 def test_the_check_of_rows_notices(
     make_pipe: Any, make_topic: Any, call_flow: Any, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:

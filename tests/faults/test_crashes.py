@@ -115,6 +115,7 @@ def test_driver_kills_itself(make_pipe: Any, step: str, engine: str) -> None:
     check_recovered(pipe)
 
 
+@pytest.mark.long
 def test_exception(make_pipe: Any, inject: Any) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step; by the direct engine and by Spark's."""
     pipe = make_pipe()
@@ -132,6 +133,7 @@ def test_exception(make_pipe: Any, inject: Any) -> None:
     check_recovered(pipe)
 
 
+@pytest.mark.long
 def test_python_workers_killed(make_pipe: Any, inject_at_every_step: Any) -> None:
     """Workers are idle at most steps: the next job starts new ones, or meets a dead one and is run again."""
     pipe = make_pipe()
@@ -162,6 +164,7 @@ def test_task_dies_after_producing(make_pipe: Any, inject: Any, action: str, eng
     assert len(everything) > len(pipe.sent)
 
 
+@pytest.mark.long
 def test_a_batch_that_always_fails_is_given_up_clearly(make_pipe: Any, inject: Any) -> None:
     from onceflow import BatchAbortedError
 

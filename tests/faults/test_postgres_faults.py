@@ -195,7 +195,8 @@ def test_killed_while_tasks_write(
 # ---- the server ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, pytest.param(4000, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("small_batch_rows", [0, 4000])
 def test_server_killed_at_every_step(
     make_ledger: Callable[..., Ledger], server: LocalPostgres, small_batch_rows: int
 ) -> None:

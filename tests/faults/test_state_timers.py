@@ -128,7 +128,7 @@ def test_driver_killed_among_timers(make_state_pipe: Any, late_topic: str, step:
     check(pipe, late_topic, expected)
 
 
-@pytest.mark.parametrize("engine", ["spark", "direct"])
+@pytest.mark.parametrize("engine", [pytest.param("spark", marks=pytest.mark.long), "direct"])
 def test_task_dies_among_timers(
     make_state_pipe: Any, late_topic: str, inject: Any, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:

@@ -85,6 +85,7 @@ def outputs(broker: LocalBroker, topic: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_records_in_place_of_others_are_noticed(broker: LocalBroker, onceflow_spark: Any) -> None:
     servers = broker.bootstrap_servers
     source = Source(broker)

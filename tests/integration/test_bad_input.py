@@ -395,7 +395,7 @@ def test_source_partitioner_needs_unmixed_partitions(pipe: Any) -> None:
     check_nothing_written(pipe)
 
 
-@pytest.mark.parametrize("kind", ["udf", "mapInArrow"])
+@pytest.mark.parametrize("kind", ["udf", pytest.param("mapInArrow", marks=pytest.mark.long)])
 def test_user_code_that_raises(pipe: Any, kind: str) -> None:
     """The error tells what its own traceback would: the exception's text, and the line of the user's file."""
     from pyspark.sql import functions as F

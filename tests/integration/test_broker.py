@@ -108,6 +108,7 @@ def test_an_unusable_property_is_reported_with_the_log(tmp_path: Path) -> None:
     assert broker.status().running is False
 
 
+@pytest.mark.long
 def test_a_context_manager_stops_what_it_started(tmp_path: Path) -> None:
     with LocalBroker(
         tmp_path / "broker",

@@ -60,6 +60,7 @@ def text(cell: Any) -> str:
     return "".join(shown)
 
 
+@pytest.mark.long
 def test_the_cells_of_the_page(make_topic: Callable[..., str], onceflow_broker: str, tmp_path: Path) -> None:
     source, target = make_topic("deposits", 2), make_topic("validated", 2)
     sent = [(b"key-%d" % n, b"deposit %d" % n) for n in range(20)]

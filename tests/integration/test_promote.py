@@ -196,6 +196,7 @@ def test_broken_promotions_are_found_out(
         check_promotion(pipe, copy, call)
 
 
+@pytest.mark.long
 def test_killed_at_each_step(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """Before `end` both flows go on as they were; after it the promotion holds. The command can be run again at once,
     while the transaction of the killed one is still open."""
@@ -220,7 +221,7 @@ def test_killed_at_each_step(make_state_pipe: Any, make_topic: Any, call: Call) 
     after.check()
 
 
-@pytest.mark.parametrize("state", [True, False], ids=["stateful", "stateless"])
+@pytest.mark.parametrize("state", [True, pytest.param(False, marks=pytest.mark.long)], ids=["stateful", "stateless"])
 def test_killed_and_both_are_started_again(
     make_state_pipe: Any, make_pipe: Any, make_topic: Any, call: Call, state: bool
 ) -> None:

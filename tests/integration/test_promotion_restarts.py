@@ -171,7 +171,7 @@ def pairs_of(first: list[tuple[bool, bool]]) -> Any:
     )
 
 
-@pairs_of([(False, False), (True, True)])
+@pairs_of([(True, True)])
 def test_killed_and_the_copy_is_started_again(
     make_pair: Callable[..., Pair], call: Call, state: bool, together: bool
 ) -> None:
@@ -220,7 +220,8 @@ def test_slow_and_the_copy_is_started_again(
     assert {flow: pair.progress(flow) for flow in before} == before
 
 
-@pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("together", [False, True])
 def test_killed_and_run_again_at_once(make_pair: Callable[..., Pair], call: Call, together: bool) -> None:
     """At `write`, only the last record of the copy is there, which may be in another partition than the flow's."""
     pair = make_pair(state=False, together=together)

@@ -23,7 +23,8 @@ def topic(make_topic: Callable[..., str]) -> str:
     return make_topic("full", 1, cleanup_policy="compact")
 
 
-@pytest.mark.parametrize("left", [0, pytest.param(60 << 10, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("left", [0, 60 << 10])
 def test_a_server_says_that_its_disk_is_full(
     onceflow_broker: str, topic: str, small_disk: Any, serve: Callable[..., httpx.Client], left: int
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_flow_that_has_begun_behind_the_first_records(make_pipe: Callable[...,
     assert last["checked"]["source records"] == 0
 
 
+@pytest.mark.long
 def test_beside_a_flow_that_runs_all_the_time(
     make_state_pipe: Callable[..., Any], verify: Any, command: Callable[..., Any]
 ) -> None:

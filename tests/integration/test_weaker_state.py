@@ -37,6 +37,7 @@ def topics(pipe: Any) -> set[str]:
         cluster.close()
 
 
+@pytest.mark.long
 def test_state_without_a_changelog(
     make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
