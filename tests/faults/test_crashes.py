@@ -115,7 +115,6 @@ def test_driver_kills_itself(make_pipe: Any, step: str, engine: str) -> None:
     check_recovered(pipe)
 
 
-@pytest.mark.long
 def test_exception(make_pipe: Any, inject: Any) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step; by the direct engine and by Spark's."""
     pipe = make_pipe()
@@ -133,7 +132,6 @@ def test_exception(make_pipe: Any, inject: Any) -> None:
     check_recovered(pipe)
 
 
-@pytest.mark.long
 def test_python_workers_killed(make_pipe: Any, inject_at_every_step: Any) -> None:
     """Workers are idle at most steps: the next job starts new ones, or meets a dead one and is run again."""
     pipe = make_pipe()
