@@ -133,6 +133,7 @@ def test_topic_commands(proxied: tuple[str, str, Proxy], make_pipe: Callable[...
     assert call("delete", f"{name}-new", "--yes") == f"Topic {name}-new deleted.\n"
 
 
+@pytest.mark.long
 def test_the_offsets_of_a_joined_table(
     proxied: tuple[str, str, Proxy], proxied_pipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,8 @@ class Updates:
         return {key: value for key, value in found.items() if value is not None}
 
 
-@pytest.mark.parametrize("rounds", [60, pytest.param(600, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [60, 600])
 def test_copies_are_exact_while_the_topic_is_compacted(own_broker: LocalBroker, tmp_path: Path, rounds: int) -> None:
     """Every copy shows the topic as it was at its offset, or says that it cannot."""
     bootstrap, topic = own_broker.bootstrap_servers, f"thinned-{rounds}"

@@ -82,6 +82,7 @@ def test_a_killed_broker_comes_back_with_its_data_and_ports(broker: LocalBroker)
     assert broker.status().ready is False
 
 
+@pytest.mark.long
 def test_a_folder_of_a_broker_that_was_stopped(broker: LocalBroker) -> None:
     """It keeps its version, and a process that only has the pid of the broker is left alone."""
     broker.start()

@@ -345,6 +345,7 @@ def test_a_compacted_topic(own_broker: LocalBroker) -> None:
     cluster.close()
 
 
+@pytest.mark.long
 def test_a_broker_that_is_killed_in_the_middle(own_broker: LocalBroker) -> None:
     bootstrap, topic = own_broker.bootstrap_servers, "mortal"
     create_topic(bootstrap, topic, 1)

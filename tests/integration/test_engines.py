@@ -475,6 +475,7 @@ def test_a_flow_alternates(make_pipe: Any, inject: Any) -> None:
     assert [each.batch_id for each in pipe.committed_progress()] == list(range(len(pipe.committed_progress())))
 
 
+@pytest.mark.long
 def test_a_flow_with_state_alternates(make_state_pipe: Any, inject: Any) -> None:
     pipe = make_state_pipe()
     for n, engine in enumerate(("direct", "spark", "direct", "spark")):

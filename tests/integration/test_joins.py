@@ -152,6 +152,7 @@ def read_from_a_compacted_log(folder: Path, exact_from: int) -> None:
     store.close()
 
 
+@pytest.mark.long
 def test_rows_that_were_joined_before_a_shuffle(
     joined: Joined, make_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

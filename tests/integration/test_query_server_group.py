@@ -236,7 +236,8 @@ def test_instances_are_killed(onceflow_broker: str, group: Group) -> None:
         assert counted["count"] == len(KEYS)
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [1, 10])
 def test_an_owner_that_was_stopped_for_longer_than_its_session(onceflow_broker: str, group: Group, rounds: int) -> None:
     """It continues with what it had, and believes that it is still the owner: its answers say how old they are."""
     one, two, _ = group.all

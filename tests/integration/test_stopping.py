@@ -318,6 +318,7 @@ onceflow.serve()
 """
 
 
+@pytest.mark.long
 def test_fenced_before_it_serves(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
     """A newer driver starts between two reads of a program: its exit code is that of one that is fenced later."""
     first, second = make_topic("in", 1), make_topic("in", 1)
