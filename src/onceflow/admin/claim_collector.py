@@ -157,9 +157,7 @@ class Collector:
         read = {name.removesuffix(INTERNAL_SUFFIX) for name, count in self.found.references.items() if count}
         # A topic of an earlier run may have no reference at the moment, and get one again.
         known = [name for name in (*self.earlier.topics, *self.earlier.found) if name not in self._without]
-        topics = (
-            [*self._topics, *(name for name in self.earlier.topics if name in known)] if self._every else self._topics
-        )
+        topics = [name for name in self.earlier.topics if name in known] if self._every else self._topics
         wanted = [name for name in {**dict.fromkeys(known), **dict.fromkeys(read)} if name in self.found.references]
         found = [name for name in wanted if name not in (*topics, *self._places)]
         self._store.remember(Remembered(tuple(topics), tuple(self._rows), tuple(found)))

@@ -332,7 +332,7 @@ def topic_limits(cluster: Cluster, names: Iterable[str], deadline: Deadline) -> 
     found = topic_configs(cluster, names, [size, policy, stored, *ACCEPTED_TIMES_SETTINGS], deadline)
     return {
         name: TopicLimits(
-            DEFAULT_MAX_MESSAGE_BYTES if (most := values[size]) is None else int(most),
+            _size(values[size]),
             AcceptedTimes.of(values),
             "compact" in (values[policy] or ""),
             values[stored] or PRODUCER,
@@ -348,8 +348,11 @@ def max_message_bytes(cluster: Cluster, names: Iterable[str], deadline: Deadline
     error (MESSAGE_TOO_LARGE).
     """
     key = "max.message.bytes"
-    found = {name: values[key] for name, values in topic_configs(cluster, names, [key], deadline).items()}
-    return {name: DEFAULT_MAX_MESSAGE_BYTES if value is None else int(value) for name, value in found.items()}
+    return {name: _size(values[key]) for name, values in topic_configs(cluster, names, [key], deadline).items()}
+
+
+def _size(setting: str | None) -> int:
+    return DEFAULT_MAX_MESSAGE_BYTES if setting is None else int(setting)
 
 
 def topic_config(cluster: Cluster, name: str, key: str, deadline: Deadline) -> str | None:
