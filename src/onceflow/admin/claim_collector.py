@@ -33,7 +33,7 @@ from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topic, find_topics
-from onceflow.errors import ClaimCheckError, DataLossError, EnvironmentUnusableError, OptionError
+from onceflow.errors import ClaimCheckError, DataLossError, EnvironmentUnusableError, OnceflowError, OptionError
 from onceflow.object_storage import CHUNK_BYTES
 from onceflow.protocol.decode import HeaderList
 from onceflow.protocol.names import INTERNAL_SUFFIX
@@ -196,7 +196,7 @@ class Collector:
         there = cluster.topics(None, deadline)
         if self._topics:
             find_topics(cluster, dict.fromkeys(self._topics, ""), deadline)
-        flows = list(all_progress(cluster, deadline, strict=True))
+        flows = list(all_progress(cluster, deadline, strict=True, unreadable=self._unreadable))
         if self._every:
             named = [name for name, info in there.items() if not info.internal and name not in self._without]
         else:
@@ -228,6 +228,15 @@ class Collector:
                     written = (*flow.changelogs, *flow.outputs, *flow.letters)
                     found |= dict.fromkeys(t for t in written if t in there and t not in self._without)
         return list(found)
+
+    def _unreadable(self, flow: str, error: OnceflowError) -> None:
+        """Refuse, unless the user vouches for this flow: nobody knows what it reads, and where it keeps that."""
+        if flow not in self._without_rows:
+            raise OptionError(
+                f"The progress of flow {flow} cannot be read, so that it is not known where it keeps references",
+                next_step="collect with the version of onceflow that runs this flow; or give "
+                f"--without-rows {flow}, if it reads neither these topics nor what is written from them",
+            ) from error
 
     def _check_flows(self, flows: Sequence[Progress], topics: Sequence[str]) -> None:
         """Check that no flow keeps what it has read in these topics where nobody looks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -173,14 +173,19 @@ def _owner(info: TopicInfo, progress: list[Progress]) -> Owner | None:
     return Owner(last.flow, last.batch_id, last.changelogs[info.name], last.topic_ids.get(info.name, ""))
 
 
-def all_progress(cluster: Cluster, deadline: Deadline, *, strict: bool = False) -> Iterator[Progress]:
+def all_progress(
+    cluster: Cluster,
+    deadline: Deadline,
+    *,
+    strict: bool = False,
+    unreadable: Callable[[str, OnceflowError], None] | None = None,
+) -> Iterator[Progress]:
     """The committed progress of each flow. Open transactions of others may hide the newest ones.
 
-    Records that this version cannot read are left out: it is not their flow that is asked for.
-
     Args:
-        strict: raise an error if the progress topic may not be read, or a record of it cannot be. Otherwise it is
-            logged.
+        strict: raise an error if the progress topic may not be read. Otherwise it is logged.
+        unreadable: is called with the progress key and the error of a record that this version cannot read, and may
+            raise it. Such a record is left out otherwise: in most cases it is not its flow that is asked for.
     """
     last: dict[bytes, bytes | None] = {}
     try:
@@ -201,7 +206,7 @@ def all_progress(cluster: Cluster, deadline: Deadline, *, strict: bool = False) 
         if value is not None:
             try:
                 yield records.decode(key, value)
-            except OnceflowError as unreadable:
-                if strict:
-                    raise
-                log.debug("a record of %s cannot be read: %s", PROGRESS_TOPIC, unreadable)
+            except OnceflowError as error:
+                if unreadable is not None:
+                    unreadable(key.decode(errors="replace"), error)
+                log.debug("a record of %s cannot be read: %s", PROGRESS_TOPIC, error)

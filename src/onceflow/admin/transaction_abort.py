@@ -165,11 +165,18 @@ def flow_committed_ms(cluster: Cluster, transactional_id: str | None, deadline: 
 
     Raises:
         PermissionDeniedError: it is the id of a flow, and this principal lacks READ on the progress topic.
+        ProgressConflictError: the flow's progress cannot be read by this version.
     """
     keys = progress_keys_of(transactional_id or "")
     if not keys:
         return None
-    times = [each.time_ms for each in all_progress(cluster, deadline, strict=True) if each.flow in keys]
+
+    def unreadable(key: str, error: OnceflowError) -> None:
+        if key in keys:
+            raise error
+
+    flows = all_progress(cluster, deadline, strict=True, unreadable=unreadable)
+    times = [each.time_ms for each in flows if each.flow in keys]
     return max(0, clock_ms() - max(times)) if times else None
 
 
