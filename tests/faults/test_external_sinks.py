@@ -281,7 +281,7 @@ def test_the_answer_of_a_commit_is_lost(make_external: Callable[..., External], 
     flow.check()
 
 
-@pytest.mark.parametrize("kind", [External, Delta])
+@pytest.mark.parametrize("kind", [pytest.param(External, marks=pytest.mark.long), Delta])
 def test_a_second_driver_takes_over(make_external: Callable[..., External], kind: type[External]) -> None:
     flow = make_external(kind)
     flow.pipe.fill(500)
@@ -359,6 +359,7 @@ def test_flows_of_one_name_write_to_one_database(make_external: Callable[..., Ex
     assert rows() == [700, 300]
 
 
+@pytest.mark.long
 def test_two_topics(make_external: Callable[..., External], inject: Any) -> None:
     """The driver dies before Kafka's progress has followed: both topics continue at the progress row."""
     flow, other = make_external(), make_external()

@@ -562,6 +562,7 @@ _KINDS: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
 )
 
 
+@pytest.mark.long
 def test_fifty_columns(make_ledger: Callable[..., Ledger]) -> None:
     """Of all types that can be written, a fifth of the values null, by tasks and by the driver."""
     ledger = make_ledger()
