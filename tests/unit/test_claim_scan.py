@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import time
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +179,17 @@ def test_a_reference_that_another_program_has_written() -> None:
 def test_bytes_without_references_have_none(raw: bytes) -> None:
     known = re.findall(rb"\d{4}-\d\d-\d\d", raw)
     assert known or scan(raw).names == []
+
+
+@pytest.mark.parametrize(
+    "filling", [b"\\", b"\\n", b"\n ", b" ", b"%", b"7", b"V", PREFIX, PREFIX + b"1 {", b"\\u00", b"2026-"]
+)
+def test_no_value_takes_for_ever(filling: bytes) -> None:
+    """Whoever writes to a topic could stop all collections otherwise."""
+    raw = filling * (300_000 // len(filling)) + b"." + reference(1)
+    started = time.process_time()
+    assert reference(1).name in scan(raw).names
+    assert time.process_time() - started < 10
 
 
 def test_a_value_that_refers_is_stored_under_a_name_that_says_so(tmp_path: Path) -> None:

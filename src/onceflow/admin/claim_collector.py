@@ -371,7 +371,8 @@ class Collector:
     def _refer(self, topic: str, number: int, records: Sequence[Record]) -> None:
         """Take the objects off the list to which these records refer."""
         found = scan(_APART.join(map(_bytes_of, records)))
-        if found.newer or (found.odd and len(self.found.odd) < _ODD_SHOWN):
+        is_newer = bool(found.newer) and not self._no_newer_format
+        if is_newer or ((found.newer or found.odd) and len(self.found.odd) < _ODD_SHOWN):
             for record in records:  # which of them is it?
                 place = f"record {topic}-{number} at offset {record[0]}"
                 self._judge(scan(_bytes_of(record)), place, f"{topic}-{number}")

@@ -38,10 +38,11 @@ _BASE64_DIGITS = _NAME_BYTES * 4 // 3
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _LINE_ENDS = b"\r\n"
 
-#: What programs put between the digits: escaped ends of lines, indented lines, and other spellings of `+` and `/`. JSON
-#: in JSON has more of the backslashes.
+#: What programs put between the digits: escaped ends of lines, indented lines, and other spellings of `+` and `/`.
 _ADDED_MARKS = (b"\\", b"%", b"\n ", b"\n\t", b"\r ", b"\r\t")
-_ADDED = re.compile(rb"\\+(?:[rn][ \t]*|u000[aAdD]|u00(2[bBfF])|(?=/))|%0[aAdD]|%(2[bBfF])|(?<=[\r\n])[ \t]+")
+_ADDED = re.compile(rb"\\(?:[rn][ \t]*|u000[aAdD]|u00(2[bBfF])|(?=/))|%0[aAdD]|%(2[bBfF])|(?<=[\r\n])[ \t]+")
+#: JSON in JSON has more of them.
+_BACKSLASHES = re.compile(rb"\\{2,}")
 _SPELLED = {b"2b": b"+", b"2f": b"/", b"": b""}
 
 
@@ -125,7 +126,7 @@ def _look(raw: bytes, found: Found, *, cut: bool) -> None:
     cut = cut and runs[-1][1] == len(raw)
     text = _APART.join(raw[start:end] for start, end in runs)
     if any(mark in text for mark in _ADDED_MARKS):
-        text = _ADDED.sub(_spelled, text)
+        text = _ADDED.sub(_spelled, _BACKSLASHES.sub(rb"\\", text))
     found.names += _names(text)
     if runs := _runs(text, _OF_HEX, _HEX_DIGITS):
         digits = [text[start:end].translate(None, _LINE_ENDS) for start, end in runs]
