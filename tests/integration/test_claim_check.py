@@ -731,8 +731,14 @@ def test_a_store_is_made_once(s3: S3Server) -> None:
     assert bucket.read("marker") == b"1"
 
 
-@pytest.mark.parametrize("size", [20_000, 20_000_000], ids=["one request", "several parts"])
-@pytest.mark.parametrize("stored_by_another", [False, True])
+@pytest.mark.parametrize(
+    "size, stored_by_another",
+    [
+        (20_000, False),
+        (20_000, True),
+        *(pytest.param(20_000_000, each, marks=pytest.mark.long) for each in (False, True)),
+    ],
+)
 def test_a_file_that_changes_while_it_is_uploaded(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, stored_by_another: bool
 ) -> None:
