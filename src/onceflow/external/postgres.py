@@ -34,6 +34,7 @@ from onceflow.external.postgres_columns import (
     check_taken,
     columns_of,
     named,
+    quoted_name,
     relation_of,
     shows_order,
     staged_types,
@@ -45,10 +46,10 @@ from onceflow.external.postgres_connection import (
     may_be_of_a_row,
     pin,
     reason,
-    suppress_race,
 )
 from onceflow.external.postgres_key import Key, key_of
 from onceflow.external.postgres_moves import Moves, Staged
+from onceflow.external.postgres_progress import ProgressTable, progress_table_of
 from onceflow.external.postgres_staging import (
     HEADERS,
     PROBLEM,
@@ -76,7 +77,6 @@ if TYPE_CHECKING:  # the extra is needed where it is used only
 
 log = logging.getLogger("onceflow.sink")
 
-_PROGRESS = "onceflow_progress"
 _LOCK_S = 60  # how long a transaction waits for a row that another one has locked
 _CHECK_S = 2  # how long the check of a start waits for the table
 _CLEAN_MS = 200
@@ -117,7 +117,9 @@ class PostgresSink(ExternalSink):
         self._sets_aside = False
         # What a start has found. Names without a schema, and text, would else depend on the settings of each session.
         self._pinned: dict[str, str] = {}
+        self._path: list[str] = []  # the schemas that are searched
         self._schema = ""  # of the staging tables
+        self._tables: dict[str, ProgressTable] = {}  # which one has the progress row of a flow
         self._encoding = "utf-8"  # of the database
         self._relation: Relation | None = None
         self._columns: list[Column] = []
@@ -176,43 +178,39 @@ class PostgresSink(ExternalSink):
     def _find_session(self, connection: psycopg.Connection[Any]) -> None:
         """Find what names mean in a session of this user, and in which encoding the database keeps text."""
         found = connection.execute(
-            "SELECT current_schema(), current_setting('search_path'), current_setting('server_encoding')"
+            "SELECT current_schemas(false)::text[], current_setting('search_path'), current_setting('server_encoding')"
         ).fetchone()
-        schema, path, encoding = found or (None, "", "UTF8")
-        if schema is None:
+        schemas, path, encoding = found or ([], "", "UTF8")
+        # Schemas of temporary tables are of this session alone.
+        self._path = [schema for schema in schemas if not schema.startswith("pg_temp")]
+        places = [schema for schema in self._path if schema != "pg_catalog"]
+        if not places:
             raise SchemaError(
                 f"{self.target}: the user has no schema for the progress row and the staging tables",
                 detail=f"no schema of its search_path exists, or the user may not use it: {path}",
                 next_step="create one, or set another search_path: ALTER ROLE ... SET search_path = ...",
             )
-        self._pinned, self._schema = {"search_path": path}, schema
+        # Not the text of the path: a schema that it names may be created while the flow runs.
+        self._pinned = {"search_path": ", ".join(map(quoted_name, self._path))}
+        self._schema, self._tables, self._progress = places[0], {}, {}
         self._encoding = _python_name(connection, encoding)
 
     def progress_row(self, flow: str) -> ProgressRow | None:
         with self._connected() as connection:
-            there = connection.execute("SELECT to_regclass(%s)", [_PROGRESS]).fetchone()
-            if there is None or there[0] is None:
-                return None
-            return self._row(connection, flow)
+            table = progress_table_of(connection, flow, self._path)
+            return None if table is None else table.row(connection, flow)
 
     def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
         with self._connected() as connection:
-            with suppress_race():
-                connection.execute(
-                    f"CREATE TABLE IF NOT EXISTS {_PROGRESS} "
-                    "(flow text PRIMARY KEY, generation bigint NOT NULL, owner text NOT NULL, progress text)"
-                )
+            if flow not in self._tables:
+                found = progress_table_of(connection, flow, self._path)
+                self._tables[flow] = found or ProgressTable(self._schema)
+            table = self._tables[flow]
+            table.create(connection)
             with self._transaction(connection):
-                # The lock of a row that is not there yet is that of its insertion.
-                connection.execute(
-                    f"INSERT INTO {_PROGRESS} VALUES (%s, 0, '', NULL) ON CONFLICT (flow) DO NOTHING", [flow]
-                )
-                found = self._row(connection, flow, lock=True)
-                last = None if found is None or not found.generation else found
+                last = table.locked(connection, flow)
                 opened = next_generation(self.target, flow, last, owner, generation)
-                connection.execute(
-                    f"UPDATE {_PROGRESS} SET generation = %s, owner = %s WHERE flow = %s", [opened, owner, flow]
-                )
+                table.take(connection, flow, owner, opened)
             progress = None if last is None else last.progress
             self._progress[flow] = progress
             self._drop_staging(connection, flow)
@@ -274,14 +272,15 @@ class PostgresSink(ExternalSink):
         staged = Staged(self._schema, _staging(attempt), [name for name, _ in given])
         with self._connected() as connection:
             with self._decided(connection), self._transaction(connection):
-                found = self._row(connection, attempt.flow, lock=True)
+                table = self._tables[attempt.flow]
+                found = table.row(connection, attempt.flow, lock=True)
                 check_owner(self.target, attempt, found)
                 before = None if found is None else found.progress
                 if before != self._progress.get(attempt.flow, before):
                     raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
                 staged = self._checked(connection, staged, sum(rows for _, rows in given))
                 text = move(connection, staged)
-                connection.execute(f"UPDATE {_PROGRESS} SET progress = %s WHERE flow = %s", [text, attempt.flow])
+                table.keep(connection, attempt.flow, text)
             self._progress[attempt.flow] = text
             self._empty_staging(connection, attempt)
 
@@ -357,14 +356,6 @@ class PostgresSink(ExternalSink):
             pin(connection, {**self._pinned, **limits}, local=True)
             yield
 
-    def _row(self, connection: psycopg.Connection[Any], flow: str, *, lock: bool = False) -> ProgressRow | None:
-        """The progress row. ``lock``: nobody else can change it until the transaction ends."""
-        found = connection.execute(
-            f"SELECT generation, owner, progress FROM {_PROGRESS} WHERE flow = %s" + (" FOR UPDATE" if lock else ""),
-            [flow],
-        ).fetchone()
-        return None if found is None else ProgressRow(int(found[0]), found[1], found[2])
-
     def _check_moves(self, connection: psycopg.Connection[Any]) -> None:
         """Try everything without rows: it needs the same permissions, types and index."""
         import psycopg
@@ -411,25 +402,26 @@ class PostgresSink(ExternalSink):
 
     def _empty_staging(self, connection: psycopg.Connection[Any], attempt: BatchAttempt) -> None:
         """Remove all staged rows, unless a task that does not know of the end still copies."""
-        self._cleaned(connection, "TRUNCATE {}", _staging(attempt))
+        self._cleaned(connection, "TRUNCATE {}", self._schema, _staging(attempt))
 
     def _drop_staging(self, connection: psycopg.Connection[Any], flow: str) -> None:
-        """Remove the staging tables of earlier generations."""
+        """Remove the staging tables of earlier generations, in whichever schema they are."""
         pattern = _staging_prefix(flow).replace("_", r"\_") + "%"
         found = connection.execute(
-            "SELECT relname FROM pg_class WHERE relname LIKE %s AND pg_table_is_visible(oid) AND relkind = 'r'",
+            "SELECT nspname, relname FROM pg_class JOIN pg_namespace AS n ON n.oid = relnamespace "
+            "WHERE relname LIKE %s AND relkind = 'r' AND pg_has_role(relowner, 'USAGE')",
             [pattern],
         ).fetchall()
-        for (name,) in found:
-            self._cleaned(connection, "DROP TABLE IF EXISTS {}", name)
+        for schema, name in found:
+            self._cleaned(connection, "DROP TABLE IF EXISTS {}", schema, name)
 
-    def _cleaned(self, connection: psycopg.Connection[Any], statement: Any, table: str) -> None:
+    def _cleaned(self, connection: psycopg.Connection[Any], statement: str, schema: str, table: str) -> None:
         import psycopg
         from psycopg import sql
 
         with suppress(psycopg.errors.LockNotAvailable, psycopg.errors.UndefinedTable), connection.transaction():
             connection.execute(f"SET LOCAL lock_timeout = '{_CLEAN_MS}ms'")
-            connection.execute(sql.SQL(statement).format(sql.Identifier(table)))
+            connection.execute(sql.SQL(statement).format(sql.Identifier(schema, table)))
 
 
 def _python_name(connection: psycopg.Connection[Any], encoding: str) -> str:
