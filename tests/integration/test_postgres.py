@@ -349,6 +349,31 @@ def test_a_flow(
     assert pipe.committed_progress()[-1].batch_id == 3
 
 
+def test_one_sink_for_two_flows(
+    make_pipe: Callable[..., Any], make_topic: Callable[..., str], made: Callable[..., str]
+) -> None:
+    """With other columns, and without dead letters. Each run has a sink of its own, made from the user's."""
+    dsn = made('CREATE TABLE t (flow text DEFAULT \'second\', "offset" bigint CHECK ("offset" <> 3), value text)')
+    first, second, dead = make_pipe(partitions=1), make_pipe(partitions=1), make_topic()
+    sink = PostgresSink(dsn, "t")
+    with first.open() as one, second.open() as other:
+        rows = one.read(first.source).selectExpr("'first' AS flow", "offset", "string(value) AS value", "key")
+        letters = one.write_external(rows, sink, dead_letter_topic=dead).start()
+        strict = other.write_external(other.read(second.source).selectExpr("offset"), sink).start()
+        for pipe, query in (first, letters), (second, strict), (first, letters):
+            pipe.fill(3)
+            query.processAllAvailable()
+        assert run(dsn, 'SELECT flow, "offset", value IS NULL FROM t ORDER BY 1, 2') == [
+            *(("first", offset, False) for offset in (0, 1, 2, 4, 5)),
+            *(("second", offset, True) for offset in (0, 1, 2)),
+        ]
+        assert len(independent.read_topic(first.bootstrap, dead, decided=True)) == 1
+        second.fill(1)
+        with pytest.raises((BadRecordError, StreamingQueryException), match="does not take a row"):
+            strict.processAllAvailable()
+        letters.stop()
+
+
 @pytest.mark.parametrize("mode", ["insert", "upsert"])
 def test_rows_that_are_set_aside(made: Callable[..., str], mode: str) -> None:
     """Rows that different constraints refuse, among others; the others are in the table."""

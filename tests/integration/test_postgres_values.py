@@ -261,11 +261,12 @@ def test_a_view_has_the_keys_of_its_table(dsn: str) -> None:
 _ODD = {
     "timezone": "America/New_York", "datestyle": "SQL, DMY", "extra_float_digits": "-5", "array_nulls": "off",
     "intervalstyle": "sql_standard", "bytea_output": "escape", "standard_conforming_strings": "off",
-    "timezone_abbreviations": "India", "xmloption": "document",
+    "timezone_abbreviations": "India", "xmloption": "document", "lc_monetary": "POSIX",
 }  # fmt: skip
 _SHOWN = (
     "CREATE TABLE t (given text, a timestamp, b timestamptz, c timestamptz, d timestamptz, e date, f time, g text, "
-    "h text, i date, j interval, k text, l text, m timestamp[], n text[], o text, p timestamptz)"
+    "h text, i date, j interval, k text, l text, m timestamp[], n text[], o text, p timestamptz, q money, "
+    "r text DEFAULT current_setting('lc_monetary'))"
 )
 
 
@@ -279,6 +280,7 @@ def settings_row(dsn: str, sink_dsn: str) -> Any:
         "h": (0.12345678901234567, pa.float64()), "i": ("03/04/2025", pa.string()), "j": ("-1 2:03:04", pa.string()),
         "k": (day, pa.duration("us")), "l": (b"a\\b\xff", pa.binary()), "m": ([utc], pa.list_(at)),
         "n": ("{NULL,a}", pa.string()), "o": (utc.date(), pa.date32()), "p": ("2025-03-09 07:30 IST", pa.string()),
+        "q": ("1,234.50", pa.string()),
     }  # fmt: skip
     schema = pa.schema([(name, kind) for name, (_, kind) in given.items()])
     Written(sink_dsn, sets_aside=False).write([{name: value for name, (value, _) in given.items()}], schema)
@@ -292,6 +294,7 @@ def test_settings_of_a_session_change_no_value(
     """Of its role, its database, its DSN, or the environment."""
     expected = settings_row(dsn, dsn)
     assert "07:30:00" in str(expected)
+    assert '"$1,234.50",C' in str(expected)
     odd = dsn
     if where in ("role", "database"):
         run(dsn, f"CREATE ROLE odd_{where} LOGIN SUPERUSER")

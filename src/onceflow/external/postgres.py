@@ -40,12 +40,16 @@ from onceflow.external.postgres_columns import (
     staged_types,
 )
 from onceflow.external.postgres_connection import (
+    Trouble,
     completed,
     connect,
     dataset_of,
+    holders,
+    kept_alive,
     may_be_of_a_row,
     pin,
-    reason,
+    said,
+    trouble_of,
 )
 from onceflow.external.postgres_key import Key, key_of
 from onceflow.external.postgres_moves import Moves, Staged
@@ -67,6 +71,7 @@ from onceflow.external.sink import (
     ExternalSink,
     ProgressRow,
     RefusedRow,
+    UnavailableError,
     check_owner,
     next_generation,
     older_state,
@@ -147,7 +152,7 @@ class PostgresSink(ExternalSink):
         self._sets_aside = True
 
     def check(self, schema: pa.Schema) -> None:
-        with self._connected() as connection:
+        with self._starting() as connection:
             self._check(connection, schema)
 
     def _check(self, connection: psycopg.Connection[Any], schema: pa.Schema) -> None:
@@ -196,12 +201,12 @@ class PostgresSink(ExternalSink):
         self._encoding = _python_name(connection, encoding)
 
     def progress_row(self, flow: str) -> ProgressRow | None:
-        with self._connected() as connection:
+        with self._starting() as connection:
             table = progress_table_of(connection, flow, self._path)
             return None if table is None else table.row(connection, flow)
 
     def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
-        with self._connected() as connection:
+        with self._starting() as connection:
             if flow not in self._tables:
                 found = progress_table_of(connection, flow, self._path)
                 self._tables[flow] = found or ProgressTable(self._schema)
@@ -217,22 +222,8 @@ class PostgresSink(ExternalSink):
         return ProgressRow(opened, owner, progress)
 
     def begin(self, attempt: BatchAttempt) -> None:
-        from psycopg import sql
-
-        columns = [
-            sql.SQL("{} {}").format(sql.Identifier(each.staged_in), sql.SQL(each.staged_as))
-            for each in [*self._columns, *self._record]
-        ]
-        with self._connected() as connection:
-            connection.execute(
-                sql.SQL("CREATE UNLOGGED TABLE IF NOT EXISTS {} ({} text, {} bigint, {} text, {})").format(
-                    sql.Identifier(self._schema, _staging(attempt)),
-                    sql.Identifier(RECEIPT),
-                    sql.Identifier(ROW),
-                    sql.Identifier(PROBLEM),
-                    sql.SQL(", ").join(columns),
-                )
-            )
+        with self._connected() as connection, self._rolled_back(connection, "Staging for"):
+            self._make_staging(connection, attempt)
 
     def write(self, attempt: BatchAttempt, task: str, batches: Iterator[pa.RecordBatch]) -> bytes:
         from adbc_driver_postgresql import dbapi
@@ -244,10 +235,18 @@ class PostgresSink(ExternalSink):
         receipt = f"{attempt}-{task}"
         required = () if self._key is None or self._key.nulls_equal else self._write.key
         rows = TaskRows(receipt, self._columns, self._record, required=required, encoding=self._encoding)
-        with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
-            reader = rows.reader(batches, first)
-            cursor.adbc_ingest(_staging(attempt), reader, mode="append", db_schema_name=self._schema)
-            connection.commit()
+        try:
+            with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
+                reader = rows.reader(batches, first)
+                cursor.adbc_ingest(_staging(attempt), reader, mode="append", db_schema_name=self._schema)
+                connection.commit()
+        except dbapi.Error as error:
+            if not error.sqlstate:
+                raise
+            trouble = trouble_of(error.sqlstate, " ".join(str(error).split()))
+            raise BatchAbortedError(
+                f"Rows could not be staged for {self.target}", detail=trouble.what, next_step=trouble.next_step
+            ) from error
         return json.dumps([receipt, rows.total]).encode()
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
@@ -271,7 +270,7 @@ class PostgresSink(ExternalSink):
         given = [json.loads(receipt) for receipt in receipts if receipt]
         staged = Staged(self._schema, _staging(attempt), [name for name, _ in given])
         with self._connected() as connection:
-            with self._decided(connection), self._transaction(connection):
+            with self._rolled_back(connection, "The transaction of"), self._transaction(connection):
                 table = self._tables[attempt.flow]
                 found = table.row(connection, attempt.flow, lock=True)
                 check_owner(self.target, attempt, found)
@@ -279,7 +278,8 @@ class PostgresSink(ExternalSink):
                 if before != self._progress.get(attempt.flow, before):
                     raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
                 staged = self._checked(connection, staged, sum(rows for _, rows in given))
-                text = move(connection, staged)
+                with kept_alive(connection, _LOCK_S / 4):  # a million refused rows take this process a minute
+                    text = move(connection, staged)
                 table.keep(connection, attempt.flow, text)
             self._progress[attempt.flow] = text
             self._empty_staging(connection, attempt)
@@ -309,7 +309,7 @@ class PostgresSink(ExternalSink):
         import psycopg
 
         if self._connection is None or self._connection.closed:
-            self._connection = connect(self._dsn, self._pinned)
+            self._connection = connect(self._dsn)
             weakref.finalize(self, self._connection.close)  # also if a start fails
         try:
             yield self._connection
@@ -324,12 +324,45 @@ class PostgresSink(ExternalSink):
                 raise
             lost = self._connection.closed
             self._connection.close()  # what it has begun is rolled back
-            if lost and isinstance(error, psycopg.OperationalError):
-                raise ConnectionError(" ".join(str(error).split())) from error
+            if lost and isinstance(error, psycopg.Error):  # some of its limits end a session with an InternalError
+                raise ConnectionError(trouble_of(error.sqlstate, " ".join(str(error).split())).what) from error
             raise
 
     @contextmanager
-    def _decided(self, connection: psycopg.Connection[Any]) -> Iterator[None]:
+    def _starting(self) -> Iterator[psycopg.Connection[Any]]:
+        """The same, for what a start asks.
+
+        Raises:
+            UnavailableError: the server cannot do it at the moment.
+            EnvironmentUnusableError: nor later.
+        """
+        import psycopg
+
+        with self._connected() as connection:
+            try:
+                yield connection
+            except psycopg.Error as error:
+                if connection.closed or isinstance(error, psycopg.errors.InsufficientPrivilege):
+                    raise
+                trouble = self._trouble(connection, error)
+                if trouble.passes:
+                    raise UnavailableError(trouble.what, trouble.next_step) from error
+                raise EnvironmentUnusableError(
+                    f"{self.target} cannot be used", detail=trouble.what, next_step=trouble.next_step
+                ) from error
+
+    def _trouble(self, connection: psycopg.Connection[Any], error: psycopg.Error) -> Trouble:
+        import psycopg
+
+        trouble = trouble_of(error.sqlstate, said(error))
+        if not isinstance(error, (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled)):
+            return trouble
+        tables = [*self._tables.values(), *([] if self._relation is None else [self._relation])]
+        found = holders(connection, [each.sql.as_string(None) for each in tables])
+        return replace(trouble, what=f"{trouble.what}; locks are held by {found}") if found else trouble
+
+    @contextmanager
+    def _rolled_back(self, connection: psycopg.Connection[Any], what: str) -> Iterator[None]:
         """If the server has answered that a statement or the commit failed, all is rolled back.
 
         Raises:
@@ -342,10 +375,9 @@ class PostgresSink(ExternalSink):
         except psycopg.Error as error:
             if connection.closed or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
                 raise
+            trouble = self._trouble(connection, error)
             raise BatchAbortedError(
-                f"The transaction of {self.target} was rolled back",
-                detail=reason(error, _LOCK_S),
-                next_step="none: the batch is run again",
+                f"{what} {self.target} was rolled back", detail=trouble.what, next_step=trouble.next_step
             ) from error
 
     @contextmanager
@@ -353,7 +385,7 @@ class PostgresSink(ExternalSink):
         with connection.transaction():
             # A driver that is stopped in the middle must not hold the row for ever.
             limits = {"lock_timeout": f"{_LOCK_S}s", "idle_in_transaction_session_timeout": f"{_LOCK_S}s"}
-            pin(connection, {**self._pinned, **limits}, local=True)
+            pin(connection, {**self._pinned, **limits})
             yield
 
     def _check_moves(self, connection: psycopg.Connection[Any]) -> None:
@@ -363,8 +395,8 @@ class PostgresSink(ExternalSink):
         attempt = BatchAttempt("onceflow check", "", 0, 0, 0)
         try:
             with connection.transaction(force_rollback=True):
-                connection.execute(f"SET LOCAL lock_timeout = '{_CHECK_S}s'")
-                self.begin(attempt)
+                pin(connection, {**self._pinned, "lock_timeout": f"{_CHECK_S}s"})
+                self._make_staging(connection, attempt)
                 self._moves.all_of(connection, Staged(self._schema, _staging(attempt), []))
         except psycopg.errors.LockNotAvailable:
             log.warning("%s is locked by another session; it is not tried before the first batch", self.target)
@@ -399,6 +431,23 @@ class PostgresSink(ExternalSink):
         if rows != expected:
             raise RuntimeError(f"{expected} rows were staged, and {rows} are there")
         return replace(staged, problems=problems)
+
+    def _make_staging(self, connection: psycopg.Connection[Any], attempt: BatchAttempt) -> None:
+        from psycopg import sql
+
+        columns = [
+            sql.SQL("{} {}").format(sql.Identifier(each.staged_in), sql.SQL(each.staged_as))
+            for each in [*self._columns, *self._record]
+        ]
+        connection.execute(
+            sql.SQL("CREATE UNLOGGED TABLE IF NOT EXISTS {} ({} text, {} bigint, {} text, {})").format(
+                sql.Identifier(self._schema, _staging(attempt)),
+                sql.Identifier(RECEIPT),
+                sql.Identifier(ROW),
+                sql.Identifier(PROBLEM),
+                sql.SQL(", ").join(columns),
+            )
+        )
 
     def _empty_staging(self, connection: psycopg.Connection[Any], attempt: BatchAttempt) -> None:
         """Remove all staged rows, unless a task that does not know of the end still copies."""
