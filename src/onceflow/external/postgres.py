@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from onceflow.errors import (
+    BadRecordError,
     BatchAbortedError,
     EnvironmentUnusableError,
     OnceflowError,
@@ -31,8 +32,10 @@ from onceflow.external.postgres_columns import (
     Column,
     Relation,
     check_digits,
+    check_lasting,
     check_taken,
     columns_of,
+    definition_of,
     named,
     quoted_name,
     relation_of,
@@ -127,6 +130,8 @@ class PostgresSink(ExternalSink):
         self._tables: dict[str, ProgressTable] = {}  # which one has the progress row of a flow
         self._encoding = "utf-8"  # of the database
         self._relation: Relation | None = None
+        self._rows: pa.Schema = pa.schema([])
+        self._definition: tuple[Any, ...] = ()  # of the table
         self._columns: list[Column] = []
         self._key: Key | None = None
         self._ordered = True
@@ -156,9 +161,15 @@ class PostgresSink(ExternalSink):
             self._check(connection, schema)
 
     def _check(self, connection: psycopg.Connection[Any], schema: pa.Schema) -> None:
-        relation = self._relation = relation_of(connection, self._write.table)
+        self._relation, self._rows = relation_of(connection, self._write.table), schema
         self._find_session(connection)
         check_driver(self._dsn)
+        self._fit(connection, self._relation, schema)
+
+    def _fit(self, connection: psycopg.Connection[Any], relation: Relation, schema: pa.Schema) -> None:
+        """Find how rows fit the table, as it is now."""
+        self._definition = definition_of(connection, relation)
+        check_lasting(connection, relation)
         columns = columns_of(connection, relation)
         known = {name: column for name, column in columns.items() if not column.always}
         record = [name for name in RECORD_COLUMNS if self._sets_aside and name in schema.names and name not in known]
@@ -168,6 +179,12 @@ class PostgresSink(ExternalSink):
         written = self._write.columns(rows.names)
         needed = [name for name, column in known.items() if column.needed]
         self._write.check_table(written, list(known), needed)
+        if not written:
+            raise SchemaError(
+                f"The rows have no columns of table {self._write.table}",
+                detail=f"they have {', '.join(schema.names)}; it has {', '.join(known)}",
+                next_step="select some of them",
+            )
         staged = staged_types(rows)
         check_digits(known, staged, written, self._write.table)
         self._columns = [known[name].staged(staged[name], f"c{number}") for number, name in enumerate(written)]
@@ -179,6 +196,41 @@ class PostgresSink(ExternalSink):
         kinds.update(HEADERS if "headers" in record else {})
         self._record = record_columns(kinds)
         self._check_moves(connection)
+
+    def _fit_again(self, connection: psycopg.Connection[Any]) -> None:
+        """The same, if the table has been altered since.
+
+        Raises:
+            SchemaError: rows do not fit it any more.
+        """
+        assert self._relation is not None, "check comes first"
+        definition = definition_of(connection, self._relation)
+        if definition == self._definition:
+            return
+        log.warning("%s has been altered", self.target)
+        staged = self._staged_columns()
+        self._relation = replace(self._relation, oid=definition[0])
+        self._fit(connection, self._relation, self._rows)
+        if self._staged_columns() != staged:
+            raise SchemaError(
+                f"Table {self._write.table} was altered while the flow was running: other columns are written to it",
+                next_step="start the flow again: it continues at this batch",
+            )
+
+    def _staged_columns(self) -> list[tuple[str, str, str]]:
+        return [(each.name, each.staged_as, each.staged_in) for each in [*self._columns, *self._record]]
+
+    def _check_unaltered(self, connection: psycopg.Connection[Any]) -> None:
+        """Check that the table is what the attempt's rows were checked for. The locks of its statements keep it so.
+
+        Raises:
+            BatchAbortedError: it is not.
+        """
+        assert self._relation is not None, "check comes first"
+        if definition_of(connection, self._relation) != self._definition:
+            raise BatchAbortedError(
+                f"{self.target} was altered while a batch was written", next_step="none: the batch is run again"
+            )
 
     def _find_session(self, connection: psycopg.Connection[Any]) -> None:
         """Find what names mean in a session of this user, and in which encoding the database keeps text."""
@@ -223,6 +275,7 @@ class PostgresSink(ExternalSink):
 
     def begin(self, attempt: BatchAttempt) -> None:
         with self._connected() as connection, self._rolled_back(connection, "Staging for"):
+            self._fit_again(connection)
             self._make_staging(connection, attempt)
 
     def write(self, attempt: BatchAttempt, task: str, batches: Iterator[pa.RecordBatch]) -> bytes:
@@ -250,22 +303,27 @@ class PostgresSink(ExternalSink):
         return json.dumps([receipt, rows.total]).encode()
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
-        def move(connection: psycopg.Connection[Any], staged: Staged) -> str:
-            self._moves.all_or_none(connection, staged)
-            return progress
+        def move(connection: psycopg.Connection[Any], staged: Staged) -> list[RefusedRow]:
+            try:
+                self._moves.all_or_none(connection, staged)
+            except BadRecordError:
+                self._check_unaltered(connection)
+                raise
+            return []
 
-        self._commit(attempt, receipts, move)
+        self._commit(attempt, receipts, move, lambda _: progress)
 
     def commit_accepted(
         self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: Callable[[Sequence[RefusedRow]], str]
     ) -> None:
-        self._commit(attempt, receipts, lambda *given: progress(self._moves.all_accepted(*given)))
+        self._commit(attempt, receipts, self._moves.all_accepted, progress)
 
     def _commit(
         self,
         attempt: BatchAttempt,
         receipts: Sequence[bytes],
-        move: Callable[[psycopg.Connection[Any], Staged], str],
+        move: Callable[[psycopg.Connection[Any], Staged], list[RefusedRow]],
+        progress: Callable[[Sequence[RefusedRow]], str],
     ) -> None:
         given = [json.loads(receipt) for receipt in receipts if receipt]
         staged = Staged(self._schema, _staging(attempt), [name for name, _ in given])
@@ -279,7 +337,9 @@ class PostgresSink(ExternalSink):
                     raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
                 staged = self._checked(connection, staged, sum(rows for _, rows in given))
                 with kept_alive(connection, _LOCK_S / 4):  # a million refused rows take this process a minute
-                    text = move(connection, staged)
+                    refused = move(connection, staged)
+                    self._check_unaltered(connection)
+                    text = progress(refused)
                 table.keep(connection, attempt.flow, text)
             self._progress[attempt.flow] = text
             self._empty_staging(connection, attempt)
