@@ -417,8 +417,10 @@ class PostgresSink(ExternalSink):
         trouble = trouble_of(error.sqlstate, said(error))
         if not isinstance(error, (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled)):
             return trouble
-        tables = [*self._tables.values(), *([] if self._relation is None else [self._relation])]
-        found = holders(connection, [each.sql.as_string(None) for each in tables])
+        tables = [(each.schema, each.name) for each in self._tables.values()]
+        if self._relation is not None:
+            tables.append((self._relation.schema, self._relation.name))
+        found = holders(connection, tables)
         return replace(trouble, what=f"{trouble.what}; locks are held by {found}") if found else trouble
 
     @contextmanager

@@ -178,7 +178,7 @@ def definition_of(connection: psycopg.Connection[Any], relation: Relation) -> tu
     Raises:
         SchemaError: there is no such table any more.
     """
-    found = connection.execute(
+    found: tuple[Any, ...] | None = connection.execute(
         "SELECT c.oid, c.xmin::text, "
         "(SELECT string_agg(attnum || ' ' || a.xmin, ',' ORDER BY attnum) FROM pg_attribute AS a "
         "WHERE attrelid = c.oid), "

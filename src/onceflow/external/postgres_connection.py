@@ -237,11 +237,11 @@ def said(error: psycopg.Error) -> str:
     return " ".join(text.split())
 
 
-def holders(connection: psycopg.Connection[Any], tables: Sequence[str]) -> str:
+def holders(connection: psycopg.Connection[Any], tables: Sequence[tuple[str, str]]) -> str:
     """Other sessions that have locks on tables or their rows, in words; "": none is seen.
 
     Args:
-        tables: as statements name them.
+        tables: their schemas and names.
     """
     import psycopg
 
@@ -249,9 +249,10 @@ def holders(connection: psycopg.Connection[Any], tables: Sequence[str]) -> str:
         found = connection.execute(
             "SELECT DISTINCT a.pid, a.usename, a.application_name, a.state, "
             "extract(epoch FROM clock_timestamp() - a.xact_start)::bigint FROM pg_locks AS l "
-            "JOIN pg_stat_activity AS a USING (pid) WHERE l.relation = ANY(%s::text[]::regclass[]::oid[]) "
-            "AND l.granted AND l.mode <> 'AccessShareLock' AND a.pid <> pg_backend_pid() ORDER BY 1 LIMIT 3",
-            [[*tables]],
+            "JOIN pg_stat_activity AS a USING (pid) JOIN pg_class AS c ON c.oid = l.relation "
+            "JOIN pg_namespace AS n ON n.oid = relnamespace JOIN unnest(%s::text[], %s::text[]) AS t (schema, name) "
+            "ON nspname = t.schema AND relname = t.name WHERE l.granted AND l.mode <> 'AccessShareLock' AND a.pid <> pg_backend_pid() ORDER BY 1 LIMIT 3",
+            [[schema for schema, _ in tables], [name for _, name in tables]],
         ).fetchall()
         return "; ".join(
             f"pid {pid} of user {user} ({name or 'without application_name'}), {state}, in its transaction for {age} s"

@@ -17,7 +17,7 @@ from onceflow.external.sink import ProgressRow
 
 if TYPE_CHECKING:
     import psycopg
-    from psycopg import sql
+    from psycopg.sql import SQL, Composed
 
 _NAME = "onceflow_progress"
 
@@ -27,10 +27,11 @@ class ProgressTable:
     """The table, in one schema."""
 
     schema: str
+    name: str = _NAME
 
     @property
-    def sql(self) -> sql.SQL:
-        return named(self.schema, _NAME)
+    def sql(self) -> SQL:
+        return named(self.schema, self.name)
 
     def create(self, connection: psycopg.Connection[Any]) -> None:
         """Make the table, if it does not exist."""
@@ -65,7 +66,7 @@ class ProgressTable:
         """Change the progress of a flow."""
         connection.execute(self._statement("UPDATE {} SET progress = %s WHERE flow = %s"), [progress, flow])
 
-    def _statement(self, text: str) -> sql.Composed:
+    def _statement(self, text: str) -> Composed:
         from psycopg import sql
 
         return sql.SQL(text).format(self.sql)
