@@ -251,7 +251,8 @@ def holders(connection: psycopg.Connection[Any], tables: Sequence[tuple[str, str
             "extract(epoch FROM clock_timestamp() - a.xact_start)::bigint FROM pg_locks AS l "
             "JOIN pg_stat_activity AS a USING (pid) JOIN pg_class AS c ON c.oid = l.relation "
             "JOIN pg_namespace AS n ON n.oid = relnamespace JOIN unnest(%s::text[], %s::text[]) AS t (schema, name) "
-            "ON nspname = t.schema AND relname = t.name WHERE l.granted AND l.mode <> 'AccessShareLock' AND a.pid <> pg_backend_pid() ORDER BY 1 LIMIT 3",
+            "ON nspname = t.schema AND relname = t.name "
+            "WHERE l.granted AND l.mode <> 'AccessShareLock' AND a.pid <> pg_backend_pid() ORDER BY 1 LIMIT 3",
             [[schema for schema, _ in tables], [name for _, name in tables]],
         ).fetchall()
         return "; ".join(
