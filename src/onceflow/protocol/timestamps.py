@@ -37,6 +37,8 @@ _LAST_OF_PYTHON_MS = 253_402_300_799_999
 # The clocks of tasks and brokers differ, and a record is appended some time after its task has looked at the clock. So
 # times near a bound count as refused: within this time, or within this part of a bound that is short.
 _MARGIN_MS, _MARGIN_PART = 600_000, 6
+# How long before and after this moment the time of writing may be: for clocks that differ, and for a batch that runs.
+_EARLIER_MS, _LATER_MS = 60_000, 600_000
 _UNLIMITED_MS = 2**63 - 1
 _DEFAULT_AFTER_MS = 3_600_000  # Kafka's default since 4.0 (KIP-1030)
 
@@ -167,6 +169,10 @@ class AcceptedTimes(NamedTuple):
         """As `refused`, for one time."""
         first, last = self._span(now_ms)
         return first <= timestamp_ms <= last
+
+    def may_refuse(self, timestamp_ms: int, now_ms: int) -> bool:
+        """Whether the topic refuses a time, or will have begun to when the record of a batch that runs is written."""
+        return not (self.accepts(timestamp_ms, now_ms - _EARLIER_MS) and self.accepts(timestamp_ms, now_ms + _LATER_MS))
 
     def _span(self, now_ms: int) -> tuple[int, int]:
         before = self.before_ms - min(_MARGIN_MS, self.before_ms // _MARGIN_PART)
