@@ -103,6 +103,40 @@ def test_a_key_that_is_nested_deeply_is_kept(store: Store, levels: int) -> None:
     assert view._readable().find([deep, b"[" * levels + b"]" * levels])[0] == b"S"
 
 
+class Counting(MemoryStore):
+    """Counts how often it is read."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.reads: list[str] = []
+
+    def get_many(self, keys: Any) -> Any:
+        self.reads.append("get_many")
+        return super().get_many(keys)
+
+    def scan(self, *arguments: Any, **named: Any) -> Any:
+        self.reads.append("scan")
+        return super().scan(*arguments, **named)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_absent_keys_of_a_table_of_canonical_keys_are_not_searched_one_by_one(indexed: bool, tmp_path: Path) -> None:
+    stores: dict[int, Any] = {at: Counting.open(tmp_path / str(at)) for at in range(3)}
+    for at, store in stores.items():
+        put(store, {b'{"id":%d}' % at: b"S", **({BLANKS: b"T"} if indexed and not at else {})})
+        store.reads.clear()
+    view = View(stores)
+    keys = [b'{"id": %d}' % at for at in range(3, 50)]
+    assert view._readable().find(keys) == [None] * len(keys)
+    for at, store in stores.items():
+        assert len([each for each in store.reads if each == "get_many"]) <= 4, "of all keys, and of all their forms"
+        assert ("scan" in store.reads) == (indexed and not at)
+    found = view._readable().find([*keys, b'{"id": 2}', A])
+    assert found == [*[None] * len(keys), b"S", b"T" if indexed else None]
+    for at in stores:
+        Counting.remove(tmp_path / str(at))
+
+
 def test_keys_of_bytes_and_text_are_compared_by_their_bytes(store: Store) -> None:
     put(store, {BLANKS: b"S"})
     for key in (serdes.STRING, serdes.BYTES):
