@@ -29,6 +29,7 @@ from onceflow.state import dead_letters, exact_json
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.timers import Timer
+from onceflow.state.engine.output_collector import SCHEMA
 from onceflow.state.retry import KEY, Retry
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -196,6 +197,25 @@ def test_a_record_that_cannot_be_passed_on_does_not_count_as_seen() -> None:
     assert [record.value for record in driver.outputs] == [b"x", b"y"]
     (letter,) = driver.dead_letters
     assert "the record cannot be passed on: a record takes" in message(letter)
+
+
+PARTS = st.none() | st.sampled_from([0, 1, 100, 2_000, 2_250, 2_251, 5_000, 9_900]).map(lambda size: NOISE[:size])
+ROW = st.tuples(PARTS, PARTS, st.none() | st.lists(st.tuples(st.text(max_size=5), PARTS), max_size=3))
+
+
+@given(st.lists(ROW, max_size=6), st.integers(0, 2))
+def test_rows_that_need_no_closer_look_fit(given: list[tuple[Any, Any, Any]], skipped: int) -> None:
+    rules = TopicRules("out", LIMIT)
+    listed = [None if each is None else [{"key": name, "value": value} for name, value in each] for *_, each in given]
+    columns = [pa.array([each[0] for each in given], pa.binary()), pa.array([each[1] for each in given], pa.binary()),
+               pa.array(listed, SCHEMA.field("headers").type)]  # fmt: skip
+    doubtful = {skipped + at for at in rules.doubtful(*(each.slice(skipped) for each in columns)).tolist()}
+    for at, (key, value, headers) in enumerate(given[skipped:], skipped):
+        written = [*(headers or ()), (ORIGINAL_TIMESTAMP, b"1" * 20)]
+        assert at in doubtful or rules.refusal(key, value, written) == ""
+        sizes = sum(len(name.encode()) + len(each or b"") for name, each in headers or ())
+        if max(len(key or b""), len(value or b""), sizes) <= 2_000:
+            assert at not in doubtful
 
 
 def test_a_timer_whose_outputs_are_too_large_becomes_a_letter() -> None:

@@ -212,14 +212,33 @@ def fitted(times: Any, headers: Any, accepted: AcceptedTimes, now_ms: int) -> Fi
     refused = accepted.refused(times, now_ms)
     if refused is None or not refused.any():
         return Fitted(times, headers)
-    places = np.flatnonzero(refused).tolist()
-    lists: list[Any] = [None] * len(times) if headers is None else headers.to_pylist()
-    for place in places:
-        own = {"key": ORIGINAL_TIMESTAMP, "value": str(given[place].as_py()).encode()}
-        lists[place] = [*(lists[place] or ()), own]
-    example_ms = given[places[0]].as_py()
-    times = pc.if_else(pa.array(refused), pa.scalar(None, pa.int64()), times)
-    return Fitted(times, pa.array(lists, _HEADERS if headers is None else headers.type), len(places), example_ms)
+    mask = pa.array(refused)
+    own = given.filter(mask)
+    headers = _with_original(pa.nulls(len(times), _HEADERS) if headers is None else headers, own, refused)
+    return Fitted(pc.if_else(mask, pa.scalar(None, pa.int64()), times), headers, len(own), own[0].as_py())
+
+
+def _with_original(headers: Any, times: Any, refused: npt.NDArray[np.bool_]) -> Any:
+    """The headers of records, with `ORIGINAL_TIMESTAMP` as the last one of those whose times are refused.
+
+    Args:
+        times: those that are refused.
+    """
+    name, value = headers.type.value_type
+    names = pa.array([ORIGINAL_TIMESTAMP], name.type).take(pa.array(np.zeros(len(times), np.int64)))
+    own = pa.StructArray.from_arrays([names, times.cast(pa.string()).cast(value.type)], fields=[name, value])
+    entries = pa.concat_arrays([headers.flatten(), own])
+    lengths = pc.list_value_length(headers).fill_null(0).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(lengths + refused, dtype=np.int32)
+    last = np.zeros(len(entries), dtype=bool)
+    last[ends[refused] - 1] = True
+    order = np.empty(len(entries), np.int64)
+    order[last] = np.arange(len(entries) - len(own), len(entries))
+    order[~last] = np.arange(len(entries) - len(own))
+    # A null offset is a null list.
+    none = np.append(headers.is_null().to_numpy(zero_copy_only=False) & ~refused, False)
+    offsets = pa.array(np.concatenate(([0], ends)).astype(np.int32), pa.int32(), mask=none)
+    return pa.ListArray.from_arrays(offsets, entries.take(pa.array(order))).cast(headers.type)
 
 
 def _limit(settings: Mapping[str, str | None], name: str) -> int | None:
