@@ -126,7 +126,7 @@ class ColumnEngine(BaseEngine):
         result: Any
         self._asked = self.processor.process
         try:
-            result = self._asked(with_nullable_integers(pa.table(columns)), states, self._context)
+            result = self._asked(with_nullable_integers(pa.table(columns)), states, self._context_of(keys))
         except BadRows as bad:
             raise _of_batch(bad, places.tolist()) from bad
         if result is None:
@@ -147,6 +147,13 @@ class ColumnEngine(BaseEngine):
             self._collector.add_batch(batch)
         if changed is not None:
             self._overlay.put_many(*changed)
+
+    def _context_of(self, keys: pa.Array) -> ColumnContext:
+        """The context of records with these keys."""
+        if not self._scope.tables:
+            return self._context
+        tables = {name: table.beside(keys.to_pylist) for name, table in self._scope.tables.items()}
+        return self._context._replace(tables=MappingProxyType(tables))
 
     def _in_time(self, batch: pa.RecordBatch, columns: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
         """Which records are not late; None: all of them.

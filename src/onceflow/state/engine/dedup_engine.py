@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError
 from onceflow.protocol import timestamps
 from onceflow.state import dead_letters, rows, stamps
@@ -149,9 +150,10 @@ class DedupEngine(BaseEngine):
             return None
         headers = batch.column("headers") if "headers" in batch.schema.names else pa.nulls(batch.num_rows)
         doubtful = rules.doubtful(batch.column("key"), batch.column("value"), headers)
-        taken = np.ones(batch.num_rows, dtype=bool)
+        taken, now_ms = np.ones(batch.num_rows, dtype=bool), clock_ms()
         for at, record in zip(doubtful.tolist(), self._raw(batch.take(pa.array(doubtful))), strict=True):
-            why = rules.refusal(record.key, record.value, list(record.headers))
+            headers = rules.headers_as_written(record.headers, record.timestamp_ms, now_ms)
+            why = rules.refusal(record.key, record.value, headers)
             if why:
                 taken[at] = False
                 self._reject(record, BadRecordError(f"the record cannot be passed on: {why}", topic=rules.topic))
