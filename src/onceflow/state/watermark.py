@@ -7,7 +7,15 @@ looks. (Flink's StatusWatermarkValve does the same for the same reason, with the
 watermark uses the *largest* event time, which makes records of slow partitions late.)
 
 How long a partition is idle counts in wall-clock time over the runs of a flow, so that runs that end soon do not wait
-for it for ever. A partition whose records have never had an event time is not waited for either.
+for it for ever.
+
+What records mean for it (the engines decide, see `BaseEngine._note_times`; docs: state.md):
+
+- A record with an event time counts for its partition, also one that is late, or a duplicate.
+- A record without one that is processed says that its partition may never have any: a partition with only such records
+  is not waited for.
+- A record that is rejected, for whatever reason, has no effect. Nor has one that a query drops before the step. Until
+  they are read, both are records that arrive.
 """
 
 from __future__ import annotations
