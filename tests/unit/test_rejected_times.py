@@ -204,9 +204,7 @@ def test_a_rejected_record_changes_neither_what_is_late_nor_the_watermark(name: 
     make, kinds = STEPS[name]
     accepted = st.builds(good, TIMES if name == "ids" else TIMES | st.none(), PARTITIONS)
     # Late records are not rejected: they are not processed. So these are later than any watermark of the others.
-    wrong = st.builds(rejected, st.sampled_from(kinds), st.integers(NOW - 100, NOW + 1000), PARTITIONS).map(
-        lambda record: (True, record)
-    )
+    wrong = st.builds(rejected, st.sampled_from(kinds), st.integers(NOW - 100, NOW + 1000), PARTITIONS)
     step = st.tuples(
         st.sampled_from([0.0, 1.0, 29.0, 31.0]),
         st.lists(st.tuples(st.just(False), accepted) | st.tuples(st.just(True), wrong), max_size=4),

@@ -33,7 +33,7 @@ class TableState:
 
     Args:
         progress: committed progress. It contains the table's topics, because ``Flow.process`` has added them.
-        source_partitions: partitions of the topics that the flow reads, for event time.
+        source_partitions: partitions of the topics that reach the step, for event time; none: it is behind another one.
         transactions: whether the run writes in transactions.
     """
 
@@ -70,9 +70,15 @@ class TableState:
         self._lost_now = 0  # since the last committed batch
         self._verified: set[tuple[str, int]] = set()
         self._now_ms, self._lateness_ms = progress.time_ms, lateness_ms
-        times = known.event_times
+        origins = list(source_partitions)
         self.watermark = Watermark(
-            source_partitions, lateness_ms=lateness_ms or 0, idle_s=idle_s, value_ms=known.watermark_ms, known=times
+            origins,
+            lateness_ms=lateness_ms or 0,
+            idle_s=idle_s,
+            value_ms=known.watermark_ms,
+            known=known.event_times,
+            known_at_ms=progress.time_ms,
+            chained=not origins,
         )
         # Earliest timer per partition and clock. A missing partition was not opened in this run yet.
         self._timers: dict[int, dict[str, int | None]] = {}
