@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.protocol.progress import EventTime
@@ -385,6 +385,7 @@ class ChainedRuns:
         self.start()
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
