@@ -70,16 +70,7 @@ class TableState:
         self._lost_now = 0  # since the last committed batch
         self._verified: set[tuple[str, int]] = set()
         self._now_ms, self._lateness_ms = progress.time_ms, lateness_ms
-        origins = list(source_partitions)
-        self.watermark = Watermark(
-            origins,
-            lateness_ms=lateness_ms or 0,
-            idle_s=idle_s,
-            value_ms=known.watermark_ms,
-            known=known.event_times,
-            known_at_ms=progress.time_ms,
-            chained=not origins,
-        )
+        self.watermark = _watermark(source_partitions, known, progress.time_ms, lateness_ms or 0, idle_s)
         # Earliest timer per partition and clock. A missing partition was not opened in this run yet.
         self._timers: dict[int, dict[str, int | None]] = {}
         self._left: set[int] = set()
@@ -322,6 +313,22 @@ class TableState:
         if self._lateness_ms is None:
             return None
         return self.watermark.after(_latest(reports), _untimed(reports))
+
+
+def _watermark(
+    source_partitions: Iterable[Origin], known: TableProgress, known_at_ms: int, lateness_ms: int, idle_s: float
+) -> Watermark:
+    """As progress knows it."""
+    origins = list(source_partitions)
+    return Watermark(
+        origins,
+        lateness_ms=lateness_ms,
+        idle_s=idle_s,
+        value_ms=known.watermark_ms,
+        known=known.event_times,
+        known_at_ms=known_at_ms,
+        chained=not origins,
+    )
 
 
 def _letters(reports: Sequence[StateReport], moment: Moment) -> Letters:
