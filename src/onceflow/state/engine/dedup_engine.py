@@ -69,7 +69,6 @@ class DedupEngine(BaseEngine):
         bad = ids.is_null() if times is None else pc.or_(ids.is_null(), pc.less(times, 0))
         if (bad_rows := bad.to_numpy(zero_copy_only=False)).any():
             self._reject_all(batch.filter(bad), ids.filter(bad))
-            self.untimed.update(input_batch.places(batch.filter(bad), self._source_topic, self.partition))
             good = pa.array(~bad_rows)
             batch, ids = batch.filter(good), ids.filter(good)
             times = None if times is None else times.filter(good)
@@ -79,11 +78,14 @@ class DedupEngine(BaseEngine):
         if times is not None:
             ids = ids if (far := self._far_ahead(times)) is None else ids.filter(pa.array(~far))
             batch, times = self._without_far_ahead(batch, times)
-        if times is not None and (in_time := self._see_times(batch, times)) is not None:
-            mask = pa.array(in_time)
+        if times is not None and (in_time := self._set_late_aside(batch, times)) is not None:
+            mask, late = pa.array(in_time), pa.array(~in_time)
+            self._note_times(batch.filter(late), times.filter(late))
             batch, ids, times = batch.filter(mask), ids.filter(mask), times.filter(mask)
         if batch.num_rows and (taken := self._taken(batch)) is not None:
             batch, ids, times = batch.filter(taken), ids.filter(taken), None if times is None else times.filter(taken)
+        if times is not None:
+            self._note_times(batch, times)
         if batch.num_rows:
             self._judge(batch, ids, None if times is None else times.to_numpy())
 
