@@ -14,6 +14,7 @@ from decimal import Decimal, localcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psycopg
 import pyarrow as pa
 import pytest
@@ -68,6 +69,11 @@ _KEYS: dict[str, tuple[str, pa.DataType, str, list[Any]]] = {
     "varchar": ("varchar(3)", _TEXT, "%s::text", ["abc", "abc  ", "abcd", "abce", "ab", "ab "]),
     "bit": ("bit(3)", _TEXT, '%s::text::pg_catalog."bit"', ["101", "1010", "B101", "10"]),
     "name": ("name", _TEXT, "%s::text", ["a" * 63, "a" * 64, "b"]),
+    "double": ("numeric", pa.float64(), "%s::float8::text::numeric", [0.3, 0.1 + 0.2, 2.0**53, 2.0**53 - 1]),
+    "float": ("numeric(20,4)", pa.float32(), "%s::real::text::numeric", [2.0**24, 2.0**24 - 1, 1234.5677, 1e30]),
+    "doubles": ("numeric[]", pa.list_(pa.float64()), "%s::float8[]::text[]::numeric[]", [[0.3], [0.1 + 0.2], [None]]),
+    "price": ("text", pa.decimal128(12, 2), "%s::numeric(12,2)", [*map(Decimal, ("1.50", "100.00", "1.5", "0"))]),
+    "prices": ("text[]", pa.list_(pa.decimal128(12, 2)), "%s::numeric(12,2)[]", [[Decimal("1.50"), None], []]),
     "real": ("real", pa.float64(), "%s::float8", [0.1, 0.10000000001, 0.0, -0.0, float("nan"), 1e300]),
     "time": ("timestamp(0)", pa.timestamp("us"), "%s::timestamp", _FRACTIONS),
     "zone": ("timestamptz", _TEXT, "%s::text::timestamptz", ["2026-01-01T00:00Z", "2026-01-01 01:00+1", "x"]),
@@ -422,3 +428,40 @@ def test_values_are_stored_as_they_are(with_values: str, data: st.DataObject) ->
     Written(with_values, sets_aside=False).write(rows, schema)
     exact = ", ".join(f"{name}::float8" if name == "r" else name for name in schema.names)
     assert run(with_values, f"SELECT {exact} FROM t ORDER BY n") == [tuple(row.values()) for row in rows]
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_floats_and_decimals_become_the_numbers_and_texts_that_are_written_for_them(
+    with_texts: str, data: st.DataObject
+) -> None:
+    """A float is a number of few digits that is read back as the same float. A decimal has all digits of its type."""
+    doubles, singles = st.floats(allow_nan=False), st.floats(width=32, allow_nan=False)
+    kind, decimal_numbers = data.draw(decimals())
+    numbers = [number for number in decimal_numbers if number is not None]
+    rows = [{"n": n, "f": data.draw(doubles), "r": data.draw(singles), "d": number} for n, number in enumerate(numbers)]
+    rows = [{**row, **{f"{name}s": [row[name], None] for name in "frd"}} for row in rows]
+    types = {"f": pa.float64(), "r": pa.float32(), "d": kind}
+    schema = pa.schema([("n", pa.int32()), *types.items(), *((f"{name}s", pa.list_(types[name])) for name in "frd")])
+    run(with_texts, "TRUNCATE t")
+    Written(with_texts, sets_aside=False).write(rows, schema)
+    found = run(with_texts, "SELECT f, r, d, fs::numeric[], rs, ds FROM t ORDER BY n")
+    for row, (double, single, decimal, *lists) in zip(rows, found, strict=True):
+        assert float(double) == row["f"]
+        assert np.float32(str(single)) == np.float32(row["r"])
+        assert (digits(double) <= 17, digits(single) <= 9) == (True, True)
+        assert decimal == f"{row['d']:f}"
+        assert lists == [[double, None], [single, None], [decimal, None]]
+
+
+def digits(number: Decimal) -> int:
+    """How many digits a number has, without zeros at its beginning and end."""
+    return len("".join(map(str, number.as_tuple().digits)).strip("0"))
+
+
+@pytest.fixture(scope="module")
+def with_texts(postgres: LocalPostgres) -> str:
+    dsn = postgres.schema()
+    run(dsn, "CREATE DOMAIN exact AS numeric", "CREATE DOMAIN word AS varchar(80)")
+    run(dsn, "CREATE TABLE t (n int, f numeric, r exact, d word, fs exact[], rs numeric[], ds text[])")
+    return dsn

@@ -87,6 +87,8 @@ HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
         (pa.array(["a", "b"], pa.large_string()), pa.string()),
         (pa.array(["a", "b"], pa.string_view()), pa.string()),
         (pa.array(["a", "b"]).dictionary_encode(), pa.binary()),
+        (pa.DictionaryArray.from_arrays([0, None], pa.array(["a"], pa.string_view())), pa.string()),
+        (pa.array([["a"], []], pa.list_(pa.dictionary(pa.int32(), pa.string()))), pa.list_(pa.string())),
         (pa.array([1, 2], pa.timestamp("ms", "Europe/Berlin")), pa.timestamp("us", "UTC")),
         (pa.array([[], [{"key": "h", "value": "text"}]]), HEADERS),
         (pa.array([[{"value": b"v", "key": "h"}], None]), HEADERS),

@@ -246,6 +246,11 @@ def test_bytes_that_the_serdes_cannot_decode() -> None:
         ([Record(b"k", b"v", headers=[(b"h", b"x")])], "header's name is text"),
         ([Record(b"k", b"v", headers=[("h", 1)])], "header h is bytes"),
         (
+            [Record(b"k", b"v", headers=[("\u00e4\ud835", b"1")])],
+            r"header's name is not text in UTF-8: .*got '\\xe4\\ud835'",
+        ),
+        ([Record(b"k", b"v", topic="\udcff")], "topic is not text in UTF-8: 'utf-8' codec can't encode"),
+        (
             [Record(b"k", b"v"), Record(b"k", object())],
             "the value you yielded is object, output serde BYTES takes bytes",
         ),

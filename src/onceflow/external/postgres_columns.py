@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _WHOLE = ("smallint", "integer", "bigint")
 _MAX_ALIKE = 3
-_ROUNDED = ("numeric", "double precision", "real")
+_FLOATS = ("double precision", "real")
 
 #: The types in which Arrow's are staged, as ADBC encodes them.
 _SIMPLE: tuple[tuple[Any, str], ...] = (
@@ -29,7 +29,6 @@ _SIMPLE: tuple[tuple[Any, str], ...] = (
     (kinds.is_int64, "bigint"),
     (kinds.is_float32, "real"),
     (kinds.is_float64, "double precision"),
-    (kinds.is_decimal, "numeric"),
     (kinds.is_string, "text"),
     (kinds.is_large_string, "text"),
     (kinds.is_binary, "bytea"),
@@ -110,17 +109,20 @@ class Column:
 
         PostgreSQL converts it as in any INSERT, which refuses what does not fit. Only text is converted as if it stood
         in a statement: so it may become a jsonb, a uuid or a point in time. That cast gives no length, because a cast
-        cuts what is too long.
+        cuts what is too long. Floats become ``numeric`` by way of their text, which tells every float from every other:
+        PostgreSQL's own conversion keeps 15 digits of a double and 6 of a real (``float8_numeric`` in its numeric.c).
         """
         from psycopg import sql
 
-        value = named(self.staged_in)
-        base, element = self.base, self.base.element
-        if self.staged_as == "text" and not base.takes_text:
-            return sql.SQL("CAST({} AS {})").format(value, plain(base.name))
-        if self.staged_as == "text[]" and element is not None and not element.takes_text:
-            return sql.SQL("CAST({} AS {})").format(value, plain(f"{element.name}[]"))
-        return sql.Composed([value])
+        value = sql.Composed([named(self.staged_in)])
+        kind, brackets, item = _item(self.staged_as, self.base)
+        if item is None:
+            return value
+        if kind in _FLOATS and item.name == "numeric":
+            value = sql.SQL("CAST({} AS text{})").format(value, plain(brackets))
+        elif kind != "text" or item.takes_text:
+            return value
+        return sql.SQL("CAST({} AS {}{})").format(value, plain(item.name), plain(brackets))
 
     def assigned(self) -> sql.Composed:
         """What the column has when the staged value was inserted, by the rules of PostgreSQL's assignments."""
@@ -140,6 +142,14 @@ class Column:
         elif self.size != -1:
             value = sql.SQL("CAST({} AS {})").format(value, plain(self.sized_base))
         return sql.SQL("CAST({} AS {})").format(value, plain(self.type)) if self.is_domain else value
+
+
+def _item(staged_as: str, base: Type) -> tuple[str, str, Type | None]:
+    """The type in which values are staged, without its size; ``[]`` for arrays of it, else ""; and the type of the
+    column or of its elements, if it has some."""
+    kind = staged_as.removesuffix("[]")
+    brackets = staged_as[len(kind) :]
+    return kind.partition("(")[0], brackets, base.element if brackets else base
 
 
 def named(*names: str) -> sql.SQL:
@@ -394,10 +404,9 @@ def check_digits(known: Mapping[str, Column], staged: Mapping[str, str], written
         SchemaError: they would, because the column is a whole number, or an array of them.
     """
     for name in written:
-        is_array = staged[name].endswith("[]")
-        base = known[name].base.element if is_array else known[name].base
+        kind, is_array, base = _item(staged[name], known[name].base)
         wanted = "ARRAY<BIGINT>" if is_array else "BIGINT"
-        if staged[name].removesuffix("[]") in _ROUNDED and base is not None and base.name in _WHOLE:
+        if kind in ("numeric", *_FLOATS) and base is not None and base.name in _WHOLE:
             raise SchemaError(
                 f"Column {name} of table {table} is {known[name].type}, but {staged[name]} in the rows",
                 detail="digits would get lost",
@@ -436,6 +445,9 @@ def _instead(column: pa.Field) -> str:
 def _staged(kind: pa.DataType) -> str | None:
     if kinds.is_timestamp(kind):
         return "timestamp with time zone" if kind.tz else "timestamp without time zone"
+    if kinds.is_decimal(kind):
+        # With its digits: a numeric without them does not show the zeros at the end, which a text column would keep.
+        return f"numeric({kind.precision - min(kind.scale, 0)},{max(kind.scale, 0)})"
     if kinds.is_list(kind) or kinds.is_large_list(kind):
         inner = _staged(kind.value_type)
         return None if inner is None or inner.endswith(("[]", "interval")) else f"{inner}[]"

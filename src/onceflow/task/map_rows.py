@@ -13,6 +13,7 @@ from onceflow.errors import OnceflowError, ProcessorError, SchemaError
 from onceflow.spark import queries
 from onceflow.spark.pickling import Pickled
 from onceflow.state.api import user_errors
+from onceflow.state.api.dictionaries import decoded
 from onceflow.state.api.whole_numbers import NEXT_STEP, rounded, with_nullable_integers
 
 _UTC_TIMES = pa.timestamp("us", tz="UTC")
@@ -133,7 +134,8 @@ class RowsMap:
         kind = column.type
         if kind == field.type:
             return column
-        inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+        column = decoded(column)
+        inner = column.type
         if pa.types.is_null(inner) or any(
             any(is_type(inner) for is_type in types) and any(is_type(field.type) for is_type in types)
             for types in _KINDS
@@ -152,7 +154,7 @@ class RowsMap:
                     NEXT_STEP,
                 )
             try:
-                return (column if kind is inner else column.dictionary_decode()).cast(field.type)
+                return column.cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
                 why = f" ({str(error).splitlines()[0]:.200})"
         else:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from onceflow.protocol import timestamps
 from onceflow.state import rows
 from onceflow.state.api import user_errors
+from onceflow.state.api.dictionaries import decoded
 from onceflow.state.api.json_columns import JsonRowError
 from onceflow.state.api.processor import BadRows, ColumnContext, ColumnProcessor
 from onceflow.state.api.scope import ABSENT
@@ -310,20 +311,20 @@ def _of_batch(bad: BadRows, places: list[int]) -> Exception:
 
 
 def as_table(given: Any, what: str) -> pa.Table:
-    """A pyarrow table of what user code returned.
+    """A pyarrow table of what user code returned, without dictionaries.
 
     Raises:
         TypeError: it is not of pyarrow or pandas, and has no ``__arrow_c_stream__`` (as Polars and DuckDB do).
     """
-    if isinstance(given, pa.Table):
-        return given
     if isinstance(given, pa.RecordBatch):
-        return pa.Table.from_batches([given])
-    if type(given).__module__.partition(".")[0] == "pandas":
-        return pa.Table.from_pandas(given, preserve_index=False)
-    if hasattr(given, "__arrow_c_stream__"):
-        return pa.table(given)
-    raise TypeError(f"{what} are a table of pyarrow, pandas or Polars, got {type(given).__name__}")
+        table = pa.Table.from_batches([given])
+    elif type(given).__module__.partition(".")[0] == "pandas":
+        table = pa.Table.from_pandas(given, preserve_index=False)
+    elif isinstance(given, pa.Table) or hasattr(given, "__arrow_c_stream__"):
+        table = given if isinstance(given, pa.Table) else pa.table(given)
+    else:
+        raise TypeError(f"{what} are a table of pyarrow, pandas or Polars, got {type(given).__name__}")
+    return pa.table([decoded(column) for column in table.columns], names=table.column_names)
 
 
 def _cast(column: Any, field: Any) -> Any:

@@ -320,6 +320,8 @@ def _extras(record: Record) -> _Extras:
     topic = None if record.topic == record._read_from else record.topic
     if topic is not None and not isinstance(topic, str):
         raise TypeError(f"a record's topic is text or None, got {topic!r:.200}")
+    if topic is not None:
+        _check_text(topic, "a record's topic")
     at_ms: Any = record.timestamp_ms
     if at_ms is not None:
         if isinstance(at_ms, bool) or not isinstance(at_ms, int) or not -(1 << 63) <= at_ms < 1 << 63:
@@ -334,9 +336,23 @@ def _extras(record: Record) -> _Extras:
     for name, content in given.items() if isinstance(given, Mapping) else (given or ()):
         if not isinstance(name, str):
             raise TypeError(f"a header's name is text, got {name!r:.200}")
+        _check_text(name, "a header's name")
         if isinstance(content, str):
             content = content.encode()
         elif content is not None and not isinstance(content, bytes):
             raise TypeError(f"header {name} is bytes or None, got {content!r:.200}")
         headers.append((name, content))
     return topic, headers, at_ms
+
+
+def _check_text(text: str, what: str) -> None:
+    """Python's text may have half of a surrogate pair, which no UTF-8 has.
+
+    Raises:
+        ValueError: it has.
+    """
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{what} is not text in UTF-8: {error}; got {text!a:.200}") from None
