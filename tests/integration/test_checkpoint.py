@@ -499,9 +499,9 @@ def draining(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "state_format, completes",
     [
-        (1, True),
+        # Each format and each way is left for `make test-long`.
         pytest.param(2, False, marks=pytest.mark.spark_since(4, 0)),
-        # Each format and each way is left for `make test`.
+        pytest.param(1, True, marks=pytest.mark.long),
         pytest.param(1, False, marks=pytest.mark.long),
         pytest.param(2, True, marks=[pytest.mark.long, pytest.mark.spark_since(4, 0)]),
     ],
@@ -539,7 +539,7 @@ def test_a_batch_that_spark_does_not_know_to_be_committed(
     check_state_files(service.checkpoint, state_format)
 
 
-@pytest.mark.parametrize("guarantee", ["exactly_once", "at_most_once"])
+@pytest.mark.parametrize("guarantee", ["exactly_once", pytest.param("at_most_once", marks=pytest.mark.long)])
 def test_the_very_first_batch_is_run_again_for_its_state_only(
     make_service: Any, draining: None, guarantee: str
 ) -> None:
@@ -615,6 +615,7 @@ def test_new_partitions(make_service: Any) -> None:
     assert independent.committed_offsets(service.bootstrap, service.name) == end_offsets(service, service.sources[0])
 
 
+@pytest.mark.long
 def test_expired_records_are_skipped_when_allowed(make_service: Any) -> None:
     """Also when a start before has moved progress over them, and then wrote nothing."""
     from confluent_kafka import TopicPartition
@@ -640,6 +641,7 @@ def test_expired_records_are_skipped_when_allowed(make_service: Any) -> None:
 # ---- lost rows -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_batch_that_at_most_once_loses_is_in_the_state(make_service: Any, tmp_path: Path) -> None:
     """Its rows are lost, its source records are not read again: so the state has to know of them."""
     fired = str(tmp_path / "fired")

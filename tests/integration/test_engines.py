@@ -267,7 +267,7 @@ def without_null_keys(result: Result) -> Result:
     return replace(result, records=[each for each in result.records if each.key is not None])
 
 
-@pytest.mark.parametrize("fail", [True, False])
+@pytest.mark.parametrize("fail", [pytest.param(True, marks=pytest.mark.long), False])
 def test_records_that_have_expired_before_the_start(engines: Engines, fail: bool) -> None:
     """The log starts within a batch, after it was read for the first time."""
     source = filled(engines)

@@ -40,7 +40,12 @@ def test_copies_exactly_once(make_pipe: Any, partitioner: str, small_batch_rows:
 
 
 @pytest.mark.parametrize(
-    "partitioner, small_batch_rows, path", [("key", 0, "1 tasks"), ("key", 4000, "driver"), ("source", 0, "4 tasks")]
+    "partitioner, small_batch_rows, path",
+    [
+        ("key", 0, "1 tasks"),
+        pytest.param("key", 4000, "driver", marks=pytest.mark.long),
+        pytest.param("source", 0, "4 tasks", marks=pytest.mark.long),
+    ],
 )
 def test_few_tasks_read_many_partitions(make_pipe: Any, partitioner: str, small_batch_rows: int, path: str) -> None:
     pipe = make_pipe(partitions=12)
@@ -396,6 +401,7 @@ def refuses_once(fired: str) -> Any:
     return work
 
 
+@pytest.mark.long
 def test_an_error_of_user_code_that_speaks_of_cancelling_is_run_again(make_pipe: Any) -> None:
     pipe = make_pipe()
     pipe.fill(100)

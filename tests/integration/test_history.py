@@ -116,6 +116,7 @@ def test_records_that_the_flow_has_not_written(make_pipe: Any, tmp_path: Path) -
     assert verdict_on(pipe, path, foreign=True).verdict == PASSED
 
 
+@pytest.mark.long
 def test_what_was_not_recorded_or_cannot_be_read_is_unknown(make_pipe: Any, tmp_path: Path) -> None:
     pipe, path = make_pipe(), tmp_path / "history"
     pipe.fill(500)
@@ -188,9 +189,8 @@ def sums(records: Iterable[independent.Seen]) -> dict[bytes | None, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "small_batch_rows", [pytest.param(0, id="tasks"), pytest.param(None, id="driver", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("small_batch_rows", [pytest.param(0, id="tasks"), pytest.param(None, id="driver")])
 def test_a_process_step(
     make_state_pipe: Any, inject: Callable[..., None], tmp_path: Path, small_batch_rows: int | None
 ) -> None:

@@ -438,6 +438,7 @@ def fenced_while_timers_are_left(make_state_pipe: Any, make_topic: Any, call: Ca
     return pipe, copy, late
 
 
+@pytest.mark.long
 def test_fenced_while_timers_are_left(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     pipe, copy, late = fenced_while_timers_are_left(make_state_pipe, make_topic, call)
     finish(successor(pipe, copy), late)
@@ -559,6 +560,7 @@ def test_timers_in_processing_time(make_state_pipe: Any, make_topic: Any, call: 
     old.stop()
 
 
+@pytest.mark.long
 def test_a_copy_whose_timers_are_ahead(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """At the same position, the copy has fired timers that the old flow has not: their outputs would be lost."""
     pipe, late = begun(make_state_pipe, make_topic, 10)

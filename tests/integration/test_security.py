@@ -356,6 +356,7 @@ def test_wrong_credentials(
     assert password not in str(caught.value)
 
 
+@pytest.mark.long
 def test_plain_connection_to_a_tls_listener(secure: Secure, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onceflow.driver.startup.START_SECONDS", 4.0)
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers)

@@ -125,6 +125,7 @@ def test_two_sources_and_what_is_refused(make_pipe: Any, make_topic: Any) -> Non
     assert values(pipe) == expected([5, 6])
 
 
+@pytest.mark.long
 def test_state_and_other_systems(make_state_pipe: Any, make_pipe: Any) -> None:
     """A step with a table, and an external sink, end at the same offsets."""
     pipe = make_state_pipe(partitions=2)
