@@ -125,6 +125,15 @@ def test_a_start_looks_and_then_takes_over(monkeypatch: pytest.MonkeyPatch) -> N
     assert (starts, [each.batch_id for each in followed], owned.progress.batch_id) == ({"a": {0: 9}}, [3], 3)
 
 
+@pytest.mark.parametrize("before", ["", "another", "t"])
+def test_progress_names_the_system_before_the_first_batch(monkeypatch: pytest.MonkeyPatch, before: str) -> None:
+    """A driver that dies behind the commit of its first batch leaves rows there of which a collection has to know."""
+    kafka = replace(progress(0, a=5), external=before)
+    (owned, _, _), followed = started(Target(None), kafka, monkeypatch)
+    assert followed == ([] if before == "t" else [replace(kafka, external="t")])
+    assert owned.progress.external == "t"
+
+
 @pytest.mark.parametrize(
     "row, kafka, message",
     [
