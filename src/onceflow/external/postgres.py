@@ -207,7 +207,7 @@ class PostgresSink(ExternalSink):
         definition = definition_of(connection, self._relation)
         if definition == self._definition:
             return
-        log.warning("%s has been altered", self.target)
+        log.info("%s has been altered", self.target)
         staged = self._staged_columns()
         self._relation = replace(self._relation, oid=definition[0])
         self._fit(connection, self._relation, self._rows)
