@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from onceflow import BadRecordError, BatchAbortedError, DataLossError, ProcessorError
-from onceflow.driver.batch_errors import of_task
+from onceflow.driver.batch_errors import given_up, of_task
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.retries import Retries
 from onceflow.planning.options import BatchSummary
@@ -129,3 +129,17 @@ def test_records_that_are_lost_are_told_also_if_the_query_ends(problem: Exceptio
     else:
         assert not retries.run(rows, 1, SourceRange({}, {}), summary)  # type: ignore[arg-type]
     assert steps.told == [(None if ends else rows, problem)]
+
+
+@pytest.mark.parametrize(
+    "last, cure",
+    [
+        (None, "remove the cause"),
+        (ValueError("x"), "remove the cause"),
+        (BatchAbortedError("rolled back", next_step="none: the batch is run again"), "remove the cause"),
+        (BatchAbortedError("rolled back", next_step="raise the timeout"), "raise the timeout"),
+    ],
+)
+def test_a_batch_that_is_given_up_has_the_next_step_of_its_last_error(last: Exception | None, cure: str) -> None:
+    error = given_up("orders", 7, 4, last)
+    assert error.next_step == f"{cure}, and start the flow again: it continues at this batch"

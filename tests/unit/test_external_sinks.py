@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 from onceflow import ExternalSink, ProgressConflictError
 from onceflow.client.deadline import Deadline
 from onceflow.driver import external_run
+from onceflow.driver.external_waiting import at_start
 from onceflow.driver.refused_rows import progress_row
-from onceflow.errors import ProtocolError
-from onceflow.external.sink import ProgressRow, next_generation
+from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, ProtocolError
+from onceflow.external.sink import ProgressRow, UnavailableError, next_generation
 from onceflow.planning.external_start import of_row, plan_external
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names
@@ -184,3 +186,25 @@ def test_a_row_that_knows_no_epochs_is_not_compared(monkeypatch: pytest.MonkeyPa
     kafka = replace(progress(2, a=30), epochs={"a": {0: (30, 5)}})
     (_, starts, _), _ = started(Target(row_of(progress(3, a=60))), kafka, monkeypatch, epoch_ends={0: 40})
     assert starts == {"a": {0: 60}}
+
+
+@pytest.mark.parametrize(
+    "problem, error, what, next_step",
+    [
+        (UnavailableError("locked by pid 7", "end pid 7"), DeadlineExceededError, "t cannot be used at the moment",
+         "end pid 7; then start the flow again: it continues where it is"),
+        (ConnectionError("refused"), DeadlineExceededError, "t cannot be reached",
+         "start the flow again when it answers: it continues where it is"),
+        (ValueError("wrong password"), EnvironmentUnusableError, "t cannot be used",
+         "check the address, the login and the privileges of its user"),
+    ],
+)  # fmt: skip
+def test_why_a_start_fails(problem: Exception, error: type[Exception], what: str, next_step: str) -> None:
+    def call() -> None:
+        raise pickle.loads(pickle.dumps(problem))
+
+    with pytest.raises(error) as raised:
+        at_start(call, Deadline(0.05, "the start"), "t", "f")
+    found: Any = raised.value
+    assert (found.what, found.next_step) == (what, next_step)
+    assert str(problem) in found.detail

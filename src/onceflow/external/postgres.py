@@ -44,6 +44,7 @@ from onceflow.external.postgres_columns import (
 )
 from onceflow.external.postgres_connection import (
     Trouble,
+    code_of,
     completed,
     connect,
     dataset_of,
@@ -207,7 +208,7 @@ class PostgresSink(ExternalSink):
         definition = definition_of(connection, self._relation)
         if definition == self._definition:
             return
-        log.warning("%s has been altered", self.target)
+        log.info("%s has been altered", self.target)
         staged = self._staged_columns()
         self._relation = replace(self._relation, oid=definition[0])
         self._fit(connection, self._relation, self._rows)
@@ -294,9 +295,11 @@ class PostgresSink(ExternalSink):
                 cursor.adbc_ingest(_staging(attempt), reader, mode="append", db_schema_name=self._schema)
                 connection.commit()
         except dbapi.Error as error:
-            if not error.sqlstate:
+            text = " ".join(str(error).split())
+            code = code_of(error.sqlstate, text)
+            if not code:
                 raise
-            trouble = trouble_of(error.sqlstate, " ".join(str(error).split()))
+            trouble = trouble_of(code, text)
             raise BatchAbortedError(
                 f"Rows could not be staged for {self.target}", detail=trouble.what, next_step=trouble.next_step
             ) from error
@@ -397,10 +400,17 @@ class PostgresSink(ExternalSink):
             EnvironmentUnusableError: nor later.
         """
         import psycopg
+        from adbc_driver_postgresql import dbapi
 
         with self._connected() as connection:
             try:
                 yield connection
+            except dbapi.Error as error:
+                text = " ".join(str(error).split())
+                trouble = trouble_of(code_of(error.sqlstate, text), text)
+                if not trouble.passes:
+                    raise
+                raise UnavailableError(trouble.what, trouble.next_step) from error
             except psycopg.Error as error:
                 if connection.closed or isinstance(error, psycopg.errors.InsufficientPrivilege):
                     raise

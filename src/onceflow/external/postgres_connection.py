@@ -135,8 +135,8 @@ def _refused(dsn: str, text: str) -> Trouble | None:
     import psycopg
     from psycopg import conninfo
 
-    if any(words in text for words in _TOO_MANY):
-        return trouble_of("53300", text)
+    if code_of(None, text):
+        return trouble_of(code_of(None, text), text)
     with suppress(psycopg.OperationalError):
         psycopg.connect(conninfo.make_conninfo(dsn, target_session_attrs="any")).close()
         return trouble_of("25006", text)
@@ -215,6 +215,11 @@ class Trouble:
     what: str
     next_step: str
     passes: bool
+
+
+def code_of(code: str | None, text: str) -> str:
+    """The SQLSTATE of an error. Of a connection that was refused, there is only a text; "": it is not known."""
+    return code or ("53300" if any(words in text for words in _TOO_MANY) else "")
 
 
 def trouble_of(code: str | None, text: str) -> Trouble:
