@@ -182,7 +182,8 @@ def _in_json(value: Any, levels: int = 20) -> Any:
     if type(value) in (int, float, Decimal) and exact_json.is_written(value):
         return value
     if levels and isinstance(value, Mapping):
-        return {_name_in_json(name): _in_json(each, levels - 1) for name, each in value.items()}
+        named = {_name_in_json(name): _in_json(each, levels - 1) for name, each in value.items()}
+        return named if len(named) == len(value) else _as_text(value)
     if levels and isinstance(value, (list, tuple)):
         return [_in_json(each, levels - 1) for each in value]
     if isinstance(value, bytes | bytearray):
