@@ -10,7 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from onceflow.driver.driver_session import check_owner
+from onceflow.client.deadline import Deadline
+from onceflow.driver import progress_log
+from onceflow.driver.driver_session import DriverSession, check_owner
 from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.protocol.names import (
     FLOW_NAME_LENGTH_MAX,
@@ -96,6 +98,17 @@ def test_the_progress_of_a_flow_whose_prefix_and_name_only_look_the_same_is_refu
         check_owner(progress, other)
     assert one.transactional_id in caught.value.detail
     assert other.transactional_id in caught.value.detail
+
+
+def test_a_start_refuses_the_progress_of_such_a_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does a command. The transactional id of the other flow is left alone."""
+    there = Progress("a.b", 7, {"in": {0: 5}}, {"in": "id"}, 0, transactional_id="a.onceflow.b")
+    monkeypatch.setattr(progress_log, "read_progress", lambda *_, **__: there)
+    monkeypatch.setattr(DriverSession, "_left_open", lambda *_: {})
+    session = DriverSession(None, Names("a.b"))  # type: ignore[arg-type]
+    with pytest.raises(ProgressConflictError, match=r"Another flow has the progress record 'a\.b'"):
+        session.progress({}, Deadline(5, "a test"))
+    assert not session.knows_progress
 
 
 def test_ids_of_others_are_not_ours() -> None:
