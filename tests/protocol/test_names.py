@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from onceflow.errors import OptionError
+from onceflow.client.deadline import Deadline
+from onceflow.driver import progress_log
+from onceflow.driver.driver_session import DriverSession, check_owner
+from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.protocol.names import (
     FLOW_NAME_LENGTH_MAX,
     PREFIX_LENGTH_MAX,
@@ -19,6 +23,7 @@ from onceflow.protocol.names import (
     transactional_id_of_parked,
     validate_flow_name,
 )
+from onceflow.protocol.progress import Progress
 
 LEGAL = "abcXYZ019._-"
 flows = st.text(LEGAL, min_size=1, max_size=40).filter(lambda name: name not in (".", ".."))
@@ -71,6 +76,39 @@ def test_the_identity_of_a_flow() -> None:
     names = Names("orders", transactional_id_prefix="a.", group_id_prefix="g.")
     assert names.identity("MkU3OEVBNTcwNTJENDM2Qg") == "a.onceflow.orders@MkU3OEVBNTcwNTJENDM2Qg"
     assert Names("a.b").identity("c") != Names("b", transactional_id_prefix="a.").identity("c")
+
+
+@settings(max_examples=100, deadline=None, derandomize="CI" in os.environ)
+@given(flows, prefixes, st.integers(0, 99))
+def test_the_progress_of_a_flow_whose_prefix_and_name_only_look_the_same_is_refused(
+    flow: str, prefix: str, at: int
+) -> None:
+    one, key = Names(flow, transactional_id_prefix=prefix), prefix + flow
+    cut = min(at, len(key) - 1)
+    assume(key[cut:] not in (".", "..") and not (key[:cut] + "onceflow." + key[cut:]).startswith("onceflow.admin."))
+    other = Names(key[cut:], transactional_id_prefix=key[:cut])
+    progress = Progress(one.progress_key, 1, {}, {}, 0, transactional_id=one.transactional_id)
+    check_owner(progress, one)
+    check_owner(replace(progress, transactional_id=""), other)  # of an earlier onceflow
+    check_owner(None, other)
+    assert one.progress_key == other.progress_key
+    if one == other:
+        return
+    with pytest.raises(ProgressConflictError, match="Another flow has the progress record") as caught:
+        check_owner(progress, other)
+    assert one.transactional_id in caught.value.detail
+    assert other.transactional_id in caught.value.detail
+
+
+def test_a_start_refuses_the_progress_of_such_a_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does a command. The transactional id of the other flow is left alone."""
+    there = Progress("a.b", 7, {"in": {0: 5}}, {"in": "id"}, 0, transactional_id="a.onceflow.b")
+    monkeypatch.setattr(progress_log, "read_progress", lambda *_, **__: there)
+    monkeypatch.setattr(DriverSession, "_left_open", lambda *_: {})
+    session = DriverSession(None, Names("a.b"))  # type: ignore[arg-type]
+    with pytest.raises(ProgressConflictError, match=r"Another flow has the progress record 'a\.b'"):
+        session.progress({}, Deadline(5, "a test"))
+    assert not session.knows_progress
 
 
 def test_ids_of_others_are_not_ours() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +95,16 @@ def test_golden_bytes_of_a_flow_that_writes_another_system() -> None:
     assert decode(b"orders", GOLDEN).external == ""
 
 
+def test_golden_bytes_of_a_flow_that_names_its_transactional_id() -> None:
+    golden = GOLDEN.replace(b'"watermark_ms":', b'"transactional_id":"a.onceflow.b","watermark_ms":')
+    progress = replace(PROGRESS, transactional_id="a.onceflow.b")
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+    assert decode(b"orders", GOLDEN).transactional_id == ""
+    with pytest.raises(ProtocolError, match="not a progress record"):
+        decode(b"orders", golden.replace(b'"a.onceflow.b"', b"7"))
+
+
 def test_golden_bytes_of_a_copy_that_was_promoted() -> None:
     progress = Progress("next", 3, {}, {}, 1_700_000_000_000, became="sums")
     golden = (
@@ -168,6 +179,118 @@ offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.intege
 )
 def test_round_trip(progress: Progress) -> None:
     assert decode(*encode(progress)) == progress
+
+
+T = 1_795_000_000_000
+MAX_RECORD = 1_000_000  # below max.message.bytes of Kafka, 1,048,588
+
+
+def of_many(count: int, seed: int = 1) -> Progress:
+    """A flow that reads a topic of so many partitions into two tables with as many, with numbers as after years."""
+    rng = random.Random(seed)
+
+    def offsets(most: int) -> dict[int, int]:
+        return {number: rng.randrange(most // 10, most) for number in range(count)}
+
+    ends = offsets(10**10)
+    since_ms = {number: T - rng.choice([0, 0, rng.randrange(60_000)]) for number in range(count)}
+    times = [
+        TableProgress(
+            watermark_ms=T,
+            event_times={
+                ("in", number): EventTime(T - rng.randrange(3_600_000), since_ms[number]) for number in range(count)
+            },
+        )
+        for _ in range(2)
+    ]
+    return replace(
+        Progress("flow", 10**7, {"in": ends}, {"in": "x" * 22}, T),
+        changelogs={f"{name}{end}": offsets(10**9) for name in ("sums", "ids") for end in ("", "-internal")},
+        tables=dict(zip(("sums", "ids"), times, strict=True)),
+        # Brokers were restarted one after the other, again and again.
+        epochs={"in": {number: (ends[number], rng.randrange(90, 100)) for number in range(count)}},
+    )
+
+
+def test_progress_of_10_000_partitions_and_two_tables_fits_into_a_record() -> None:
+    progress = of_many(10_000)
+    key, value = encode(progress)
+    assert decode(key, value) == progress
+    assert encode(decode(key, value)) == (key, value)
+    assert len(value) < MAX_RECORD * 9 // 10
+    of_time = len(value) - len(encode(replace(progress, tables={}))[1])
+    of_epochs = len(value) - len(encode(replace(progress, epochs={}))[1])
+    assert of_time < 2 * 10_000 * 15
+    assert of_epochs < 10_000 * 11
+    one = replace(progress, epochs={"in": {number: (at, 7) for number, (at, _) in progress.epochs["in"].items()}})
+    assert len(encode(one)[1]) - len(encode(replace(one, epochs={}))[1]) < 50, "usually, most epochs are equal"
+
+
+@settings(max_examples=40, deadline=None, derandomize="CI" in os.environ)
+@given(data=st.data(), count=st.integers(95, 130))
+def test_round_trip_of_many_partitions(data: st.DataObject, count: int) -> None:
+    """Some partitions are missing, have no event time yet, or an epoch of an earlier offset, or none."""
+    progress = of_many(count, data.draw(st.integers(0, 99)))
+    some = st.sets(st.integers(0, count - 1), max_size=count)
+    gone, untimed, earlier, unknown = (data.draw(some) for _ in range(4))
+    epochs = {
+        number: (at - (number in earlier), epoch)
+        for number, (at, epoch) in progress.epochs["in"].items()
+        if number not in unknown
+    }
+    tables = {
+        name: replace(
+            table,
+            event_times={
+                (data.draw(st.sampled_from(["in", None])), number): time._replace(
+                    latest_ms=None if number in untimed else time.latest_ms
+                )
+                for (_, number), time in table.event_times.items()
+                if number not in gone
+            },
+        )
+        for name, table in progress.tables.items()
+    }
+    offsets = {number: at for number, at in progress.offsets["in"].items() if number not in gone}
+    progress = replace(progress, tables=tables, offsets={"in": offsets}, epochs={"in": epochs} if epochs else {})
+    assert decode(*encode(progress)) == progress
+    assert encode(decode(*encode(progress))) == encode(progress)
+
+
+@pytest.mark.parametrize(
+    "field, wrong",
+    [
+        ("leaders", []),
+        ("leaders", {"a": 7}),
+        ("leaders", {"a": {}}),
+        ("leaders", {"a": {"epoch": -1}}),
+        ("leaders", {"a": {"epoch": 1, "other": {"0": None}}}),
+        ("leaders", {"a": {"epoch": 1, "unknown": 4}}),
+        ("leaders", {"a": {"epoch": 1, "unknown": ["x"]}}),
+        ("offsets", {"a": [1, None]}),
+        ("offsets", {"a": [1, -1]}),
+    ],
+)
+def test_fields_of_many_partitions_with_wrong_types_are_refused(field: str, wrong: Any) -> None:
+    with pytest.raises(ProtocolError, match="is not a progress record"):
+        decode(b"orders", json.dumps(json.loads(GOLDEN) | {field: wrong}).encode())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"partitions": 10**12, "latest_ms": [0, [1]], "since_ms": [0, [1]]},
+        {"partitions": 1, "latest_ms": [0, [1]], "since_ms": [0, [None]]},
+        {"partitions": 1, "latest_ms": [0, [1, 2]], "since_ms": [0, [1]]},
+        {"partitions": [-1], "latest_ms": [0, [1]], "since_ms": [0, [1]]},
+        {"partitions": 1, "latest_ms": 5, "since_ms": [0, [1]]},
+        {"partitions": 1, "latest_ms": [0, [1]]},
+    ],
+)
+def test_event_times_of_many_partitions_with_wrong_types_are_refused(wrong: Any) -> None:
+    tables = {"t": {"version": 1, "watermark_ms": None, "event_times": {"in": wrong}}}
+    with pytest.raises(ProtocolError, match="is not a progress record"):
+        decode(b"orders", json.dumps(json.loads(GOLDEN) | {"tables": tables}).encode())
 
 
 def test_numpy_numbers_are_written_as_numbers() -> None:

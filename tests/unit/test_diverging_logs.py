@@ -9,11 +9,15 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from onceflow.client import long_poll
 from onceflow.client.cluster import TopicInfo
 from onceflow.client.long_poll import LongPoll
 from onceflow.client.poll_result import PollResult
 from onceflow.errors import DataLossError
+from onceflow.planning.source_starts import check_log
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 
 PLACE = ("in", 0)
@@ -90,3 +94,55 @@ def test_what_is_not_stable_yet_is_not_the_last_record(poll: LongPoll[Any]) -> N
 def test_another_position_has_another_last_record(poll: LongPoll[Any]) -> None:
     poll.seek(*PLACE, 3)
     assert last_epoch_asked(poll, 12) == -1
+
+
+# ---- holes that compaction leaves --------------------------------------------------------------------------
+
+
+def test_who_has_appended_what_is_gone_is_not_known(poll: LongPoll[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last records of the log are compacted away. A later leader may have appended them than the last one that is
+    there: it would be told that the log ends before the position."""
+    monkeypatch.setattr(long_poll, "is_hole", lambda *_: True)
+    ((_, chunk),) = answer(poll, stable=30)
+    assert (chunk.next_offset, chunk.whole, poll.followed[PLACE].position) == (30, False, 30)
+    assert last_epoch_asked(poll, 12) == -1
+    answer(poll, data=records(30, 6))
+    assert last_epoch_asked(poll, 12) == 6
+
+
+def test_records_in_remote_storage_are_no_hole(poll: LongPoll[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_poll, "is_hole", lambda *_: False)
+    assert answer(poll, stable=30) == []
+    assert (poll.followed[PLACE].position, last_epoch_asked(poll, 12)) == (20, 4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    history=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=8),  # a new leader; its records
+    gone=st.sets(st.integers(0, 31)),
+    reads=st.sets(st.integers(1, 32), min_size=1),
+)
+def test_a_compacted_log_never_looks_truncated(
+    history: list[tuple[bool, int]], gone: set[int], reads: set[int]
+) -> None:
+    """At whatever end of the log it was read, compacted or not, and whoever leads it then."""
+    log: list[int] = []  # the epoch of each record
+    epoch = 0
+    for elected, count in history:
+        epoch += elected
+        log += [epoch] * count
+    followed = LongPoll(SimpleNamespace(), [TopicInfo("in", str(UUID(int=1)), {0: 1})], {PLACE: 0})  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(long_poll, "is_hole", lambda *_: True)
+        for end in sorted(end for end in reads if end <= len(log)):
+            start = followed.followed[PLACE].position
+            there = [offset for offset in range(start, end) if offset not in gone]
+            answer(followed, data=b"".join(records(offset, log[offset]) for offset in there), stable=end)
+            if followed.followed[PLACE].position < end:  # a hole behind the last record
+                answer(followed, stable=end)
+            position, known = followed.followed[PLACE].position, followed.followed[PLACE].leader_epoch
+            assert position == end
+            if known >= 0:
+                # Kafka: LeaderEpochFileCache.endOffsetFor. Compaction does not change it.
+                told = next((offset for offset, each in enumerate(log) if each > known), len(log))
+                check_log("in", {0: told}, {0: position}, {0: (position, known)}, "f")

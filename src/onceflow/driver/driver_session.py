@@ -18,7 +18,13 @@ from onceflow.client.producers import OpenTransaction
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactions import Transactions
 from onceflow.driver import progress_log
-from onceflow.errors import FencedError, OnceflowError, PermissionDeniedError, UnknownTopicError
+from onceflow.errors import (
+    FencedError,
+    OnceflowError,
+    PermissionDeniedError,
+    ProgressConflictError,
+    UnknownTopicError,
+)
 from onceflow.protocol.names import Names, TopicPartition
 from onceflow.protocol.progress import Progress, encode
 from onceflow.protocol.transaction import Event, ProgressState
@@ -93,6 +99,7 @@ class DriverSession:
         found = progress_log.read_progress(
             self.cluster, names.progress_key, names.group_id, source_topics, deadline, missing_is_fine=missing_is_fine
         )
+        check_owner(found, names)
         self._committed, self._sources = found, source_topics
         self.transactions.machine.on(Event.PROGRESS_READ)
         self._decide(
@@ -169,6 +176,25 @@ class DriverSession:
         if progress.producer_id < 0:  # written by an earlier onceflow
             return self._described["state"] in _COMMITTED
         return (progress.producer_id, progress.producer_epoch) == (left.producer_id, left.producer_epoch)
+
+
+def check_owner(found: Progress | None, names: Names) -> None:
+    """Refuse the progress of another flow, whose prefix and name only look the same when one follows the other.
+
+    Raises:
+        ProgressConflictError: the record was written under another transactional id.
+    """
+    if found is None or found.transactional_id in ("", names.transactional_id):
+        return
+    prefix = names.transactional_id_prefix
+    raise ProgressConflictError(
+        f"Another flow has the progress record {found.flow!r}",
+        flow=names.flow,
+        detail=f"it has the transactional id {found.transactional_id!r}; this one, with the name {names.flow!r} and "
+        f"the prefix {prefix!r}, has {names.transactional_id!r}. Prefix and name together are the key of the record",
+        next_step="give this flow another name, or the name and the transactional_id_prefix= of the flow that is "
+        "there. Nothing was changed",
+    )
 
 
 def _bytes(progress: Progress | None) -> tuple[bytes, bytes] | None:

@@ -255,7 +255,8 @@ class Startup:
         self._commit(progress, deadline)
 
     def _first_progress(self) -> Progress:
-        return Progress(self.names.progress_key, 0, {}, {}, clock_ms())
+        names = self.names
+        return Progress(names.progress_key, 0, {}, {}, clock_ms(), transactional_id=names.transactional_id)
 
     # ---- process steps -------------------------------------------------------------------------------
 

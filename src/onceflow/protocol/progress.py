@@ -9,7 +9,7 @@ meaning.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -177,6 +177,8 @@ class Progress:
             more; None: it exists.
         driver: which driver has committed it; None: a command has, or a version that did not write it.
         external: the system other than Kafka that the flow writes, in words; "": it writes none.
+        transactional_id: of the flow. Flows may share the key of the record: prefix ``a.`` with name ``b``, and name
+            ``a.b`` without a prefix. Their transactional ids differ, so they do not fence each other. "": not known.
         time_ms: when the record was created, epoch milliseconds.
         format: version of this record's format.
     """
@@ -203,6 +205,7 @@ class Progress:
     became: str | None = None
     driver: DriverProcess | None = None
     external: str = ""
+    transactional_id: str = ""
     format: int = PROGRESS_FORMAT
 
 
@@ -245,8 +248,7 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["promoted"] = succession.promotion_content(progress.promoted)
     if progress.handover is not None:
         content["handover"] = succession.handover_content(progress.handover)
-    if progress.epochs:
-        content["epochs"] = progress_fields.plain_epochs(progress.epochs)
+    content |= progress_fields.epochs_content(progress.epochs, progress.offsets)
     if progress.became is not None:
         content["became"] = progress.became
     if progress.driver is not None:
@@ -254,6 +256,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["driver"] = {"host": process.host, "pid": int(process.pid), "since_ms": int(process.since_ms)}
     if progress.external:
         content["external"] = progress.external
+    if progress.transactional_id:
+        content["transactional_id"] = progress.transactional_id
     if progress.tables:
         content["tables"] = {name: _table_content(table) for name, table in progress.tables.items()}
     value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -289,10 +293,11 @@ def _progress(content: dict[str, Any], name: str, version: int) -> Progress:
     batch_id = take(content, name, "batch_id", int)
     if batch_id < 0:
         garbage(name, f"batch_id is {batch_id}")
+    offsets = progress_fields.offsets(content, name, "offsets")
     return Progress(
         flow=name,
         batch_id=batch_id,
-        offsets=progress_fields.offsets(content, name, "offsets"),
+        offsets=offsets,
         topic_ids=progress_fields.texts(content, name, "topic_ids"),
         changelogs=progress_fields.offsets(content, name, "changelogs") if "changelogs" in content else {},
         checkpoint=_checkpoint(content, name),
@@ -307,10 +312,11 @@ def _progress(content: dict[str, Any], name: str, version: int) -> Progress:
         forked=_part(content, name, "forked", succession.fork_of),
         promoted=_part(content, name, "promoted", succession.promotion_of),
         handover=_part(content, name, "handover", succession.handover_of),
-        epochs=progress_fields.epochs(content, name, "epochs") if "epochs" in content else {},
+        epochs=progress_fields.epochs_of(content, name, offsets),
         became=take(content, name, "became", str) if "became" in content else None,
         driver=_part(content, name, "driver", _driver),
         external=take(content, name, "external", str) if "external" in content else "",
+        transactional_id=take(content, name, "transactional_id", str) if "transactional_id" in content else "",
         time_ms=take(content, name, "time_ms", int),
         format=version,
     )
@@ -404,26 +410,70 @@ def _partitions(content: dict[str, Any], flow: str, name: str) -> tuple[int, ...
     return tuple(partitions)
 
 
-def _event_times_content(found: Mapping[Origin, EventTime]) -> dict[str, dict[str, list[int | None]]]:
-    """By topic, which is empty for rows of another step, and partition: the two numbers of an `EventTime`."""
-    content: dict[str, dict[str, list[int | None]]] = {}
-    for (topic, partition), (latest_ms, since_ms) in sorted(
-        found.items(), key=lambda item: (item[0][0] or "", item[0][1])
-    ):
-        pair = [None if latest_ms is None else int(latest_ms), int(since_ms)]
-        content.setdefault(topic or "", {})[str(int(partition))] = pair
+def _event_times_content(found: Mapping[Origin, EventTime]) -> dict[str, Any]:
+    """By topic, which is empty for rows of another step, and partition: the two numbers of an `EventTime`.
+
+    If there are many partitions: the partitions, and differences from the smallest number. Partitions that begin at 0
+    and have no gaps are only counted.
+    """
+    by_topic: dict[str, dict[int, EventTime]] = {}
+    for (topic, partition), time in found.items():
+        by_topic.setdefault(topic or "", {})[int(partition)] = time
+    content: dict[str, Any] = {}
+    for topic, times in by_topic.items():
+        numbers = sorted(times)
+        if len(numbers) < progress_fields.MANY:
+            content[topic] = {
+                str(number): [None if latest_ms is None else int(latest_ms), int(since_ms)]
+                for number, (latest_ms, since_ms) in sorted(times.items())
+            }
+            continue
+        content[topic] = {
+            "partitions": len(numbers) if numbers == list(range(len(numbers))) else numbers,
+            "latest_ms": _differences([times[number].latest_ms for number in numbers]),
+            "since_ms": _differences([times[number].since_ms for number in numbers]),
+        }
     return content
+
+
+def _differences(numbers: list[int | None]) -> list[Any]:
+    """The smallest number, then what each one adds to it; null stays null."""
+    least = min((int(number) for number in numbers if number is not None), default=0)
+    return [least, [None if number is None else int(number) - least for number in numbers]]
 
 
 def _event_times(content: dict[str, Any], flow: str) -> dict[Origin, EventTime]:
     found: dict[Origin, EventTime] = {}
     for topic, partitions in content.items():
+        if isinstance(partitions, dict) and "partitions" in partitions:
+            found |= {(topic or None, number): time for number, time in _times_of(partitions, topic, flow)}
+            continue
         for partition, pair in (partitions if isinstance(partitions, dict) else {topic: partitions}).items():
             legal = partition.isascii() and partition.isdecimal() and isinstance(pair, list) and len(pair) == 2
             if not legal or type(pair[1]) is not int or not (pair[0] is None or type(pair[0]) is int):
                 garbage(flow, f"event_times of {topic} has {short(partition)}: {short(pair)}")
             found[topic or None, int(partition)] = EventTime(*pair)
     return found
+
+
+def _times_of(content: dict[str, Any], topic: str, flow: str) -> Iterable[tuple[int, EventTime]]:
+    given, latest, since = content["partitions"], content.get("latest_ms"), content.get("since_ms")
+    columns = []
+    for column in (latest, since):
+        if not isinstance(column, list) or [type(each) for each in column] != [int, list]:
+            garbage(flow, f"event_times of {topic} is {short(content)}")
+        columns.append(column[1])
+    if type(given) is int and given == len(columns[0]):  # before a list is made of a number that may be any
+        given = list(range(given))
+    legal = isinstance(given, list) and all(type(each) is int and each >= 0 for each in given)
+    legal = legal and len(given) == len(columns[0]) == len(columns[1])
+    legal = legal and all(each is None or type(each) is int for each in columns[0])
+    if not legal or not all(type(each) is int for each in columns[1]):
+        garbage(flow, f"event_times of {topic} is {short(content)}")
+    assert latest is not None
+    assert since is not None
+    for number, ahead, later in zip(given, *columns, strict=True):
+        yield number, EventTime(None if ahead is None else latest[0] + ahead, since[0] + later)
 
 
 def _local(content: dict[str, Any], flow: str) -> LocalTable:
