@@ -70,7 +70,7 @@ class Routing:
 class Target:
     """An output topic as the driver saw it when the batch began; every task uses the same numbers.
 
-    Args: see `TopicRules`. times: the timestamps that it accepts.
+    Args: see `TopicRules`.
     """
 
     partitions: int
@@ -81,7 +81,7 @@ class Target:
 
     def rules(self, topic: str, compression: str) -> TopicRules:
         """What the topic takes of records that are compressed so."""
-        return TopicRules(topic, self.max_message_bytes, self.compacted, self.stored, compression)
+        return TopicRules(topic, self.max_message_bytes, self.compacted, self.stored, compression, self.times)
 
 
 @dataclass(frozen=True)

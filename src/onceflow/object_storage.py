@@ -8,6 +8,8 @@ when its name is in Kafka: no library brings both the file and its folder to dis
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import hashlib
 import os
 import re
@@ -41,6 +43,17 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 
 #: The process that has used a bucket: the threads of obstore do not live on in a process that is forked from it.
 _used_by: int | None = None
+
+
+#: What the system says of hard links that a file system does not have.
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_NO_RENAMES = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+#: Of renameat2(2).
+_HERE, _RENAME_NOREPLACE = -100, 1
+
+
+class FileChangedError(OSError):
+    """A file is not any more what its writer expected."""
 
 
 class Entry(NamedTuple):
@@ -86,7 +99,8 @@ class Storage(ABC):
             checksum: SHA-256 of the content, as hexadecimal digits.
 
         Raises:
-            OSError: the file was changed meanwhile. The object is not there then.
+            FileChangedError: its content is another one. Nothing is written then: what another writer has stored under
+                this name stays.
         """
 
     @abstractmethod
@@ -122,37 +136,26 @@ class Folder(Storage):
 
     def create(self, name: str, data: bytes) -> bool:
         with self._draft(name, [data]) as draft:
-            try:
-                os.link(draft, self.root / name)
-            except FileExistsError:
-                return False
-            except PermissionError:  # the file system has no hard links
-                draft.replace(self.root / name)
-        return True
+            return _appear(draft, self.root / name)
 
     def write_file(self, name: str, path: str, checksum: str) -> None:
-        with Path(path).open("rb") as file, self._draft(name, chunks_of(file), checksum) as draft:
+        with Path(path).open("rb") as file, self._draft(name, _verified(file, checksum)) as draft:
             draft.replace(self.root / name)
 
     @contextlib.contextmanager
-    def _draft(self, name: str, chunks: Iterable[bytes], checksum: str | None = None) -> Iterator[Path]:
+    def _draft(self, name: str, chunks: Iterable[bytes]) -> Iterator[Path]:
         """A file of another name that is on the disk. At the end its folder is brought to disk, too."""
         target = self.root / name
         if not target.parent.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
             sync_folder(target.parent.parent)
         draft = target.with_name(f".unfinished-{uuid.uuid4().hex}")
-        written = hashlib.sha256()
         try:
             with draft.open("wb") as file:
                 for chunk in chunks:
                     file.write(chunk)
-                    if checksum:
-                        written.update(chunk)
                 file.flush()
                 os.fsync(file.fileno())
-            if checksum and written.hexdigest() != checksum:
-                raise _changed()
             yield draft
         finally:
             draft.unlink(missing_ok=True)
@@ -248,12 +251,10 @@ class Bucket(Storage):
         return True
 
     def write_file(self, name: str, path: str, checksum: str) -> None:
-        before = os.stat(path)
-        self._client.put(self._store, name, Path(path), chunk_size=CHUNK_BYTES, max_concurrency=_UPLOADS_AT_ONCE)
-        after = os.stat(path)
-        if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
-            self.delete([name])
-            raise _changed()
+        with Path(path).open("rb") as file:
+            # An upload is completed when the iterator ends, and given up when it raises an error.
+            chunks = _verified(file, checksum)
+            self._client.put(self._store, name, chunks, chunk_size=CHUNK_BYTES, max_concurrency=_UPLOADS_AT_ONCE)
 
     def entries(self, folder: str) -> list[Entry]:
         listed = self._client.list_with_delimiter(self._store, folder or None)
@@ -337,5 +338,52 @@ def _is_plain_http(options: Mapping[str, Any]) -> bool:
     return any(url.startswith("http://") for url in (*given, *(os.environ.get(name, "") for name in _ENDPOINTS)))
 
 
-def _changed() -> OSError:
-    return OSError("the file was changed while it was read")
+def _verified(file: IO[bytes], checksum: str) -> Iterator[bytes]:
+    """What is left of a file, in pieces. At its end it is an error if its content is not the one that is expected.
+
+    Raises:
+        FileChangedError: its SHA-256 is another one.
+    """
+    found = hashlib.sha256()
+    for chunk in chunks_of(file):
+        found.update(chunk)
+        yield chunk
+    if found.hexdigest() != checksum:
+        raise FileChangedError("the file was changed while it was read")
+
+
+def _appear(draft: Path, target: Path) -> bool:
+    """Give a file its name, unless there is a file of this name. Returns whether it was given.
+
+    Nobody ever sees a part of the file. Where neither hard links nor Linux can make the condition part of the same
+    step, it is looked at just before.
+    """
+    try:
+        os.link(draft, target)
+        return True
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    moved = _renamed(draft, target)
+    if moved is None:
+        moved = not target.exists()
+        if moved:
+            draft.replace(target)
+    return moved
+
+
+def _renamed(draft: Path, target: Path) -> bool | None:
+    """Whether Linux has renamed a file to a new name: False if there was a file of this name, None if it cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return None
+    if not rename(_HERE, os.fsencode(draft), _HERE, os.fsencode(target), _RENAME_NOREPLACE):
+        return True
+    code = ctypes.get_errno()
+    if code == errno.EEXIST:
+        return False
+    if code in _NO_RENAMES:
+        return None
+    raise OSError(code, os.strerror(code), os.fspath(target))

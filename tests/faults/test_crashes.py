@@ -70,11 +70,11 @@ def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
     and one that tasks of the direct engine read. Each goes on in another way. All steps of all ways, and that the same
     one goes on, are tested by ``test_driver_kills_itself``."""
     options: dict[str, dict[str, Any]] = {f"{step} direct": DIRECT for step in hooks.STEPS}
-    options |= {step: spark_options(step) for step in ("begin", "write", "progress", "end")}
-    options |= {f"{step} by tasks": BY_TASKS for step in ("begin", "write", "progress")}
+    options |= {step: spark_options(step) for step in ("write", "end")}
+    options |= {f"{step} by tasks": BY_TASKS for step in ("write", "progress")}
     pipes = {name: make_pipe() for name in options}
     # A read_committed reader stops in front of the record of a flow that is at `progress`: no other may be behind it.
-    apart = {"progress": 0, "progress direct": 1, "progress by tasks": 2}
+    apart = {"progress direct": 0, "progress by tasks": 1}
     for name, pipe in pipes.items():
         names = (f"{pipe.flow}-{n}" for n in itertools.count())
         wanted = [apart[name]] if name in apart else range(len(apart), progress_log.PROGRESS_PARTITIONS)
@@ -115,11 +115,16 @@ def test_driver_kills_itself(make_pipe: Any, step: str, engine: str) -> None:
     check_recovered(pipe)
 
 
-def test_exception(make_pipe: Any, inject: Any) -> None:
+@pytest.mark.parametrize("each", [pytest.param(True, marks=pytest.mark.long), False], ids=["each way", "in turn"])
+def test_exception(make_pipe: Any, inject: Any, each: bool) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step; by the direct engine and by Spark's."""
     pipe = make_pipe()
-    ways = [(step, each) for step in hooks.STEPS for each in (DIRECT, spark_options(step, turn=1))]
-    for step, options in [*ways, ("begin", BY_TASKS), ("write", BY_TASKS), ("end", BY_TASKS)]:
+    ways = [(step, options) for step in hooks.STEPS for options in (DIRECT, spark_options(step, turn=1))]
+    if each:
+        ways += [(step, BY_TASKS) for step in ("begin", "write", "end")]
+    else:  # the engines take the steps in turn
+        ways = [*(ways[2 * n + n % 2] for n in range(len(hooks.STEPS))), ("write", BY_TASKS)]
+    for step, options in ways:
         history = pipe.committed_progress()
         done = history[-1].batch_id if history else 0
         pipe.fill(1500)
@@ -145,8 +150,14 @@ def test_python_workers_killed(make_pipe: Any, inject_at_every_step: Any) -> Non
     assert max(b.attempts for b in query.batches) <= failed + 1
 
 
-@pytest.mark.short_form
-@pytest.mark.parametrize("action, engine", [("kill", "spark"), ("raise", "spark"), ("kill", "direct")])
+@pytest.mark.parametrize(
+    "action, engine",
+    [
+        pytest.param("kill", "spark", marks=pytest.mark.short_form),
+        pytest.param("raise", "spark", marks=pytest.mark.long),
+        ("kill", "direct"),
+    ],
+)
 def test_task_dies_after_producing(make_pipe: Any, inject: Any, action: str, engine: str) -> None:
     """I3: all of a task's records are acknowledged, then its worker dies: the whole batch runs again."""
     pipe = make_pipe()

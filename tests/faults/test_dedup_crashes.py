@@ -130,7 +130,7 @@ def never_forgets(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "mutant",
     [
-        written_before_the_commit,
+        pytest.param(written_before_the_commit, marks=pytest.mark.long),
         pytest.param(forgets, marks=pytest.mark.long),
         pytest.param(never_forgets, marks=pytest.mark.long),
         pytest.param(None, marks=pytest.mark.long),

@@ -228,7 +228,14 @@ def pinned_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(copies.JoinedCopies, "handle", named)
 
 
-@pytest.mark.parametrize("mutant", [recorded_later, read_to_the_end, pinned_once])
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(recorded_later, marks=pytest.mark.long),
+        read_to_the_end,
+        pytest.param(pinned_once, marks=pytest.mark.long),
+    ],
+)
 def test_mutants_are_caught(make_join_pipe: Any, monkeypatch: pytest.MonkeyPatch, mutant: Any) -> None:
     """The check finds builds that leave out what makes a join exact. The driver runs the batches here."""
     pipe = make_join_pipe()

@@ -37,17 +37,11 @@ from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import independent
-from onceflow.testing.broker import create_topic
+from onceflow.testing.broker import create_topic, three_nodes
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 SOURCE, OUT = "in", "out"
-QUICKLY = {  # a killed node is missed, and comes back, sooner
-    "broker.session.timeout.ms": "3000",
-    "broker.heartbeat.interval.ms": "500",
-    "controller.quorum.election.timeout.ms": "500",
-    "controller.quorum.fetch.timeout.ms": "1500",
-}
 
 
 def soon() -> Deadline:
@@ -166,8 +160,7 @@ VERSIONS = [pytest.param(2, id="v2"), pytest.param(1, id="v1", marks=pytest.mark
 @pytest.fixture(scope="module", params=VERSIONS)
 def broker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
     features = {"transaction.version": request.param}
-    folder = tmp_path_factory.mktemp("kafka")
-    with LocalBroker(folder, nodes=3, heap="300m", features=features, properties=QUICKLY) as broker:
+    with three_nodes(tmp_path_factory.mktemp("kafka"), features=features) as broker:
         create_topic(broker.bootstrap_servers, SOURCE, 1)
         yield broker
 

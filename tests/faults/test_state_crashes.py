@@ -44,7 +44,6 @@ def driver_options(step: str) -> dict[str, Any]:
     return {"write": {"engine": "spark", "small_batch_rows": 0 if turn else 4000}, "inside": turn == 2}
 
 
-@pytest.mark.short_form
 def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
     """One SIGKILL meets flows of one driver at different steps: at the others it is as without state
     (test_crashes.py), or as at the next one. Each goes on in another way."""

@@ -299,6 +299,7 @@ def test_timers_are_due_while_the_plan_has_the_clock(make_state_pipe: Any, monke
     assert Counter(record.value for record in done()) == Counter(sent)
 
 
+@pytest.mark.long
 def test_timers_of_one_moment_fire_in_bounded_batches_at_once(make_state_pipe: Any, late_topic: str) -> None:
     """A clock that ticks each second would take as many seconds as there are batches."""
     pipe = make_state_pipe()

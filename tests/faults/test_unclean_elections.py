@@ -20,18 +20,12 @@ from onceflow.client.leader_epochs import epoch_ends, look_at_leaders
 from onceflow.client.long_poll import LongPoll
 from onceflow.client.settings import ClientSettings
 from onceflow.testing import independent
-from onceflow.testing.broker import create_topic
+from onceflow.testing.broker import create_topic, three_nodes
 from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 SOURCE = "in"
-QUICKLY = {  # a killed node is missed, and comes back, sooner
-    "broker.session.timeout.ms": "3000",
-    "broker.heartbeat.interval.ms": "500",
-    "controller.quorum.election.timeout.ms": "500",
-    "controller.quorum.fetch.timeout.ms": "1500",
-}
 
 
 def soon() -> Deadline:
@@ -40,8 +34,7 @@ def soon() -> Deadline:
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
-    folder = tmp_path_factory.mktemp("unclean")
-    with LocalBroker(folder, nodes=3, heap="300m", properties=QUICKLY) as broker:
+    with three_nodes(tmp_path_factory.mktemp("unclean")) as broker:
         yield broker
 
 

@@ -310,6 +310,7 @@ def every_second(first: int, last: int) -> list[Event]:
 # ---- a query goes on where it was, with its state ------------------------------------------------------
 
 
+@pytest.mark.long
 def test_windows_are_closed_by_later_records(make_service: Any) -> None:
     """Also by those after a restart; and what was late before it is late after it."""
     service = make_service(windows)
@@ -355,6 +356,7 @@ def test_join_of_two_topics(make_service: Any, setting: Any, kind: str) -> None:
     assert service.new() == (["b:2:40"] if kind == "inner" else ["b:2:40", "c:3:none"])
 
 
+@pytest.mark.long
 def test_duplicates_are_known_for_as_long_as_the_watermark_says(make_service: Any) -> None:
     service = make_service(without_duplicates)
     service.send([(10, "a", 1), (12, "a", 1), (11, "b", 2)])
@@ -394,6 +396,7 @@ def test_a_state_function_that_raises(make_service: Any) -> None:
     assert re.fullmatch(rf"ValueError: a goes below zero {place}", caught.value.detail)
 
 
+@pytest.mark.long
 def test_two_topics_and_files_in_one_query(make_service: Any, tmp_path: Path) -> None:
     files = tmp_path / "files"
     files.mkdir()
@@ -428,7 +431,8 @@ def end_offsets(service: Service, topic: str) -> dict[tuple[str, int], int]:
     return independent.end_offsets(service.bootstrap, topic)
 
 
-@pytest.mark.parametrize("topics", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("topics", [1, 0])
 def test_files_and_a_rate_source(make_service: Any, tmp_path: Path, topics: int) -> None:
     """Their position is in the checkpoint only: each of their rows comes out once, whatever the runs."""
     files = tmp_path / "files"
@@ -703,6 +707,7 @@ def test_checkpoints_that_do_not_belong(make_service: Any) -> None:
     service.refused("belongs to another query", "has never committed a batch, or was reset")
 
 
+@pytest.mark.long
 def test_an_empty_checkpoint_goes_on_at_committed_offsets_when_asked_to(
     make_service: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -385,6 +385,190 @@ def test_every_way_in_which_a_reference_is_stored(
         claim.decode(lost)
 
 
+def test_what_only_begins_like_a_reference(
+    onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, at_day: Callable[[int], None]
+) -> None:
+    """An odd value blocks no collection, and is named. One that can be of a newer format is refused with its place."""
+    claim = ClaimCheck(tmp_path / "store", above=10_000)
+    topic = make_topic("odd", 1)
+    at_day(-30)
+    kept, orphan = claim.encode(large(1)), claim.encode(large(2))
+    odd = PREFIX + b"1 {}"
+    independent.fill(onceflow_broker, topic, [(b"k", b"small"), (b"k", odd), (b"k", kept), (b"k", PREFIX)])
+    command = ["claim-check", "collect", "--bootstrap-servers", onceflow_broker, "--store", claim.objects.url]
+    command += ["--topic", topic, "--dry-run", "--json"]
+
+    def called(*arguments: str) -> Any:
+        return CliRunner().invoke(cli, [*command, *arguments])
+
+    found = called()
+    assert found.exit_code == 0, found.output
+    named, sums = map(json.loads, found.stdout.splitlines())
+    assert named["name"] == Reference.parse(orphan).name
+    assert sums["references"] == {topic: 1}
+    assert [place.partition(":")[0] for place in sums["not_references"]] == [
+        f"record {topic}-0 at offset {offset}" for offset in (1, 3)
+    ]
+    told = CliRunner().invoke(cli, [each for each in command if each != "--json"])
+    assert f"begins like a reference, and is none: record {topic}-0 at offset 1: b'\\xffonce" in told.stderr
+
+    independent.fill(onceflow_broker, topic, [(b"k", PREFIX + b'2 {"object":"' + b"7" * 70 + b'"}')])
+    refused = str(called().exception)
+    assert f"newer format, in record {topic}-0 at offset 4. Nothing was deleted" in refused
+    assert "--no-newer-format" in refused
+    sums = json.loads(called("--no-newer-format").stdout.splitlines()[-1])
+    assert sums["orphans"] == 1
+    assert len(sums["not_references"]) == 3
+
+
+def test_commands_for_rows(
+    onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, at_day: Callable[[int], None]
+) -> None:
+    """A failure anywhere in the command is seen, and so is one that prints no reference any more."""
+    claim = ClaimCheck(tmp_path / "store", above=10_000)
+    topic, flow = make_topic("in", 1), "ledger"
+    at_day(-30)
+    raw = claim.encode(large(1))
+    dump = tmp_path / "rows.txt"
+    dump.write_text(f"{raw.hex()}\n")
+    command = ["claim-check", "collect", "--bootstrap-servers", onceflow_broker, "--store", claim.objects.url]
+    command += ["--topic", topic, "--yes"]
+
+    def called(rows: str, *arguments: str) -> Any:
+        return CliRunner().invoke(cli, [*command, "--rows", flow, rows, *arguments])
+
+    for failing in (f"cat {dump}-away | sort", f"cat {dump}-away; cat {dump}"):
+        failed = called(failing)
+        assert isinstance(failed.exception, EnvironmentUnusableError), (failing, failed.output)
+        assert "has failed, so nothing is deleted" in str(failed.exception)
+    assert "has not read everything" in str(called("yes | head -1").exception)
+    assert len(objects_of(claim)) == 1
+
+    worked = called(f"sort {dump} | cat")
+    assert worked.exit_code == 0, worked.output
+    assert claim.objects.check().referring == (flow,)
+    for empty in ("true", "echo '(0 rows)'"):
+        refused = called(empty)
+        assert isinstance(refused.exception, OptionError), refused.output
+        assert f"rows of flow {flow} has printed no reference, although an earlier" in str(refused.exception)
+        assert f"--without-rows {flow}" in str(refused.exception)
+    assert len(objects_of(claim)) == 1
+
+    dump.write_text("no rows")
+    emptied = called(f"cat {dump}", "--without-rows", flow)
+    assert emptied.exit_code == 0, emptied.output
+    assert objects_of(claim) == set()
+    assert claim.objects.check().referring == ()
+    assert called(f"cat {dump}").exit_code == 0, "it is known now"
+
+    twice = called(f"cat {dump}", "--rows", flow, "true")
+    assert twice.exit_code == 2
+    assert "give --rows once for a flow" in twice.output
+
+
+def test_unreadable_progress_of_another_flow(
+    onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, at_day: Callable[[int], None]
+) -> None:
+    """Nobody knows where that flow keeps references: a collection is refused by its name, unless the user vouches."""
+    claim = ClaimCheck(tmp_path / "store", above=10_000)
+    topic = make_topic("in", 1)
+    flow = f"newer-{topic}"
+    at_day(-30)
+    claim.encode(large(1))
+    write_progress(onceflow_broker)
+    independent.fill(onceflow_broker, PROGRESS_TOPIC, [(flow.encode(), b'{"format": 99}')])
+    try:
+        command = ["claim-check", "collect", "--bootstrap-servers", onceflow_broker, "--store", claim.objects.url]
+        command += ["--topic", topic, "--yes"]
+        for everything in ([], ["--dry-run"]):
+            refused = CliRunner().invoke(cli, [*command, *everything])
+            assert isinstance(refused.exception, OptionError), refused.output
+            assert f"The progress of flow {flow} cannot be read" in str(refused.exception)
+            assert f"--without-rows {flow}" in str(refused.exception)
+        assert len(objects_of(claim)) == 1
+        assert CliRunner().invoke(cli, [*command, "--without-rows", flow]).exit_code == 0
+        assert objects_of(claim) == set()
+    finally:
+        independent.fill(onceflow_broker, PROGRESS_TOPIC, [(flow.encode(), None)])
+
+
+def test_progress_in_an_open_transaction(
+    onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, at_day: Callable[[int], None]
+) -> None:
+    """A transaction that hangs hides what flows have committed after it; a collection knows of them all the same."""
+    claim = ClaimCheck(tmp_path / "store", above=10_000)
+    topic = make_topic("in", 1)
+    hanging, hidden = f"hanging-{topic}", f"hidden-{topic}"
+    at_day(-30)
+    claim.encode(large(1))
+    write_progress(onceflow_broker)
+    key, value = encode(Progress(hidden, 0, {topic: {0: 0}}, {}, clock_ms(), external="bank:ledger"))
+    partition = 0
+    producer = confluent_kafka.Producer({"bootstrap.servers": onceflow_broker, "transactional.id": hanging})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(PROGRESS_TOPIC, b"{}", hanging.encode(), partition=partition)
+    assert producer.flush(30) == 0
+    try:
+        plain = confluent_kafka.Producer({"bootstrap.servers": onceflow_broker})
+        plain.produce(PROGRESS_TOPIC, value, key, partition=partition)
+        assert plain.flush(30) == 0
+        with pytest.raises(OptionError, match=f"progress of flow {hanging} cannot be read"):
+            orphans_of(onceflow_broker, claim, [topic])
+        with (
+            pytest.raises(OptionError, match=f"(?s){hidden} may keep references .*it writes bank:ledger"),
+            Collector(
+                ClientSettings(onceflow_broker), claim.objects, [topic], older_than_ms=DAY_MS, now_ms=clock_ms(),
+                without_rows=[hanging],
+            ) as collector,
+        ):  # fmt: skip
+            collector.find()
+    finally:
+        producer.abort_transaction(30)
+        plain.produce(PROGRESS_TOPIC, None, key, partition=partition)
+        assert plain.flush(30) == 0
+
+
+def test_earlier_topics_are_remembered(
+    onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, at_day: Callable[[int], None]
+) -> None:
+    """A run over other topics, or over all, forgets none of those that were given before or had references."""
+    claim = ClaimCheck(tmp_path / "store", above=10_000)
+    first, added, more = (make_topic(name, 1) for name in ("first", "added", "more"))
+    flow, now = f"flow-{first}", clock_ms()
+    at_day(-30)
+    for topic, n in ((first, 1), (added, 2)):
+        independent.fill(onceflow_broker, topic, [(b"k", claim.encode(large(n)))])
+    write_progress(onceflow_broker, Progress(flow, 1, {first: {0: 1}}, {}, now, outputs=(added,)))
+
+    def collected(topics: list[str] | None, **options: Any) -> Any:
+        age = 7 * DAY_MS
+        with Collector(
+            ClientSettings(onceflow_broker), claim.objects, topics, older_than_ms=age, now_ms=now, **options
+        ) as collector:
+            collector.find()
+            collector.remember()
+        return claim.objects.check()
+
+    try:
+        found = collected([first])
+        assert (found.topics, found.found) == ((first,), (added,))
+        found = collected([more], without=[first])
+        assert (found.topics, found.found) == ((more,), (added,)), "what was found stays"
+        with pytest.raises(OptionError, match=f"has also read {more}"):
+            collected([first])
+        found = collected([first, more])
+        assert (set(found.topics), found.found) == ({first, more}, (added,))
+        others = [name for name in topics_of(onceflow_broker) if name not in (first, added, more)]
+        found = collected(None, without=others)
+        assert set(found.topics) == {first, more}
+        assert set(found.found) == {added}
+        found = collected([first, more], without=[added])
+        assert found.found == ()
+    finally:
+        independent.fill(onceflow_broker, PROGRESS_TOPIC, [(flow.encode(), None)])
+
+
 def topics_of(servers: str) -> list[str]:
     with contextlib.closing(Cluster(ClientSettings(servers))) as cluster:
         return list(cluster.topics(None, Deadline(30, "listing topics")))
@@ -521,6 +705,7 @@ def test_the_command(
     assert lines[0]["name"] == Reference.parse(orphan).name
     assert lines[1] == {
         "orphans": 1, "orphan_bytes": 20_000, "deleted": True, "old_objects": 2, "references": {topic: 1},
+        "not_references": [],
     }  # fmt: skip
     assert objects_of(claim) == {Reference.parse(kept).name}
     other = make_topic("more", 1)
@@ -544,6 +729,40 @@ def test_a_store_is_made_once(s3: S3Server) -> None:
     assert bucket.create("marker", b"1")
     assert not bucket.create("marker", b"2")
     assert bucket.read("marker") == b"1"
+
+
+@pytest.mark.parametrize(
+    "size, stored_by_another",
+    [
+        (20_000, False),
+        (20_000, True),
+        *(pytest.param(20_000_000, each, marks=pytest.mark.long) for each in (False, True)),
+    ],
+)
+def test_a_file_that_changes_while_it_is_uploaded(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, stored_by_another: bool
+) -> None:
+    """An object never has other content than its name says, and what another writer has stored stays."""
+    url, path, content = f"s3://{s3.make_bucket()}/claims", tmp_path / "file", large(1, size)
+    claim = ClaimCheck(url, above=10_000, storage_options=s3.options)
+    path.write_bytes(content)
+
+    def changed(reference: Reference) -> bool:
+        if stored_by_another:
+            ClaimCheck(url, above=10_000, storage_options=s3.options).encode(content)
+        path.write_bytes(content[:-1] + b"!")
+        return False
+
+    claim.encode(large(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(claim.objects, "_has", changed)
+        with pytest.raises(StorageUnavailableError, match=r"The file .*file was changed while it was stored"):
+            claim.put_file(path)
+    there = objects_of(claim)
+    assert there == {Reference.parse(claim.encode(each)).name for each in (large(2), *[content] * stored_by_another)}
+    if stored_by_another:
+        assert claim.decode(claim.encode(content)) == content
+    assert claim.decode(claim.put_file(path)) == content[:-1] + b"!"
 
 
 def test_options_of_a_bucket(s3: S3Server) -> None:

@@ -35,7 +35,7 @@ from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import independent
-from onceflow.testing.broker import create_topic
+from onceflow.testing.broker import create_topic, three_nodes
 from onceflow.testing.waiting import wait_until
 
 # `make test` has three nodes, killed and started again while flows run, in test_missing_markers.py and test_chaos.py.
@@ -46,14 +46,7 @@ HEAP = "300m"
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
-    # A node that was killed is missed, and comes back, sooner.
-    properties = {
-        "broker.session.timeout.ms": "3000",
-        "broker.heartbeat.interval.ms": "500",
-        "controller.quorum.election.timeout.ms": "500",
-        "controller.quorum.fetch.timeout.ms": "1500",
-    }
-    with LocalBroker(tmp_path_factory.mktemp("cluster"), nodes=3, heap=HEAP, properties=properties) as broker:
+    with three_nodes(tmp_path_factory.mktemp("cluster")) as broker:
         yield broker
         broker.kill()  # the last test leaves two nodes, which would take their time to stop
 

@@ -41,7 +41,11 @@ class Even(onceflow.Processor):
 
 @pytest.mark.parametrize(
     "write",
-    [{}, {"small_batch_rows": 0}, {"engine": "direct", "small_batch_rows": 0}],
+    [
+        {},
+        {"small_batch_rows": 0},
+        pytest.param({"engine": "direct", "small_batch_rows": 0}, marks=pytest.mark.long),
+    ],
     ids=["driver", "tasks", "reading tasks"],
 )
 def test_dead_letters_are_not_counted_as_outputs(
@@ -124,7 +128,7 @@ class Alarm(Even):
         yield onceflow.Record(key, b"late enough")
 
 
-@pytest.mark.parametrize("engine", ["direct", "spark"])
+@pytest.mark.parametrize("engine", ["direct", pytest.param("spark", marks=pytest.mark.long)])
 def test_a_silent_partition_holds_event_time_back_only_for_a_while(
     make_pipe: Any, make_topic: Any, engine: str
 ) -> None:

@@ -177,7 +177,7 @@ def test_steps_behind_know_where_a_record_was_read_and_get_its_retries(
     assert all(own[json.loads(value)["n"]] == place for place, value in shipped)
 
 
-@pytest.mark.parametrize("small", [None, 0], ids=["driver", "tasks"])
+@pytest.mark.parametrize("small", [pytest.param(None, marks=pytest.mark.long), 0], ids=["driver", "tasks"])
 def test_calls_behind_know_where_a_record_was_read_and_all_go_to_the_topic_given(
     make_pipe: Any, make_topic: Any, small: int | None
 ) -> None:

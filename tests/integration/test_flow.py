@@ -27,8 +27,7 @@ from onceflow.testing.waiting import WaitedInVainError, wait_until
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.short_form
-@pytest.mark.parametrize("partitioner", ["key", "source"])
+@pytest.mark.parametrize("partitioner", ["key", pytest.param("source", marks=pytest.mark.short_form)])
 @pytest.mark.parametrize("small_batch_rows", [0, 4000])
 def test_copies_exactly_once(make_pipe: Any, partitioner: str, small_batch_rows: int) -> None:
     pipe = make_pipe()

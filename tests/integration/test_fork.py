@@ -84,6 +84,7 @@ def check_copy(pipe: Any, copy: Any) -> dict[int, int]:
     return at
 
 
+@pytest.mark.long
 def test_under_load(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """The flow goes on; the copy, run to the end, has the state of the flow, and writes what follows its position."""
     pipe = make_state_pipe(partitions=3)
@@ -243,7 +244,7 @@ def before_the_copy(self: Any, writer: Any, before: Any, deadline: Deadline) -> 
     return before
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("broken", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.usefixtures("quick_cleaner")
 def test_compaction_between_progress_and_rows(
     make_state_pipe: Any, call: Call, monkeypatch: pytest.MonkeyPatch, broken: bool

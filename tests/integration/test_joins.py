@@ -304,6 +304,7 @@ def test_join_table_with_other_serdes_and_operators(joined: Joined, make_topic: 
     assert set(joined.pinned()) == {names, joined.rates}
 
 
+@pytest.mark.long
 def test_keys_that_are_structs(joined: Joined, make_topic: Callable[..., str]) -> None:
     """Also keys of text for a binary column, JSON in other bytes, and rows that come out of Spark's state."""
     from pyspark.sql import functions as F
@@ -446,7 +447,7 @@ def create_again(bootstrap: str, topic: str) -> None:
     wait_until(created, 30, "the topic is deleted")
 
 
-@pytest.mark.parametrize("what", ["compacted", "created again"])
+@pytest.mark.parametrize("what", ["compacted", pytest.param("created again", marks=pytest.mark.long)])
 def test_a_batch_that_cannot_be_drained(joined: Joined, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """The error says what has happened and what can be done; with an empty checkpoint the flow goes on."""
     monkeypatch.setattr(checkpoint_location, "COMPLETE_COMMIT_LOG", False)

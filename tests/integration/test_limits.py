@@ -195,6 +195,7 @@ def cluster_of_three(three: LocalBroker) -> Iterator[Cluster]:
     cluster.close()
 
 
+@pytest.mark.long
 def test_settings_of_a_cluster_of_three(cluster_of_three: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """Single copies, one copy that acknowledges alone, and the brokers' default of unclean elections."""
     cluster = cluster_of_three
@@ -246,6 +247,7 @@ def three_wanted(two_left: LocalBroker, make_pipe: Any) -> Any:
     return pipe
 
 
+@pytest.mark.long
 def test_too_few_replicas_in_sync_for_long(three_wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch is retried until its deadline and aborted; once the setting is mended the flow goes on.
 

@@ -148,7 +148,9 @@ def delete_before(bootstrap: str, topic: str, offset: int) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("fetch_bytes", [1, 2000, 8_000_000])
+@pytest.mark.parametrize(
+    "fetch_bytes", [pytest.param(1, marks=pytest.mark.long), 2000, pytest.param(8_000_000, marks=pytest.mark.long)]
+)
 def test_aborted_records_markers_and_small_responses(
     cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str, form: Any, fetch_bytes: int
 ) -> None:

@@ -197,7 +197,7 @@ def test_sums_are_what_consumers_see(
     assert [found.sum(name, **named) for name in counters] == [3, 1, 3, 1]
 
 
-@pytest.mark.parametrize("small_batch_rows", [None, 0], ids=["driver", "tasks"])
+@pytest.mark.parametrize("small_batch_rows", [pytest.param(None, marks=pytest.mark.long), 0], ids=["driver", "tasks"])
 def test_tables_restores_and_latency(
     make_pipe: Any,
     make_topic: Any,
@@ -306,6 +306,7 @@ def test_serve_starts_a_query_behind_its_endpoint(
             query.awaitTermination(60)
 
 
+@pytest.mark.long
 def test_other_systems_lost_batches_and_newer_drivers(
     make_pipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

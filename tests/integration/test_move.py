@@ -78,6 +78,7 @@ def values(pipe: Any) -> Counter[bytes | None]:
     return Counter(s.value for s in independent.read_topic(pipe.bootstrap, pipe.target, decided=True))
 
 
+@pytest.mark.long
 def test_back_and_forth(make_pipe: Any, call: Call) -> None:
     pipe = make_pipe(partitions=3)
     fill(pipe.bootstrap, pipe.source, [50, 30, 0])

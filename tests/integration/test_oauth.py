@@ -215,7 +215,14 @@ def refusal(guarded: Guarded, options: Mapping[str, str]) -> onceflow.Authentica
     [
         ({"client_secret": "guessed"}, "answered HTTP 401 (invalid_client: Invalid client", "check client id"),
         ({"client_id": "nobody"}, "answered HTTP 401 (invalid_client", "check client id"),
-        ({"token_endpoint_url": "http://127.0.0.1:1/token"}, "cannot be reached: Connection", "token.endpoint.url"),
+        pytest.param(
+            *(
+                {"token_endpoint_url": "http://127.0.0.1:1/token"},
+                "cannot be reached: Connection",
+                "token.endpoint.url",
+            ),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=range(3),
 )

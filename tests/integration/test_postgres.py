@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,18 @@ from onceflow import (
     UnsupportedQueryError,
 )
 from onceflow.external.postgres_columns import relation_of, shows_order
-from onceflow.external.sink import BatchAttempt, RefusedRow
+from onceflow.external.sink import BatchAttempt
 from onceflow.spark.collect import arrow_schema
 from onceflow.testing import faults, independent
 from onceflow.testing.external_sink_suite import SCHEMA, ExternalSinkSuite, Writer
 from onceflow.testing.postgres import LocalPostgres
 from onceflow.testing.postgres_proxy import PostgresProxy
+
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from postgres_rows import run, written
+finally:
+    sys.path.pop(0)
 
 pytestmark = pytest.mark.integration
 
@@ -37,17 +44,10 @@ pytestmark = pytest.mark.integration
 @pytest.fixture
 def made(dsn: str) -> Callable[..., str]:
     def make(*statements: str) -> str:
-        with psycopg.connect(dsn) as connection:
-            for statement in statements:
-                connection.execute(statement)
+        run(dsn, *statements)
         return dsn
 
     return make
-
-
-def rows_of(dsn: str, select: str) -> list[Any]:
-    with psycopg.connect(dsn) as connection:
-        return connection.execute(select).fetchall()
 
 
 class TestPostgres(ExternalSinkSuite):
@@ -60,16 +60,12 @@ class TestPostgres(ExternalSinkSuite):
         sink.close()
 
     def rows(self, sink: Any) -> list[dict[str, Any]]:
-        return [{"id": number, "text": text} for number, text in rows_of(self.dsn, "SELECT id, text FROM ledger")]
+        return [{"id": number, "text": text} for number, text in run(self.dsn, "SELECT id, text FROM ledger")]
 
 
-def written(sink: PostgresSink, rows: list[dict[str, Any]], batch: int = 1, schema: pa.Schema | None = None) -> None:
-    found = pa.RecordBatch.from_pylist(rows, schema=schema)
-    sink.check(found.schema)
-    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, batch, 1)
-    sink.begin(attempt)
-    receipt = sink.write(attempt, "0", iter([found]))
-    sink.commit(attempt, [receipt], "{}")
+def write(sink: PostgresSink, rows: list[dict[str, Any]]) -> None:
+    """Write one batch. A row that is not taken is an error."""
+    written(sink, pa.RecordBatch.from_pylist(rows), sets_aside=False)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -94,17 +90,17 @@ def test_answers_are_lost(made: Callable[..., str], postgres: LocalPostgres, whe
             if when == "before":
                 writer.commit(*writer.staged())
         writer.sink.close()
-    assert rows_of(direct, "SELECT count(*), count(DISTINCT id) FROM ledger") == [(120, 120)]
+    assert run(direct, "SELECT count(*), count(DISTINCT id) FROM ledger") == [(120, 120)]
 
 
 def test_modes(made: Callable[..., str]) -> None:
     dsn = made("CREATE TABLE t (k text PRIMARY KEY, a int, b int DEFAULT 7)")
     upsert = PostgresSink(dsn, "t", mode="upsert", key=["k"])
-    written(upsert, [{"k": "x", "a": 1}, {"k": "y", "a": 2}, {"k": "x", "a": 3}])
-    assert rows_of(dsn, "SELECT * FROM t ORDER BY k") == [("x", 3, 7), ("y", 2, 7)]
+    write(upsert, [{"k": "x", "a": 1}, {"k": "y", "a": 2}, {"k": "x", "a": 3}])
+    assert run(dsn, "SELECT * FROM t ORDER BY k") == [("x", 3, 7), ("y", 2, 7)]
     by_flag = PostgresSink(dsn, "t", mode="delete-by-flag", key=["k"])
-    written(by_flag, [{"k": "x", "a": 0, "deleted": True}, {"k": "z", "a": 9, "deleted": None}], batch=2)
-    assert rows_of(dsn, "SELECT * FROM t ORDER BY k") == [("y", 2, 7), ("z", 9, 7)]
+    write(by_flag, [{"k": "x", "a": 0, "deleted": True}, {"k": "z", "a": 9, "deleted": None}])
+    assert run(dsn, "SELECT * FROM t ORDER BY k") == [("y", 2, 7), ("z", 9, 7)]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +130,7 @@ def test_rows_are_inserted_in_order_where_that_shows(made: Callable[..., str], m
     ]
     sink.commit(attempt, receipts[::-1], "{}")
     order = "n" if more.startswith("n ") else "a"
-    assert rows_of(dsn, f"SELECT a FROM t ORDER BY {order}") == [(n,) for n in range(100)]
+    assert run(dsn, f"SELECT a FROM t ORDER BY {order}") == [(n,) for n in range(100)]
 
 
 @pytest.mark.parametrize("sets_aside", [False, True])
@@ -158,10 +154,10 @@ def test_tasks_have_the_order_of_their_receipts(made: Callable[..., str], sets_a
             sink.commit(at, receipts, "{}")
         sink.close()
         if sink._write.mode == "upsert":
-            assert rows_of(dsn, "SELECT text FROM t WHERE id = 1") == [("task 11",)]
+            assert run(dsn, "SELECT text FROM t WHERE id = 1") == [("task 11",)]
             made("DELETE FROM t")
             given = {task: rows[1:] for task, rows in given.items()}
-    assert [id_ for (id_,) in rows_of(dsn, "SELECT id FROM t ORDER BY n")] == [*range(2, 14)]
+    assert [id_ for (id_,) in run(dsn, "SELECT id FROM t ORDER BY n")] == [*range(2, 14)]
 
 
 def test_types(made: Callable[..., str]) -> None:
@@ -175,10 +171,10 @@ def test_types(made: Callable[..., str]) -> None:
         "a": Decimal("1.50"), "b": noon, "c": '{"x": [1]}', "d": b"\0\xff", "e": [1, None, 3], "f": str(one), "g": 7,
         "h": noon.date(), "i": ["x", ""], "j": "12345", "k": True, "l": 1.5, "m": noon.replace(tzinfo=None),
     }  # fmt: skip
-    written(PostgresSink(dsn, "t"), [row, dict.fromkeys(row)])
-    (found,) = rows_of(dsn, "SELECT * FROM t WHERE a IS NOT NULL")
+    write(PostgresSink(dsn, "t"), [row, dict.fromkeys(row)])
+    (found,) = run(dsn, "SELECT * FROM t WHERE a IS NOT NULL")
     assert found == tuple({**row, "c": {"x": [1]}, "f": one}.values())
-    assert rows_of(dsn, "SELECT count(*) FROM t WHERE a IS NULL AND m IS NULL") == [(1,)]
+    assert run(dsn, "SELECT count(*) FROM t WHERE a IS NULL AND m IS NULL") == [(1,)]
 
 
 @pytest.mark.parametrize(
@@ -197,8 +193,8 @@ def test_a_row_that_the_table_does_not_take(
 ) -> None:
     dsn = made(f"CREATE TABLE t ({table})")
     with pytest.raises(BadRecordError, match=message):
-        written(PostgresSink(dsn, "t"), [row, row])
-    assert rows_of(dsn, "SELECT * FROM t") == []
+        write(PostgresSink(dsn, "t"), [row, row])
+    assert run(dsn, "SELECT * FROM t") == []
 
 
 @pytest.mark.parametrize(
@@ -274,10 +270,8 @@ def test_what_postgresql_converts(made: Callable[..., str]) -> None:
     """Numbers are rounded to the digits of the column, as with COPY and JDBC. Day-time intervals are intervals."""
     dsn = made("CREATE TABLE t (a numeric(10,2), b real, c interval, d time)")
     day = dt.timedelta(days=-1, hours=2, microseconds=3)
-    written(
-        PostgresSink(dsn, "t"), [{"a": Decimal("1.005"), "b": 0.1, "c": day, "d": "12:30"}, {"a": Decimal("-1.004")}]
-    )
-    assert rows_of(dsn, "SELECT a, c, d FROM t ORDER BY a DESC") == [
+    write(PostgresSink(dsn, "t"), [{"a": Decimal("1.005"), "b": 0.1, "c": day, "d": "12:30"}, {"a": Decimal("-1.004")}])
+    assert run(dsn, "SELECT a, c, d FROM t ORDER BY a DESC") == [
         (Decimal("1.01"), day, dt.time(12, 30)),
         (Decimal("-1.00"), None, None),
     ]
@@ -291,8 +285,8 @@ def test_columns_of_a_query(make_pipe: Callable[..., Any], made: Callable[..., s
         arrow_schema(rows)
     advised = refused.value.next_step.removeprefix("select ").removesuffix(", or leave it out")
     dsn = made("CREATE TABLE t (y interval)")
-    written(PostgresSink(dsn, "t"), [row.asDict() for row in rows.selectExpr(advised).collect()])
-    assert rows_of(dsn, "SELECT y = INTERVAL '14 months' FROM t") == [(True,)]
+    write(PostgresSink(dsn, "t"), [row.asDict() for row in rows.selectExpr(advised).collect()])
+    assert run(dsn, "SELECT y = INTERVAL '14 months' FROM t") == [(True,)]
     found = arrow_schema(spark.sql("SELECT 1 AS k, INTERVAL '1' HOUR AS d, null AS n, map('a', 1) AS m"))
     assert (found.field("d").type, found.field("n").type) == (pa.duration("us"), pa.null())
 
@@ -319,7 +313,7 @@ def test_a_flow(
         'PRIMARY KEY ("partition", "offset"))'
     )
 
-    def run(**options: Any) -> Any:
+    def run_flow(**options: Any) -> Any:
         with pipe.open() as flow:
             rows = flow.read(pipe.source, max_records_per_batch=500, include_headers=True).selectExpr(
                 "key", "headers", "topic", "timestamp", "timestampType", "partition", "offset", "string(value) AS value"
@@ -329,15 +323,15 @@ def test_a_flow(
             query.awaitTermination(120)
             return query
 
-    inject("commit", "raise", batch=2)
+    inject("commit", "raise")
     with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
-        run(small_batch_rows=0)
+        run_flow(small_batch_rows=0)
     assert pipe.committed_progress()[-1].batch_id == 1
     with pytest.raises(DeadLetterLimitError, match="max_dead_letters is 0"):
-        run(max_dead_letters=0)
-    query = run()
+        run_flow(max_dead_letters=0)
+    query = run_flow()
     sent = independent.read_topic(pipe.bootstrap, pipe.source)
-    assert sorted(rows_of(dsn, 'SELECT "partition", "offset", value FROM ledger')) == sorted(
+    assert sorted(run(dsn, 'SELECT "partition", "offset", value FROM ledger')) == sorted(
         (each.partition, each.offset, (each.value or b"").decode()) for each in sent if each.offset % 10 != 3
     )
     letters = independent.read_topic(pipe.bootstrap, dead, decided=True)
@@ -355,22 +349,29 @@ def test_a_flow(
     assert pipe.committed_progress()[-1].batch_id == 3
 
 
-def refused_of(sink: PostgresSink, batch: pa.RecordBatch) -> list[RefusedRow]:
-    """Write rows; those that are not taken are set aside."""
-    sink.set_aside()
-    sink.check(batch.schema)
-    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
-    sink.begin(attempt)
-    half = batch.num_rows // 2
-    receipts = [sink.write(attempt, str(n), iter([part])) for n, part in enumerate((batch[:half], batch[half:]))]
-    found: list[RefusedRow] = []
-
-    def progress(rows: Sequence[RefusedRow]) -> str:
-        found.extend(rows)
-        return "{}"
-
-    sink.commit_accepted(attempt, receipts, progress)
-    return found
+def test_one_sink_for_two_flows(
+    make_pipe: Callable[..., Any], make_topic: Callable[..., str], made: Callable[..., str]
+) -> None:
+    """With other columns, and without dead letters. Each run has a sink of its own, made from the user's."""
+    dsn = made('CREATE TABLE t (flow text DEFAULT \'second\', "offset" bigint CHECK ("offset" <> 3), value text)')
+    first, second, dead = make_pipe(partitions=1), make_pipe(partitions=1), make_topic()
+    sink = PostgresSink(dsn, "t")
+    with first.open() as one, second.open() as other:
+        rows = one.read(first.source).selectExpr("'first' AS flow", "offset", "string(value) AS value", "key")
+        letters = one.write_external(rows, sink, dead_letter_topic=dead).start()
+        strict = other.write_external(other.read(second.source).selectExpr("offset"), sink).start()
+        for pipe, query in (first, letters), (second, strict), (first, letters):
+            pipe.fill(3)
+            query.processAllAvailable()
+        assert run(dsn, 'SELECT flow, "offset", value IS NULL FROM t ORDER BY 1, 2') == [
+            *(("first", offset, False) for offset in (0, 1, 2, 4, 5)),
+            *(("second", offset, True) for offset in (0, 1, 2)),
+        ]
+        assert len(independent.read_topic(first.bootstrap, dead, decided=True)) == 1
+        second.fill(1)
+        with pytest.raises((BadRecordError, StreamingQueryException), match="does not take a row"):
+            strict.processAllAvailable()
+        letters.stop()
 
 
 @pytest.mark.parametrize("mode", ["insert", "upsert"])
@@ -389,13 +390,13 @@ def test_rows_that_are_set_aside(made: Callable[..., str], mode: str) -> None:
     bad = {10: "NumericValueOutOfRange", 11: "CheckViolation", 77: "RaiseException"}
     bad |= {20: "UntranslatableCharacter", 3000: "InvalidTextRepresentation", 4999: "UniqueViolation"}
     sink = PostgresSink(dsn, "t", mode=mode, key=["k"] if mode == "upsert" else [])
-    found = refused_of(sink, pa.RecordBatch.from_pylist(rows))
+    found = written(sink, pa.RecordBatch.from_pylist(rows))
     assert {each.row["k"]: each.kind for each in found} == bad
     rows[20]["j"] = "\ufffd"
     assert [each.row for each in found] == [rows[number] for number in sorted(bad)]
     assert "Key (u)=(1) already exists" in found[-1].message
-    assert rows_of(dsn, "SELECT k FROM t ORDER BY k") == [(n,) for n in range(5000) if n not in bad]
-    assert rows_of(dsn, "SELECT count(*) FROM pg_tables WHERE tablename LIKE '%numbered'") == [(0,)]
+    assert run(dsn, "SELECT k FROM t ORDER BY k") == [(n,) for n in range(5000) if n not in bad]
+    assert run(dsn, "SELECT count(*) FROM pg_tables WHERE tablename LIKE '%numbered'") == [(0,)]
 
 
 def test_all_rows_are_set_aside(made: Callable[..., str]) -> None:
@@ -412,7 +413,7 @@ def test_all_rows_are_set_aside(made: Callable[..., str]) -> None:
         {"value": n, "key": b"k%d" % n, "headers": headers[n % 3], "topic": "in", "offset": n, "timestamp": noon}
         for n in range(300)
     ]
-    found = refused_of(PostgresSink(dsn, "t"), pa.RecordBatch.from_pylist(rows, schema=schema))
+    found = written(PostgresSink(dsn, "t"), pa.RecordBatch.from_pylist(rows, schema=schema))
     assert [each.row for each in found] == [{"value": n} for n in range(300)]
     assert found[0].record == {name: rows[0][name] for name in ("key", "headers", "topic", "offset", "timestamp")}
     assert "headers" not in found[1].record
@@ -422,7 +423,7 @@ def test_all_rows_are_set_aside(made: Callable[..., str]) -> None:
 def test_what_the_user_needs(made: Callable[..., str]) -> None:
     """The permissions in docs/external.md are enough, and none of them can be left out."""
     dsn = made("CREATE TABLE t (k int PRIMARY KEY, a int)")
-    ((schema,),) = rows_of(dsn, "SELECT current_schema()")
+    ((schema,),) = run(dsn, "SELECT current_schema()")
     user = f"ada_{schema}"
     grants = [
         f"GRANT USAGE ON SCHEMA {schema} TO {user}",
@@ -440,11 +441,11 @@ def test_what_the_user_needs(made: Callable[..., str]) -> None:
         sink = PostgresSink(f"{dsn}&user={user}&password=secret", "t", mode=mode, key=key)
         row = {"k": number, "a": 1, **({"deleted": False} if mode == "delete-by-flag" else {})}
         with pytest.raises((PermissionDeniedError, SchemaError), match=message):
-            written(sink, [row], batch=number)
+            write(sink, [row])
         made(grants[number])
         if number > 1:
-            written(sink, [row], batch=number)
-    assert rows_of(dsn, "SELECT k FROM t ORDER BY k") == [(2,), (3,), (4,)]
+            write(sink, [row])
+    assert run(dsn, "SELECT k FROM t ORDER BY k") == [(2,), (3,), (4,)]
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:

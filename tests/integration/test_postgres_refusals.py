@@ -6,7 +6,8 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import os
-from collections.abc import Sequence
+import sys
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -17,8 +18,14 @@ from hypothesis import strategies as st
 
 from onceflow import BadRecordError, BatchAbortedError, EnvironmentUnusableError, PermissionDeniedError, PostgresSink
 from onceflow.external import postgres_staging
-from onceflow.external.sink import BatchAttempt, RefusedRow
+from onceflow.external.sink import BatchAttempt
 from onceflow.testing.postgres import LocalPostgres
+
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from postgres_rows import run, written
+finally:
+    sys.path.pop(0)
 
 pytestmark = pytest.mark.integration
 
@@ -27,36 +34,6 @@ _ROWS = 300
 _BAD = (3, 170, _ROWS - 1)
 #: 8 kB that do not compress.
 _LONG = base64.b64encode(os.urandom(6000)).decode()
-
-
-def run(dsn: str, *statements: str) -> list[Any]:
-    """The rows of the last statement."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        for statement in statements:
-            done = connection.execute(statement)
-        return done.fetchall() if done.description else []
-
-
-def written(sink: PostgresSink, batch: pa.RecordBatch, *, sets_aside: bool = True) -> list[RefusedRow]:
-    """Write one batch. Returns the rows that are set aside."""
-    if sets_aside:
-        sink.set_aside()
-    sink.check(batch.schema)
-    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
-    sink.begin(attempt)
-    half = batch.num_rows // 2
-    receipts = [sink.write(attempt, str(n), iter([part])) for n, part in enumerate((batch[:half], batch[half:]))]
-    found: list[RefusedRow] = []
-
-    def progress(rows: Sequence[RefusedRow]) -> str:
-        found.extend(rows)
-        return "{}"
-
-    if sets_aside:
-        sink.commit_accepted(attempt, receipts, progress)
-    else:
-        sink.commit(attempt, receipts, "{}")
-    return found
 
 
 def rows(odd: str = "odd") -> pa.RecordBatch:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, localcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,13 @@ from hypothesis import strategies as st
 from psycopg import sql
 
 from onceflow import BadRecordError, PostgresSink, SchemaError
-from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.testing.postgres import LocalPostgres
+
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from postgres_rows import Written, run
+finally:
+    sys.path.pop(0)
 
 pytestmark = pytest.mark.integration
 
@@ -43,48 +50,6 @@ CREATE OPERATOR >% (LEFTARG = text, RIGHTARG = text, FUNCTION = ci_gt);
 CREATE OPERATOR CLASS caseless FOR TYPE text USING btree AS OPERATOR 1 <%, OPERATOR 2 <=%, OPERATOR 3 =%,
     OPERATOR 4 >=%, OPERATOR 5 >%, FUNCTION 1 ci_cmp(text, text);
 """
-
-
-def run(dsn: str, *statements: str) -> list[Any]:
-    """The rows of the last statement."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("SET TimeZone = 'UTC'")
-        connection.execute("SET DateStyle = 'ISO, MDY'")
-        for statement in statements:
-            done = connection.execute(statement)
-        return done.fetchall() if done.description else []
-
-
-class Written:
-    """A sink, and the batches that are written to it. Rows that are not taken are in ``refused``."""
-
-    def __init__(self, dsn: str, table: str = "t", *, sets_aside: bool = True, **options: Any) -> None:
-        self.sink = PostgresSink(dsn, table, **options)
-        if sets_aside:
-            self.sink.set_aside()
-        self.sets_aside = sets_aside
-        self.refused: list[RefusedRow] = []
-        self._flow = f"{table} {options}"
-        self._batch = 0
-        self._generation = 0
-
-    def write(self, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:
-        """One batch."""
-        if not self._generation:
-            self.sink.check(schema)
-            self._generation = self.sink.open(self._flow, "o", None).generation
-        self._batch += 1
-        attempt = BatchAttempt(self._flow, "o", self._generation, self._batch, 1)
-        self.sink.begin(attempt)
-        receipt = self.sink.write(attempt, "0", iter([pa.RecordBatch.from_pylist([*rows], schema=schema)]))
-        if self.sets_aside:
-            self.sink.commit_accepted(attempt, [receipt], self._put_aside)
-        else:
-            self.sink.commit(attempt, [receipt], "{}")
-
-    def _put_aside(self, refused: Sequence[RefusedRow]) -> str:
-        self.refused += refused
-        return "{}"
 
 
 # ---- keys ------------------------------------------------------------------------------------------------
@@ -302,11 +267,12 @@ def test_a_view_has_the_keys_of_its_table(dsn: str) -> None:
 _ODD = {
     "timezone": "America/New_York", "datestyle": "SQL, DMY", "extra_float_digits": "-5", "array_nulls": "off",
     "intervalstyle": "sql_standard", "bytea_output": "escape", "standard_conforming_strings": "off",
-    "timezone_abbreviations": "India", "xmloption": "document",
+    "timezone_abbreviations": "India", "xmloption": "document", "lc_monetary": "POSIX",
 }  # fmt: skip
 _SHOWN = (
     "CREATE TABLE t (given text, a timestamp, b timestamptz, c timestamptz, d timestamptz, e date, f time, g text, "
-    "h text, i date, j interval, k text, l text, m timestamp[], n text[], o text, p timestamptz)"
+    "h text, i date, j interval, k text, l text, m timestamp[], n text[], o text, p timestamptz, q money, "
+    "r text DEFAULT current_setting('lc_monetary'))"
 )
 
 
@@ -320,6 +286,7 @@ def settings_row(dsn: str, sink_dsn: str) -> Any:
         "h": (0.12345678901234567, pa.float64()), "i": ("03/04/2025", pa.string()), "j": ("-1 2:03:04", pa.string()),
         "k": (day, pa.duration("us")), "l": (b"a\\b\xff", pa.binary()), "m": ([utc], pa.list_(at)),
         "n": ("{NULL,a}", pa.string()), "o": (utc.date(), pa.date32()), "p": ("2025-03-09 07:30 IST", pa.string()),
+        "q": ("1,234.50", pa.string()),
     }  # fmt: skip
     schema = pa.schema([(name, kind) for name, (_, kind) in given.items()])
     Written(sink_dsn, sets_aside=False).write([{name: value for name, (value, _) in given.items()}], schema)
@@ -333,6 +300,7 @@ def test_settings_of_a_session_change_no_value(
     """Of its role, its database, its DSN, or the environment."""
     expected = settings_row(dsn, dsn)
     assert "07:30:00" in str(expected)
+    assert '"$1,234.50",C' in str(expected)
     odd = dsn
     if where in ("role", "database"):
         run(dsn, f"CREATE ROLE odd_{where} LOGIN SUPERUSER")

@@ -51,7 +51,6 @@ def test_tasks_without_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
     pipe.check()
 
 
-@pytest.mark.short_form
 def test_tasks_with_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
     """The table has other partitions than the source."""
     pipe = make_state_pipe(partitions=2, target_partitions=4)
@@ -124,6 +123,7 @@ def test_outputs_that_belong_to_other_tasks(make_state_pipe: Any, by_tasks: Any)
     pipe.check()
 
 
+@pytest.mark.long
 def test_many_outputs_that_belong_to_other_tasks(
     make_state_pipe: Any, by_tasks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +230,8 @@ def test_lost_local_state(make_state_pipe: Any) -> None:
     pipe.check()
 
 
-@pytest.mark.parametrize("store", ["lmdb", pytest.param("rocksdb", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("store", ["lmdb", "rocksdb"])
 def test_large_copies_are_prepared_before_the_batch_writes(
     make_state_pipe: Any,
     by_tasks: Any,
@@ -256,7 +257,7 @@ def test_large_copies_are_prepared_before_the_batch_writes(
     pipe.check(local=False)
 
 
-@pytest.mark.parametrize("store", ["memory", "rocksdb"])
+@pytest.mark.parametrize("store", [pytest.param("memory", marks=pytest.mark.long), "rocksdb"])
 def test_other_stores(make_state_pipe: Any, by_tasks: Any, store: str) -> None:
     pipe = make_state_pipe()
     for options in ({}, by_tasks):

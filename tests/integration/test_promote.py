@@ -128,7 +128,7 @@ def check_promotion(pipe: Any, copy: Any, call: Call, **options: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.long),
         {"inside": True, "small_batch_rows": 0},
         pytest.param({"engine": "direct", "small_batch_rows": 0}, marks=pytest.mark.long),
     ],
@@ -142,6 +142,7 @@ def test_a_gap(make_state_pipe: Any, make_topic: Any, call: Call, options: dict[
     check_promotion(pipe, copy, call, **options)
 
 
+@pytest.mark.long
 def test_a_copy_that_is_started_again_meanwhile(
     make_state_pipe: Any, make_topic: Any, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +181,7 @@ def test_without_state(make_pipe: Any, make_topic: Any, call: Call) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", ["outputs of the gap are written", "state without the gap"])
 def test_broken_promotions_are_found_out(
     make_state_pipe: Any, make_topic: Any, call: Call, monkeypatch: pytest.MonkeyPatch, broken: str
@@ -504,6 +506,7 @@ def test_timers_that_set_the_next_one(make_state_pipe: Any, make_topic: Any, cal
     chimes(successor(pipe, copy), 9500, 9001)
 
 
+@pytest.mark.long
 def test_windows_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """The timer of a key closes all its windows up to the watermark: to that at which the old flow has closed them."""
     late = make_topic("late", 1)
@@ -535,6 +538,7 @@ def test_windows_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call) -
     check_outputs(start(successor(pipe, copy)), seen, must)
 
 
+@pytest.mark.long
 def test_timers_in_processing_time(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """Each flow sets them at another time, so they are refused before anybody is fenced."""
     pipe = make_state_pipe(partitions=2)

@@ -103,7 +103,7 @@ def privileges(topic: str) -> dict[str, tuple[Any, str, Any]]:
     return {right.kind: right.of(names).acl for right in table()["table serve --instances"]}
 
 
-@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "PLAIN"])
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", pytest.param("PLAIN", marks=pytest.mark.long)])
 def test_least_privileges(secure: Secure, guarded: str, serve: Serve, mechanism: str) -> None:
     """Alone it needs READ on the topic, in a group also READ on the group; nothing else."""
     settings = ClientSettings(secure.servers, secure.options(mechanism))
@@ -204,7 +204,10 @@ def test_a_session_that_the_broker_refuses(onceflow_broker: str, topic: str, tmp
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "httptools", "aiohttp"])
+@pytest.mark.parametrize(
+    "missing",
+    ["fastapi", *(pytest.param(name, marks=pytest.mark.long) for name in ("uvicorn", "httptools", "aiohttp"))],
+)
 def test_without_the_packages_of_the_query_server(missing: str) -> None:
     """As after `pip install onceflow`: one line says what to install, and other commands work."""
     program = f"import sys; sys.modules[{missing!r}] = None; from onceflow.cli.main import main; main(sys.argv[1:])"

@@ -178,7 +178,14 @@ def test_tasks_keep_to_the_trigger(make_pipe: Any) -> None:
         assert at - began[0] >= n * timedelta(milliseconds=700) - timedelta(milliseconds=10), began
 
 
-@pytest.mark.parametrize("guarantee", ["exactly_once", "at_least_once", "at_most_once"])
+@pytest.mark.parametrize(
+    "guarantee",
+    [
+        "exactly_once",
+        pytest.param("at_least_once", marks=pytest.mark.long),
+        pytest.param("at_most_once", marks=pytest.mark.long),
+    ],
+)
 def test_keys_that_are_elsewhere_are_moved(
     make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str, guarantee: str
 ) -> None:
@@ -315,7 +322,9 @@ class Forwarding(Processor):
             yield Record(value=record.value, key=b"to-" + record.value)
 
 
-@pytest.mark.parametrize("partitions", [(4, 4), pytest.param((4, 3), marks=pytest.mark.long), (3, 5)])
+@pytest.mark.parametrize(
+    "partitions", [(4, 4), pytest.param((4, 3), marks=pytest.mark.long), pytest.param((3, 5), marks=pytest.mark.long)]
+)
 def test_a_step_whose_outputs_go_elsewhere(
     make_flow: Callable[..., Flow],
     make_topic: MakeTopic,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import confluent_kafka
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
@@ -16,6 +17,7 @@ import onceflow
 from onceflow import serdes
 from onceflow.cli.main import cli
 from onceflow.clock import clock_ms
+from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress, decode
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
@@ -143,6 +145,41 @@ def test_runs_that_end_soon_do_not_wait_for_an_empty_partition(make_pipe: Any, m
     assert run(2) == [0, 1]
     until_idle()
     assert run(3) == [0, 1, 2], "nothing new has come, and all are idle"
+
+
+@pytest.mark.long
+def test_a_step_behind_another_one_goes_on_with_its_watermark(make_pipe: Any, make_topic: Any) -> None:
+    """In runs that end soon. One partition of the step before is an hour ahead of the other one."""
+    pipe, late = make_pipe(partitions=2), make_topic("late", 1)
+    began = clock_ms() - 10 * HOUR
+
+    def run(key: str, at: int) -> tuple[list[int], int | None]:
+        """What has fired so far, and the watermark behind the run."""
+        produce(pipe.bootstrap, pipe.source, [(key, at)])
+        with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+            rows = flow.process(flow.read(pipe.source), Odd(), table=f"{pipe.source}-first", state_dir=pipe.tmp_path)
+            rows = flow.process(
+                rows,
+                Alarms(),
+                table=f"{pipe.source}-table",
+                late_topic=late,
+                idle_timeout="10 minutes",
+                state_dir=pipe.tmp_path,
+            )
+            flow.write(rows, topic=pipe.target, once=True).start().awaitTermination()
+        fired = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+        table = progress_of(pipe.bootstrap, pipe.flow).tables[f"{pipe.source}-table"]
+        return sorted((int(record.value or b"") - began) // HOUR for record in fired), table.watermark_ms
+
+    names = [f"k{n}" for n in range(20)]
+    homes = key_partitions(pa.array([name.encode() for name in names]), 2).tolist()
+    a, b = (names[homes.index(partition)] for partition in (0, 1))
+    assert run(a, began) == ([], began)
+    assert run(b, began + 2 * HOUR) == ([0], began)
+    assert run(b, began + 4 * HOUR) == ([0], began), "the other partition may still bring earlier records"
+    assert run(a, began + HOUR) == ([0], began + HOUR)
+    assert run(a, began + 3 * HOUR) == ([0, 1], began + 3 * HOUR)
+    assert not independent.read_topic(pipe.bootstrap, late, decided=True)
 
 
 def test_commands_while_a_transaction_has_records_of_the_far_future(

@@ -476,7 +476,10 @@ def transaction_state(state: State) -> str:
 # ---- when it ends early ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["init", "write", "progress", "end"])
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param("init", marks=pytest.mark.long), "write", "progress", pytest.param("end", marks=pytest.mark.long)],
+)
 def test_killed(make_state: Any, step: str) -> None:
     state = make_state(2, 100)
     state.stores()

@@ -24,8 +24,10 @@ COUNT = 6_000
 
 
 # The others are left to `make test-long`: each way a batch can be put together is here once.
-SHORT = ("select", "where false", "union", "second step")
+SHORT = ("union", "second step")
 LONG = (
+    "select",
+    "where false",
     "as it is",
     "where",
     "withColumn",
@@ -104,6 +106,7 @@ def test_operators_behind_a_step(trial: Trial, operator: str) -> None:
     trial.check(trial.expected(operator))
 
 
+@pytest.mark.long
 def test_many_side_outputs_that_belong_to_other_tasks(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than tasks may return to the driver: the batch runs again, and they go to the write tasks."""
 

@@ -339,6 +339,7 @@ def test_fenced_before_it_serves(make_topic: Any, onceflow_broker: str, tmp_path
     assert said.count("onceflow.errors.FencedError: ") == 1
 
 
+@pytest.mark.long
 def test_the_older_of_two_drivers_ends_for_good(
     make_topic: Any, onceflow_broker: str, onceflow_spark: Any, tmp_path: Path
 ) -> None:

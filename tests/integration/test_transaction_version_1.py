@@ -55,6 +55,7 @@ def test_the_cluster_is_what_it_should_be(version_1: str) -> None:
     cluster.close()
 
 
+@pytest.mark.long
 def test_a_flow_is_moved_and_its_state_deleted(version_1: str, make_state_pipe: Callable[..., Any]) -> None:
     pipe = replace(make_state_pipe(2), bootstrap=version_1)
     for topic in (pipe.source, pipe.target):
@@ -104,7 +105,11 @@ def test_copies_exactly_once(pipe: Any, write: dict[str, Any]) -> None:
     pipe.check()
 
 
-@pytest.mark.parametrize("write", [{"small_batch_rows": 0}, READING_TASKS], ids=["tasks", "reading tasks"])
+@pytest.mark.parametrize(
+    "write",
+    [pytest.param({"small_batch_rows": 0}, marks=pytest.mark.long), READING_TASKS],
+    ids=["tasks", "reading tasks"],
+)
 def test_an_aborted_attempt_is_run_again_under_a_new_epoch(pipe: Any, inject: Any, write: dict[str, Any]) -> None:
     inject("write", "raise", where="task", batch=2, task=0, once_file=str(pipe.tmp_path / "fired"))
     query = pipe.run(**write, partitioner="source")

@@ -100,23 +100,29 @@ def test_what_a_topic_accepts(settings: dict[str, str | None], wanted: tuple[int
     st.lists(st.none() | ANY | st.integers(NOW - 3 * DAY, NOW + 3 * DAY), min_size=1, max_size=8),
     st.integers(0, 2 * DAY) | st.just(2**63 - 1),
     st.integers(0, 2 * DAY) | st.just(2**63 - 1),
-    st.booleans(),
+    st.none() | st.lists(st.none() | st.lists(st.none() | st.just(b"v"), max_size=3), min_size=8, max_size=8),
+    st.integers(0, 3),
 )
 def test_a_topic_gets_times_that_it_accepts_and_no_time_is_lost(
-    given: list[int | None], before: int, after: int, headers: bool
+    given: list[int | None], before: int, after: int, headers: list[list[bytes | None] | None] | None, skipped: int
 ) -> None:
-    kind: Any = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-    own = pa.array([[{"key": "h", "value": b"%d" % n}] for n in range(len(given))], kind) if headers else None
+    entry: Any = pa.struct([("key", pa.string()), ("value", pa.binary())])
+    kind: Any = pa.list_(pa.field("element", entry, nullable=False))
+    own, names = None, [None if each is None else [("h", value) for value in each] for each in headers or [[]] * 8]
+    if headers is not None:
+        listed = [None if each is None else [{"key": key, "value": value} for key, value in each] for each in names]
+        own = pa.array([[{"key": "x", "value": b"x"}]] * skipped + listed, kind).slice(skipped, len(given))
     taken = fitted(pa.array(given, pa.int64()), own, AcceptedTimes(before, after), NOW)
     lists = [None] * len(given) if taken.headers is None else taken.headers.to_pylist()
     refused = 0
     for n, (at, now, found) in enumerate(zip(given, taken.times.to_pylist(), lists, strict=True)):
-        expected = [("h", b"%d" % n)] if headers else []
+        expected = list(names[n] or ())
         if known_ms(at) is not None and now is None:
             refused += 1
             expected.append(("onceflow.timestamp", str(at).encode()))
         else:
             assert now == known_ms(at)
+            assert headers is None or (found is None) == (headers[n] is None)
         assert [(each["key"], each["value"]) for each in found or ()] == expected
         if now is not None:  # the check of the broker (Kafka: LogValidator.validateTimestamp)
             assert NOW - now <= before
@@ -125,6 +131,7 @@ def test_a_topic_gets_times_that_it_accepts_and_no_time_is_lost(
             assert at is not None
             assert NOW - at > before * 5 // 6 or at - NOW > after * 5 // 6, "not nearly refused"
     assert taken.refused == refused
+    assert own is None or taken.headers.type == kind
 
 
 def test_the_error_says_when_it_was_and_what_the_bound_is() -> None:

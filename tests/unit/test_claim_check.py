@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import io
 import json
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +17,12 @@ import pyarrow as pa
 import pytest
 
 import onceflow
-from onceflow import ClaimCheck, ClaimCheckError, Record, serdes
+from onceflow import ClaimCheck, ClaimCheckError, Record, object_storage, serdes
 from onceflow.claim_check import objects as objects_module
 from onceflow.claim_check import reference as reference_module
 from onceflow.claim_check.columns import ColumnTask
 from onceflow.claim_check.reference import PREFIX, Reference
-from onceflow.claim_check.scan import names_in
+from onceflow.claim_check.scan import Found, scan
 from onceflow.errors import OptionError, ProcessorError, StorageUnavailableError
 from onceflow.planning.local_state import check_local
 from onceflow.sizes import size_bytes, size_text
@@ -232,6 +234,67 @@ def test_a_failed_write_leaves_nothing(claim: ClaimCheck, monkeypatch: pytest.Mo
     assert len(stored(claim)) == 1
 
 
+@pytest.mark.parametrize("stored_by_another", [False, True])
+def test_a_file_that_changes_while_it_is_stored(
+    claim: ClaimCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored_by_another: bool
+) -> None:
+    """An object never has other content than its name says, and what another writer has stored stays."""
+    path = tmp_path / "file"
+    path.write_bytes(LARGE)
+
+    def changed(reference: Reference) -> bool:
+        if stored_by_another:
+            ClaimCheck(claim.objects.url, above=100).encode(LARGE)
+        path.write_bytes(LARGE.upper())
+        return False
+
+    claim.encode(b"x" * 200)
+    with monkeypatch.context() as patched:
+        patched.setattr(claim.objects, "_has", changed)
+        with pytest.raises(StorageUnavailableError, match=r"The file .*file was changed while it was stored"):
+            claim.put_file(path)
+    kept = {hashlib.sha256(content).hexdigest() for content in (b"x" * 200, *[LARGE] * stored_by_another)}
+    assert {each.name for each in stored(claim)} == kept
+    assert all(hashlib.sha256(each.read_bytes()).hexdigest() == each.name for each in stored(claim))
+    assert claim.decode(claim.put_file(path)) == LARGE.upper()
+
+
+NO_LINKS = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+
+
+@pytest.mark.parametrize("code", NO_LINKS)
+@pytest.mark.parametrize("system", ["has renameat2", "has none", "refuses it"])
+def test_a_file_system_without_hard_links(
+    code: int, system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store is made once there, too: a writer does not overwrite what a collection has written down."""
+
+    def link(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", link)
+    if system == "has none":
+        monkeypatch.setattr(object_storage, "_renamed", lambda *_: None)
+    elif system == "refuses it":
+        monkeypatch.setattr(object_storage, "_RENAME_NOREPLACE", 1 << 30)  # flags that no kernel knows
+    folder = object_storage.Folder(str(tmp_path))
+    assert folder.create("marker", b"1")
+    assert not folder.create("marker", b"2")
+    assert folder.read("marker") == b"1"
+    assert os.listdir(tmp_path) == ["marker"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_other_errors_of_a_file_system_are_errors(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        object_storage.Folder(str(tmp_path)).create("marker", b"1")
+    assert os.listdir(tmp_path) == []
+
+
 # ---- in processors -----------------------------------------------------------------------------------------
 
 
@@ -388,11 +451,10 @@ def test_a_column_with_a_missing_object_names_the_record(claim: ClaimCheck) -> N
 def test_references_are_found_inside_of_values(claim: ClaimCheck) -> None:
     first, second = claim.encode(LARGE), claim.encode(LARGE + b"2")
     names = [Reference.parse(raw).name for raw in (first, second)]
-    assert names_in(b"") == []
-    assert names_in(first) == names[:1]
-    assert names_in(b"\0" + first + b"and" + second) == names
-    with pytest.raises(ClaimCheckError, match="cannot be read"):
-        names_in(first + PREFIX + b"2 {}")
+    assert scan(b"") == Found()
+    assert scan(first) == Found(names[:1])
+    assert scan(b"\0" + first + b"and" + second) == Found(names)
+    assert scan(first + PREFIX + b"2 {}") == Found(names[:1], newer=[PREFIX + b"2 {}"])
 
 
 def test_only_old_objects_are_listed(claim: ClaimCheck, today: Any) -> None:

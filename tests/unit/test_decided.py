@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow.admin import committed_progress
+from onceflow.admin import committed_progress, settled_progress
 from onceflow.client import decided
 from onceflow.client.cluster import TopicInfo
 from onceflow.client.deadline import Deadline
@@ -18,6 +18,7 @@ from onceflow.client.decided import Decided, read_decided
 from onceflow.client.log_reader import LogRecord, Marker
 from onceflow.driver import progress_log
 from onceflow.errors import DeadlineExceededError
+from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC
 
 KEYS = (b"copy", b"old", b"other")
@@ -107,6 +108,7 @@ def test_an_abort_behind_a_commit_without_its_marker() -> None:
     assert [each.offset for each in log.read(0, b"copy").committed] == [0]
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.one_of(
@@ -120,10 +122,18 @@ def test_progress_of_all_flows_is_read_again_and_again(acts: list[Any]) -> None:
     """Each look finds what is committed then, whatever transactions were open at the looks before."""
     log, known = Log(), committed_progress.CommittedProgress()
     info = TopicInfo(PROGRESS_TOPIC, "id", {0: 1})
+    reads: list[int] = []
+
+    def read(_: Any, topic: str, partition: int, start: int, deadline: Any, *, ends: tuple[int, int]) -> Decided:
+        assert ends == (log.stable, len(log.items))
+        reads.append(start)
+        return log.read(start, None)
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(committed_progress, "find_topic", lambda *_: info)
         patched.setattr(committed_progress, "list_offsets", lambda *_: {PROGRESS_TOPIC: {0: 0}})
-        patched.setattr(committed_progress, "read_decided", lambda c, t, n, start, d: log.read(start, None))
+        patched.setattr(committed_progress, "ends_of", lambda *_: {0: (log.stable, len(log.items))})
+        patched.setattr(committed_progress, "read_decided", read)
         for act in [*acts, "look"]:
             if act != "look":
                 log.add(*act)
@@ -131,6 +141,9 @@ def test_progress_of_all_flows_is_read_again_and_again(acts: list[Any]) -> None:
             last = {each.key: each.offset for each in log.records(None, 0) if log.is_committed(each)}
             found = known.read(None, Deadline(5, "a test"))  # type: ignore[arg-type]
             assert {key: each.offset for key, (_, each) in found.items()} == last
+            count = len(reads)
+            assert known.read(None, Deadline(5, "a test")) == found  # type: ignore[arg-type]
+            assert len(reads) == count + (log.stable < len(log.items)), "without news, nothing is read"
 
 
 class Progress:
@@ -191,3 +204,31 @@ def test_a_transaction_that_stays_open_is_named(monkeypatch: pytest.MonkeyPatch)
     assert (caught.value.flow, caught.value.topic) == ("copy", "__onceflow_progress-3")
     assert "producer id 8, offset 9" in caught.value.detail
     assert "onceflow transactions list" in caught.value.next_step
+
+
+# ---- the progress of a flow that runs ------------------------------------------------------------------
+
+
+def settled(monkeypatch: pytest.MonkeyPatch, looks: Iterator[Decided], seconds: float) -> Decided:
+    def read(cluster: Any, topic: str, partition: int, start: int, deadline: Any, *, key: bytes) -> Decided:
+        assert key == b"copy"
+        return next(looks)
+
+    monkeypatch.setattr(settled_progress, "read_decided", read)
+    deadline = Deadline(seconds, "reading the progress of flow copy")
+    return settled_progress.settled_records(None, Names("copy"), 0, deadline)  # type: ignore[arg-type]
+
+
+def test_what_a_running_flow_begins_meanwhile_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that commits often nearly always has an open transaction."""
+    looks = (Decided([record(at) for at in range(3, last)], [record(last)], last) for last in range(5, 1_000_000))
+    found = settled(monkeypatch, looks, 5)
+    assert [each.offset for each in found.committed] == [3, 4, 5]
+
+
+def test_what_stays_open_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = (Decided([record(3)], [record(5), record(last)], 5) for last in range(6, 1_000_000))
+    with pytest.raises(DeadlineExceededError, match="stays open") as caught:
+        settled(monkeypatch, looks, 0.02)
+    assert caught.value.flow == "copy"
+    assert "progress record at offset 5, of producer id 7" in caught.value.detail

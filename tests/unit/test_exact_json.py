@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import OrderedDict
@@ -11,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import onceflow
@@ -212,6 +213,69 @@ def test_documents_of_one_value_have_one_canonical_form(text: str, random: Any) 
 @pytest.mark.parametrize("text", ["1", "1.0", "1.00", "1e0", "10E-1", "0.1e1"])
 def test_numbers_of_one_value_have_one_canonical_form(text: str) -> None:
     assert exact_json.canonical(b'{"b":[-%s], "a":true}' % text.encode()) == b'{"a":true,"b":[-1]}'
+
+
+whole = st.integers(-(10**308), 10**308) | st.builds(lambda n, e: n * 10**e, st.integers(-99, 99), st.integers(0, 306))
+values = (
+    whole | st.floats(allow_nan=False, allow_infinity=False) | st.decimals(-(10**300), 10**300, places=40)
+    | st.floats(1e15, 1.7e308) | st.sampled_from([10**41, 1e41, Decimal("1e41"), 1 << 64, 2.0**64, 1.5e308, -0.0])
+)  # fmt: skip
+
+
+def in_digits(value: Any) -> Decimal:
+    """The value as it stands in a document."""
+    return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+
+
+def spellings(value: Decimal) -> list[str]:
+    """The same number, written in other ways."""
+    sign, digits, exponent = value.as_tuple()
+    assert isinstance(exponent, int)
+    whole = ("-" if sign else "") + ("".join(map(str, digits)).lstrip("0") or "0")
+    plain = f"{value:f}"
+    zeros = plain + "0" if "." in plain else plain + ".0"
+    return [plain, zeros, f"{whole}e{exponent}", f"{whole}.00E{exponent:+d}", f"{whole}0e{exponent - 1}"]
+
+
+@given(values, values)
+@example(10**41, 1e41)
+@example(Decimal("1.23456789012345678901e60"), 1234567890123456789010 * 10**39)
+@example(int(1.5e308), 1.5e308)
+def test_equal_numbers_of_any_type_are_equal_keys(one: Any, other: Any) -> None:
+    known: dict[Decimal, bytes] = {}
+    for value in (one, other):
+        for text in spellings(in_digits(value)):
+            try:
+                read = exact_json.loads(text)
+            except ValueError:  # just beyond the largest float
+                continue
+            form = exact_json.canonical(f"[{text}]".encode())
+            assert known.setdefault(in_digits(read), form) == form
+            assert exact_json.canonical(form) == form
+    assert len(set(known.values())) == len(known), "other numbers are other keys"
+
+
+@pytest.mark.parametrize("number", ["1", "1.00000000000000000001", "1e-400", "1" * 30])
+@pytest.mark.parametrize("levels", [300, 990, 1020])
+def test_documents_that_are_nested_deeply_are_read_or_refused(number: str, levels: int) -> None:
+    raw = b"[" * levels + number.encode() + b"]" * levels
+    for read in (exact_json.loads, exact_json.canonical):
+        with contextlib.suppress(ValueError):
+            read(raw)
+    value: Any = Decimal(1)
+    for _ in range(5_000):
+        value = [value]
+    with pytest.raises((TypeError, ValueError)):
+        exact_json.dumps(value)
+
+
+@given(st.lists(st.floats() | st.integers(0, 1 << 65) | st.text('a"\\ é\n', max_size=4)), st.sampled_from([None, 0, 1]))
+def test_documents_with_blanks_keep_their_numbers(found: list[Any], indent: int | None) -> None:
+    found = [each for each in found if each == each and each not in (math.inf, -math.inf)]
+    for in_ascii in (False, True):
+        raw = json.dumps({"a b": found}, indent=indent, ensure_ascii=in_ascii).encode()
+        assert exact_json.loads(raw) == {"a b": found}
+        assert list(map(type, exact_json.loads(raw)["a b"])) == list(map(type, found))
 
 
 @given(st.lists(written.map(str.encode) | st.none() | st.just(b"1e-400")))

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow import Processor, Record, serdes
+from onceflow import ColumnProcessor, Processor, Record, serdes
 from onceflow.errors import BadRecordError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
@@ -102,6 +103,40 @@ def test_a_key_that_is_nested_deeply_is_kept(store: Store, levels: int) -> None:
     assert view._readable().find([deep, b"[" * levels + b"]" * levels])[0] == b"S"
 
 
+class Counting(MemoryStore):
+    """Counts how often it is read."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.reads: list[str] = []
+
+    def get_many(self, keys: Any) -> Any:
+        self.reads.append("get_many")
+        return super().get_many(keys)
+
+    def scan(self, *arguments: Any, **named: Any) -> Any:
+        self.reads.append("scan")
+        return super().scan(*arguments, **named)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_absent_keys_of_a_table_of_canonical_keys_are_not_searched_one_by_one(indexed: bool, tmp_path: Path) -> None:
+    stores: dict[int, Any] = {at: Counting.open(tmp_path / str(at)) for at in range(3)}
+    for at, store in stores.items():
+        put(store, {b'{"id":%d}' % at: b"S", **({BLANKS: b"T"} if indexed and not at else {})})
+        store.reads.clear()
+    view = View(stores)
+    keys = [b'{"id": %d}' % at for at in range(3, 50)]
+    assert view._readable().find(keys) == [None] * len(keys)
+    for at, store in stores.items():
+        assert len([each for each in store.reads if each == "get_many"]) <= 4, "of all keys, and of all their forms"
+        assert ("scan" in store.reads) == (indexed and not at)
+    found = view._readable().find([*keys, b'{"id": 2}', A])
+    assert found == [*[None] * len(keys), b"S", b"T" if indexed else None]
+    for at in stores:
+        Counting.remove(tmp_path / str(at))
+
+
 def test_keys_of_bytes_and_text_are_compared_by_their_bytes(store: Store) -> None:
     put(store, {BLANKS: b"S"})
     for key in (serdes.STRING, serdes.BYTES):
@@ -134,6 +169,73 @@ def test_a_key_in_another_form_may_be_in_another_partition(tmp_path: Path) -> No
     put(stores[own], {BLANKS: None})
     with pytest.raises(ValueError, match=f"is in partition {other}, but this task has partition {own}"):
         joined({own: stores[own]}, own=own, partitions=4).get(KEY)
+
+
+class Looks(Processor):
+    """Looks up the key of its records, and the key in another order of its fields."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def process(self, key: Any, records: list[Record], state: Any) -> Iterator[Record]:
+        table = state.table("t")
+        asked = [key, dict(reversed(key.items()))] if type(key) is dict else [key]
+        for each in asked:
+            yield Record(None, table.get(each) or b"none")
+            assert (each in table) == (table.get(each) is not None)
+            if type(each) is str:
+                assert table.multi_get([each, each]).keys() <= {each}
+
+    def on_timer(self, key: Any, timer: Any, state: Any) -> Iterator[Record]:
+        yield Record(None, state.table("t").get(key) or b"none")
+
+
+class LooksInColumns(ColumnProcessor):
+    """As `Looks`, of documents that are written again."""
+
+    def process(self, records: pa.Table, states: pa.Table, context: Any) -> Any:
+        keys = pa.array([serdes.JSON.encode(serdes.JSON.decode(each)) for each in records["key"].to_pylist()])
+        found = [context.tables["t"].values_of(keys), pa.array([context.tables["t"].get(serdes.JSON.decode(each))
+                 for each in keys.to_pylist()], pa.binary())]  # fmt: skip
+        return pa.table({"key": records["key"], "value": pc.fill_null(pc.coalesce(*found), b"none")}), None
+
+
+OWN = serdes.Serde(lambda value: json.dumps(value, sort_keys=True).encode(), json.loads, "own")
+RAW_KEYS = [BLANKS, FORMS[3], b' "a"', b"[1e41]", b"[1%s.0]" % (b"0" * 41)]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("raw", RAW_KEYS)
+@pytest.mark.parametrize("kind", ["json", "own", "columns"])
+def test_a_record_looks_up_its_own_key_in_whatever_bytes_it_came(
+    kind: str, raw: bytes, exists: bool, tmp_path: Path
+) -> None:
+    """Of a co-partitioned table. It is in this partition, even if the serde writes a key of another one."""
+    processor: Any = LooksInColumns() if kind == "columns" else Looks(serdes.JSON if kind == "json" else OWN)
+    serde = OWN if kind == "own" else serdes.JSON
+    for partitions in (1, 2, 5):
+        own = int(key_partitions(pa.array([raw], pa.binary()), partitions)[0])
+        store, rows_of = MemoryStore.open(tmp_path / f"s{partitions}"), MemoryStore.open(tmp_path / f"t{partitions}")
+        MemoryStore.remove(tmp_path / f"s{partitions}")
+        MemoryStore.remove(tmp_path / f"t{partitions}")
+        store.write({rows.timer_key(raw, b"t"): rows.pack(rows.timer_payload(b"p", 1))}, index=True)
+        put(rows_of, {b"another": b"x", **({raw: b"S"} if exists else {})})
+        table = joined({own: rows_of}, key=serde, own=own, partitions=partitions)
+        engine = engine_for(processor)(
+            store, flow="f", table="s", partition=own, batch=1, now_ms=5, watermark_ms=None, tables={"t": table}
+        )
+        engine.start()
+        engine.feed(pa.RecordBatch.from_pydict({"key": [raw], "value": [b"1"]}))
+        engine.finish()
+        outputs = engine.outputs()
+        assert outputs is not None
+        assert set(outputs["value"].to_pylist()) == {b"S" if exists else b"none"}
+        if partitions == 1:
+            continue
+        other = next(each for each in (b'"%d"' % n for n in range(99))
+                     if key_partitions(pa.array([each], pa.binary()), partitions)[0] != own)  # fmt: skip
+        with pytest.raises(ValueError, match="is in partition"):
+            table.beside(lambda key=raw: [key]).get(json.loads(other))
 
 
 documents = st.recursive(

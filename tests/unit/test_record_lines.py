@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onceflow.admin.record_lines import (
+    as_line,
+    compact_json,
     json_object,
     key_and_value,
+    load_json,
     to_json,
     value_only,
 )
@@ -105,6 +110,36 @@ def test_an_empty_line_is_no_object(text: bytes) -> None:
 def test_what_is_no_record(text: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         json_object(text)
+
+
+LONG, HALF = Decimal("1.00000000000000000001"), "\ud800"
+contents = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from([LONG, Decimal("1e-400"), HALF, "\x7fé", 0.5, ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", HALF]), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@given(contents)
+def test_any_document_that_was_read_is_written(content: Any) -> None:
+    compact, line = compact_json(content), as_line(content)
+    assert load_json(compact) == load_json(line) == content
+    assert line.isascii()
+    assert compact == compact_json(load_json(compact))
+    try:
+        compact.encode()
+    except UnicodeEncodeError:
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
+            json_object(f'{{"value": [{line}]}}'.encode())
+
+
+@pytest.mark.parametrize("inner", [1, LONG, HALF])
+@pytest.mark.parametrize("write", [compact_json, as_line])
+def test_a_document_that_is_nested_too_deeply_is_an_error_of_values(write: Any, inner: Any) -> None:
+    for _ in range(100_000):
+        inner = [inner]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        write(inner)
 
 
 @given(

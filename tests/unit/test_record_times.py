@@ -3,7 +3,6 @@ watermark, and none comes out as another time."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -179,7 +178,7 @@ def test_deduplication(times: list[int | None]) -> None:
         assert passed["key"].to_pylist() == [b"%d" % n for n in good]
         assert run.counts["dead_letters"] == len(times) - len(good)
         assert {place for _, place in run.max_event_ms} == {n % 2 for n in good}
-        assert {place for _, place in run.untimed} == {n % 2 for n in range(len(times)) if n not in good}
+        assert not run.untimed
         assert all(ms <= NOW + DAY for ms in run.max_event_ms.values())
     finally:
         MemoryStore.remove(folder)
@@ -272,15 +271,6 @@ def test_an_output_with_a_time_that_is_none_is_an_error_of_its_record(make: Call
     run.send(b"k", b"v", timestamp_ms=NOW)
     (letter,) = run.dead_letters
     assert b"no time in milliseconds (+" in (dict(letter.headers)["onceflow.error.message"] or b"")
-
-
-def test_sources_without_times_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """The driver must not wait for their event time."""
-    caplog.set_level(logging.DEBUG)
-    run = dedup(MemoryStore.open(Path("/dev/null/untimed")))
-    run.feed(rows([None, NOW, -1, NOW]))
-    assert run.untimed == {("in", 0)}
-    MemoryStore.remove(Path("/dev/null/untimed"))
 
 
 @given(

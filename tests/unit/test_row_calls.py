@@ -75,7 +75,7 @@ def test_only_reports_of_this_attempt_count() -> None:
     summary = BatchSummary(7, 10, attempts=2, records=10)
     rows.begin(df, Attempt(7, source, summary), rules_of)  # type: ignore[arg-type]
     told = json.loads(properties["onceflow.calls"])
-    assert (told["attempt"], [TopicRules(**each) for each in told["rules"]]) == ("7/2", [rules])
+    assert (told["attempt"], [TopicRules.of(each) for each in told["rules"]]) == ("7/2", [rules])
     two = CallReport(5, 2, {"ValueError": (2, "in-0, offset 3")})
     one = CallReport(5, 1)
     reports.value = {("7/2", 0, 0): [two], ("7/1", 1, 0): [CallReport(5, 5)], ("7/2", 0, 1): [two]}

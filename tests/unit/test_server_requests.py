@@ -197,6 +197,18 @@ def test_what_is_no_text(body: str, kind: str) -> None:
     assert "base64url" in next_step
 
 
+@pytest.mark.parametrize("levels", [200, 300, 995, 1010, 1100])
+@pytest.mark.parametrize("inner", ["1", "1.00000000000000000001", "1e-400", '"\\ud800"'])
+def test_a_body_that_is_nested_deeply_is_a_bad_request(levels: int, inner: str) -> None:
+    for body in (_keys(levels * "[" + inner + levels * "]"), levels * '{"keys":' + inner + levels * "}"):
+        refused("POST", "multi-get", content=body)
+
+
+def test_a_number_beyond_those_that_are_written_is_no_text() -> None:
+    detail, _ = refused("POST", "multi-get", content=_keys("15" + 307 * "0"))
+    assert "is not text: it is a number" in detail
+
+
 def test_an_empty_position_demands_nothing() -> None:
     """It is that of an answer about no key."""
     answer = asked("POST", "multi-get", content='{"keys": []}').json()

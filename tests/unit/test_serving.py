@@ -257,7 +257,12 @@ def test_exit_codes(code: str, sent: signal.Signals | None, exit_code: int) -> N
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT"), ("SIGTERM", "SIGHUP")]
+    "first, second",
+    [("SIGTERM", "SIGINT")]
+    + [
+        pytest.param(*pair, marks=pytest.mark.long)
+        for pair in (("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGTERM", "SIGHUP"))
+    ],
 )
 def test_a_later_second_signal_ends_the_process_at_once(first: str, second: str) -> None:
     numbers = signal.Signals[first], signal.Signals[second]

@@ -39,6 +39,8 @@ class Partition:
     log: list[Record] = field(default_factory=list)
     topic_id: str = "id"
     truncated_at: int = 10**9  # the lowest offset of a record that was lost
+    leaderless: bool = False
+    silent: bool = False  # it has a leader that does not say where epochs end
 
     def append(self, count: int) -> None:
         self.log += [(self.epoch, next(NUMBERS)) for _ in range(count)]
@@ -67,10 +69,15 @@ class Cluster:
 
     def _look(self, cluster: Any, places: Any, deadline: Any) -> LeaderView:
         assert list(places) == [PLACE]
+        assert deadline.seconds <= source_watch._LOOK_S
         self.looks += 1
+        if self.partition.leaderless:
+            return LeaderView({}, {})
         return LeaderView({"in": self.partition.topic_id}, {PLACE: self.partition.epoch})
 
     def _ends(self, cluster: Any, epochs: Mapping[TopicPartition, int], deadline: Any) -> dict[TopicPartition, int]:
+        if self.partition.silent and epochs:
+            raise deadline.error("made up")
         return {place: self.partition.end_of(epoch) for place, epoch in epochs.items()}
 
 
@@ -243,6 +250,50 @@ def test_progress_of_an_earlier_onceflow_knows_no_epochs(monkeypatch: pytest.Mon
     watch.planned(source, progress_at(4), soon())
     watch.was_read(source, soon())
     assert watch.epochs(source, {}) == {"in": {0: (9, 7)}}
+
+
+def test_a_partition_without_a_leader_does_not_hold_up_the_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not known then who has led it to the end of the batch. The next batch is checked again."""
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(5)
+    flow.batch()
+    assert flow.progress.epochs == {"in": {0: (5, 0)}}
+    partition.append(5)
+    flow.batch(lambda: setattr(partition, "leaderless", True))
+    assert flow.progress.offsets == {"in": {0: 10}}
+    assert flow.progress.epochs == {"in": {0: (5, 0)}}, "what is known of an earlier offset"
+    partition.append(5)
+    flow.batch(lambda: setattr(partition, "leaderless", False))  # not known before it was read
+    assert flow.progress.epochs == {"in": {0: (5, 0)}}
+    partition.append(5)
+    flow.batch()
+    assert flow.progress.epochs == {"in": {0: (20, 0)}}
+    assert flow.read == partition.log
+    partition.elect()
+    partition.silent = True
+    partition.append(5)
+    flow.batch()
+    assert flow.progress.epochs == {"in": {0: (25, 1)}}, "the leader is that of the whole batch"
+    partition.append(5)
+    flow.batch(partition.elect)
+    assert flow.progress.epochs == {"in": {0: (25, 1)}}
+
+
+def test_what_could_not_be_checked_before_the_batch_is_checked_when_it_was_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(10)
+    flow.batch()
+    partition.elect(lost=4)
+    partition.append(9)
+    partition.leaderless = True
+    with pytest.raises(DataLossError, match="truncated at offset 6"):
+        flow.batch(lambda: setattr(partition, "leaderless", False))
 
 
 def test_a_move_accepts_the_truncation() -> None:

@@ -429,6 +429,31 @@ def test_progress_tells_how_far_event_time_is_in_each_partition(tmp_path: Path) 
     assert ran(table, {}).event_times == {}, "the step does not use event time any more"
 
 
+def test_a_restart_knows_how_far_the_step_before_was(tmp_path: Path) -> None:
+    """Its partitions are no source partitions: only progress names them."""
+    spec = Flow(tmp_path).spec
+    told, last = TableProgress(), 0
+
+    def started() -> TableState:
+        progress = Progress("flow", 1, {}, {}, last, {key: {} for key in spec.topics.ids}, tables={"table": told})
+        return TableState(spec, progress, source_partitions=[], lateness_ms=0, idle_s=30)
+
+    table, seen = started(), []
+    for again, latest in ((False, {0: 5_000}), (False, {1: 1_000}), (True, {0: 6_000}), (True, {0: 7_000, 1: 6_500})):
+        if again:
+            table = started()
+        table.planned([("in", 0)], {})
+        moment = table.moment(2, Commit(2, 9, 2), 0)
+        times: dict[Any, int] = {(None, partition): ms for partition, ms in latest.items()}
+        report = StateReport("table", 0, "", moment.commit, "", 0, 0.0, None, None, max_event_ms=times)
+        last = clock_ms()
+        progress = Progress("flow", 2, {}, {}, last, tables={"table": table.progress_after([report], moment)[1]})
+        told = decode(*encode(progress)).tables["table"]
+        table.on_commit([report], moment)
+        seen.append((moment.watermark_ms, told.watermark_ms))
+    assert seen == [(None, 5_000), (5_000, 5_000), (5_000, 5_000), (5_000, 6_500)]
+
+
 class Expiring(Processor):
     """Every record expires."""
 

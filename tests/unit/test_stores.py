@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -191,6 +192,19 @@ def test_many_long_keys_with_one_beginning_are_scanned_while_they_change(store: 
     assert set(keys[20:]) <= set(seen)
     assert len(list(store.scan(keys[100], keys[200], reverse=True))) == 100
     assert store.checksum_holds()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_over_a_very_long_key_takes_little_memory(tmp_path: Path, reverse: bool) -> None:
+    with closing(LmdbStore.open(tmp_path)) as store:
+        keys = [b"a", b"k" * 400_000, b"k" * 400_000 + b"l", b"z"]
+        store.write(dict.fromkeys(keys, b"1"))
+        tracemalloc.start()
+        try:
+            assert [key for key, _ in store.scan(b"", reverse=reverse)] == (keys[::-1] if reverse else keys)
+            assert tracemalloc.get_traced_memory()[1] < 10_000_000
+        finally:
+            tracemalloc.stop()
 
 
 def test_nodes_of_long_keys_are_deleted_with_their_last_row(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -14,17 +16,20 @@ from hypothesis import strategies as st
 
 from onceflow import BadRecordError, OptionError, PermissionDeniedError, Record, serdes
 from onceflow.calls.concurrently import concurrently
+from onceflow.clock import clock_ms
 from onceflow.driver import targets
 from onceflow.driver.refused_rows import RefusedRows
 from onceflow.external.sink import RefusedRow
 from onceflow.messages import Target
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.progress import Progress
-from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP
+from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP, AcceptedTimes
 from onceflow.protocol.topic_rules import TopicRules, WriteRules
-from onceflow.state import dead_letters
+from onceflow.state import dead_letters, exact_json
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.timers import Timer
+from onceflow.state.engine.output_collector import SCHEMA
 from onceflow.state.retry import KEY, Retry
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -194,6 +199,25 @@ def test_a_record_that_cannot_be_passed_on_does_not_count_as_seen() -> None:
     assert "the record cannot be passed on: a record takes" in message(letter)
 
 
+PARTS = st.none() | st.sampled_from([0, 1, 100, 2_000, 2_250, 2_251, 5_000, 9_900]).map(lambda size: NOISE[:size])
+ROW = st.tuples(PARTS, PARTS, st.none() | st.lists(st.tuples(st.text(max_size=5), PARTS), max_size=3))
+
+
+@given(st.lists(ROW, max_size=6), st.integers(0, 2))
+def test_rows_that_need_no_closer_look_fit(given: list[tuple[Any, Any, Any]], skipped: int) -> None:
+    rules = TopicRules("out", LIMIT)
+    listed = [None if each is None else [{"key": name, "value": value} for name, value in each] for *_, each in given]
+    columns = [pa.array([each[0] for each in given], pa.binary()), pa.array([each[1] for each in given], pa.binary()),
+               pa.array(listed, SCHEMA.field("headers").type)]  # fmt: skip
+    doubtful = {skipped + at for at in rules.doubtful(*(each.slice(skipped) for each in columns)).tolist()}
+    for at, (key, value, headers) in enumerate(given[skipped:], skipped):
+        written = [*(headers or ()), (ORIGINAL_TIMESTAMP, b"1" * 20)]
+        assert at in doubtful or rules.refusal(key, value, written) == ""
+        sizes = sum(len(name.encode()) + len(each or b"") for name, each in headers or ())
+        if max(len(key or b""), len(value or b""), sizes) <= 2_000:
+            assert at not in doubtful
+
+
 def test_a_timer_whose_outputs_are_too_large_becomes_a_letter() -> None:
     class Rings(Processor):
         def process(self, key: bytes, records: Any, state: Any) -> None:
@@ -260,6 +284,150 @@ def test_every_letter_fits_and_says_what_was_cut(
         assert found is letter
     refused = [*found.headers, (ORIGINAL_TIMESTAMP, str(7).encode())]
     assert rules.refusal(found.key or b"", found.value, refused) == "", "also if the topic refuses the timestamp"
+
+
+NAMES = st.one_of(
+    st.sampled_from(sorted(dead_letters.ABOUT)),
+    st.integers(0, 99).map("onceflow.other.{}".format),
+    st.text(max_size=300),
+)
+CONTENT = st.none() | st.sampled_from([b"", NOISE[:20], NOISE[:500], NOISE[:2_000], NOISE * 3])
+
+
+@given(
+    many=st.lists(st.tuples(NAMES, CONTENT, st.sampled_from([1, 1, 30, 1_000])), max_size=12),
+    size=st.integers(0, 12_000),
+    again=st.booleans(),
+    stored=st.sampled_from(["producer", "gzip", "lz4", "snappy", "zstd", "uncompressed"]),
+    limit=st.sampled_from([dead_letters.LETTER_BYTES_MIN, 10_000, 1_048_588]),
+)
+@example(many=[("onceflow.foreign", NOISE[:500], 30)], size=5, again=False, stored="producer", limit=8_000)
+@example(many=[(each, NOISE, 1) for each in sorted(dead_letters.ABOUT)], size=5, again=True, stored="gzip", limit=8_000)
+@settings(max_examples=60, deadline=None)
+def test_a_letter_fits_whatever_headers_its_record_has(
+    many: list[tuple[str, bytes | None, int]], size: int, again: bool, stored: str, limit: int
+) -> None:
+    headers = [(name, content) for name, content, times in many for _ in range(times)]
+    record = Record(b"k", (NOISE * 200)[: size * limit // 8_000], "t" * 249, headers, 7, 2**31 - 1, 2**63 - 1)
+    rules = TopicRules("failed", limit, stored=stored)
+    letter = dead_letters.fitted(dead_letters.dead_letter(record, "failed", ValueError("ä\U0001f600" * 900)), rules)
+    if again:
+        record = Record(letter.key, letter.value, "u" * 249, letter.headers, 7, 1, 1)
+        letter = dead_letters.fitted(dead_letters.duplicate(record, "failed", NOISE * 2, 5), rules)
+    written = [*letter.headers, (ORIGINAL_TIMESTAMP, b"1" * 20)]
+    assert rules.refusal(letter.key, letter.value, written) == ""
+    found = dict(letter.headers)
+    assert found["onceflow.error.class"] == (b"DuplicateRecord" if again else b"ValueError")
+    assert found["onceflow.error.topic"] == (b"u" if again else b"t") * 249
+    assert found["onceflow.error.offset"] == (b"1" if again else b"%d" % (2**63 - 1))
+
+
+FAR_MS = 3_600_000 * 24 * 365
+
+
+class Old(Processor):
+    """Yields records with times and values of these lengths."""
+
+    def process(self, key: bytes, records: Any, state: Any) -> Any:
+        for record in records:
+            yield Record(key, NOISE[: int(record.value)], timestamp_ms=record.timestamp_ms)
+
+
+class OldColumns(ColumnProcessor):
+    def process(self, records: Any, states: Any, context: Any) -> Any:
+        values = [NOISE[: int(each)] for each in records["value"].to_pylist()]
+        return pa.table({"key": records["key"], "value": values, "timestamp_ms": records["timestamp_ms"]}), None
+
+
+@pytest.mark.parametrize("kind", [Old, OldColumns])
+def test_an_output_that_only_fits_without_the_header_of_its_refused_time_is_a_bad_one(kind: Any) -> None:
+    """Within the bytes of that header, the topic takes the record with another time."""
+    now_ms = clock_ms()
+    times = AcceptedTimes(after_ms=3_600_000)
+    plain = TopicRules("out", LIMIT)
+    rules = TopicRules("out", LIMIT, times=times)
+    most = max(size for size in range(LIMIT - 200, LIMIT) if not plain.refusal(b"k", NOISE[:size]))
+    for size in range(most - 80, most + 1):
+        driver = driver_of(kind(), default=rules)
+        for at_ms in (now_ms - FAR_MS, now_ms + FAR_MS):
+            driver.send(b"k", b"%d" % size, timestamp_ms=at_ms)
+        fits = not plain.refusal(b"k", NOISE[:size], [(ORIGINAL_TIMESTAMP, str(now_ms + FAR_MS).encode())])
+        written = [record.timestamp_ms for record in driver.outputs]
+        assert written == ([now_ms - FAR_MS, now_ms + FAR_MS] if fits else [now_ms - FAR_MS])
+        assert len(driver.dead_letters) == (not fits)
+        for letter in driver.dead_letters:
+            assert "out" in message(letter)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_record_that_is_passed_on_counts_only_if_it_fits_with_its_time(refused: bool) -> None:
+    plain = TopicRules("out", LIMIT)
+    most = max(size for size in range(LIMIT - 200, LIMIT) if not plain.refusal(b"k", NOISE[:size]))
+    rules = TopicRules("out", LIMIT, times=AcceptedTimes(before_ms=3_600_000))
+    driver = driver_of(Deduplication(records=5), default=rules)
+    driver.send(b"k", NOISE[:most], timestamp_ms=5 if refused else clock_ms())
+    assert (len(driver.outputs), len(driver.dead_letters)) == ((0, 1) if refused else (1, 0))
+
+
+def test_a_letter_that_is_parked_fits_also_with_the_header_of_a_refused_time() -> None:
+    parked = TopicRules("parked", LIMIT, times=AcceptedTimes(before_ms=3_600_000))
+    for size in range(LIMIT - 500, LIMIT, 10):
+        driver = driver_of(Retry(retry_topic="retry", parked_topic="parked"), "fail", parked=parked)
+        more = [("onceflow.error.class", b"X"), ("onceflow.shortened", b"{}"), ("onceflow.timestamp", b"")]
+        (found,) = driver.send("failed/0/3", NOISE[:size], headers=more, timestamp_ms=5)
+        written = [*found.headers, (ORIGINAL_TIMESTAMP, b"5")]
+        assert parked.refusal(b"failed/0/3", found.value, written) == ""
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Odd:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _deep(levels: int) -> Any:
+    value: Any = Decimal("NaN")
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.decimals() | st.binary(max_size=9)
+    | st.text(st.characters(exclude_categories=[]), max_size=9)
+    | st.sampled_from([10**400, Decimal("1E+500"), Decimal("sNaN"), 2j])
+    | st.builds(Odd) | st.builds(_deep, st.sampled_from([30, 5_000])) | st.builds(pow, st.just(10), st.just(5_000))
+)  # fmt: skip
+states = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.tuples(inner, inner)
+        | st.dictionaries(NAMES | st.integers() | st.decimals(allow_nan=False) | st.none(), inner, max_size=3)
+    ),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.text(max_size=4), states, max_size=4), st.text(st.characters(exclude_categories=[])))
+@example({"count": Decimal("1.50"), "mean": math.nan, "sum": 10**400}, "windows")
+@settings(max_examples=150, deadline=None)
+def test_the_letter_of_a_timer_can_always_be_written(about: dict[str, Any], name: str) -> None:
+    for error in (ValueError("\ud800"), Unspeakable()):
+        timer = Timer(name, 5, "event")
+        letter = dead_letters.timer_letter(b"k", timer, "failed", "t-0", error, about)
+        found = json.loads(letter.value or b"", parse_constant=lambda each: pytest.fail(f"{each} is no JSON"))
+        assert found.keys() == {"timer", "clock", "at_ms", *about}
+        record = dead_letters.dead_letter(Record(b"k", b"v"), "failed", error)
+        for each in (letter, record):
+            fitted = dead_letters.fitted(each, TopicRules("failed", dead_letters.LETTER_BYTES_MIN))
+            assert TopicRules("failed", 8_000).refusal(fitted.key, fitted.value, list(fitted.headers)) == ""
+    for field, value in about.items():
+        if type(value) is Decimal and value.is_finite() and abs(value) < 10**300:
+            assert exact_json.number(str(value)) == exact_json.loads(letter.value or b"").get(field)
 
 
 def test_letters_late_records_and_duplicates_are_fitted_by_every_engine() -> None:

@@ -84,3 +84,9 @@ def test_outputs_without_an_id_of_the_source(
     assert [each[: len(told)] for each in said] == ([told] if told else [])
     assert all("--replay" in each for each in said)
     assert report.exact == (not findings and not told)
+
+
+@pytest.mark.parametrize("value", ["[" * 400 + "]" * 400, "15" + "0" * 307, "[" * 999 + "1e-400" + "]" * 999])
+def test_an_id_that_can_be_read_but_not_written_is_none(value: str) -> None:
+    raw = f'{{"id": {value}}}'.encode()
+    assert identity_of("$.id")(b"k", raw, ()) == identity_of("record")(b"k", raw, ())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.protocol.progress import EventTime
@@ -14,6 +15,7 @@ from onceflow.state.watermark import Origin, Watermark
 
 A: Origin = ("in", 0)
 B: Origin = ("in", 1)
+CHAINED: list[Origin] = [(None, 0), (None, 1), (None, 2)]
 
 
 class Clock:
@@ -338,3 +340,117 @@ def test_it_never_goes_back_nor_beyond_the_latest_event(steps: list[Any]) -> Non
         if {*latest} == {"p0", "p1"}:
             assert runs.value_ms is not None
         runs.later(seconds)
+
+
+class ChainedRuns:
+    """A step behind another step, whose flow is started again and again. It learns where its rows come from as they
+    come."""
+
+    def __init__(self) -> None:
+        self.wall_s = 1_795_000_000.0
+        self.value_ms: int | None = None
+        self.known: dict[Origin, EventTime] = {}
+        self.as_of_ms = 0
+        self.start()
+
+    def start(self) -> None:
+        self.clock = Clock()
+        self.watermark = Watermark(
+            [],
+            lateness_ms=100,
+            idle_s=30,
+            value_ms=self.value_ms,
+            known=self.known,
+            known_at_ms=self.as_of_ms,
+            chained=True,
+            clock=self.clock,
+            wall_ms=lambda: round(self.wall_s * 1000),
+        )
+
+    def batch(self, latest: dict[Origin, int], quiet: Any = MappingProxyType({})) -> tuple[int | None, int | None]:
+        """The watermark that the batch sees, and that behind it. The source has records."""
+        self.watermark.planned([A], quiet)
+        began = self.watermark.advance()
+        self.value_ms = self.watermark.after(latest)
+        self.known, self.as_of_ms = self.watermark.kept(latest), round(self.wall_s * 1000)
+        self.watermark.on_commit(latest, self.value_ms)
+        return began, self.value_ms
+
+    def later(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.clock.now += seconds
+
+    def stopped(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.start()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.dictionaries(st.sampled_from(CHAINED), st.integers(0, 100_000), max_size=3),
+            st.sampled_from([0.0, 1.0, 14.0, 29.0, 31.0]),
+            st.none() | st.sampled_from([0.0, 31.0, 86_400.0, -10.0]),  # stopped, and started again
+            st.booleans(),  # the source has more records behind the batch
+        ),
+        max_size=12,
+    )
+)
+def test_a_restart_changes_nothing_of_a_step_behind_another_one(history: list[Any]) -> None:
+    """Nothing can come from the step before while nothing runs: that time makes none of its partitions silent."""
+    one, several = ChainedRuns(), ChainedRuns()
+    for latest, seconds, stopped, more in history:
+        quiet = {A: -math.inf} if more else {}
+        assert one.batch(latest, quiet) == several.batch(latest, quiet)
+        if stopped is not None:
+            several.stopped(stopped)
+        one.later(seconds)
+        several.later(seconds)
+
+
+def test_partitions_of_the_step_before_are_waited_for_after_a_restart() -> None:
+    runs = ChainedRuns()
+    assert runs.batch({(None, 0): 9_000}) == (None, 8_900)
+    assert runs.batch({(None, 1): 9_500}) == (8_900, 8_900)
+    runs.stopped(3600)
+    assert runs.batch({(None, 1): 20_000}) == (8_900, 8_900)
+    assert runs.batch({(None, 0): 9_100}) == (8_900, 9_000)
+    runs.later(31)
+    assert runs.batch({(None, 1): 20_000}) == (9_000, 19_900), "silent for so long while the flow ran"
+
+
+def test_runs_that_end_soon_do_not_wait_for_ever_for_a_partition_of_the_step_before() -> None:
+    runs = ChainedRuns()
+    runs.batch({(None, 0): 1_000, (None, 1): 1_000})
+    for _ in range(10):
+        runs.stopped(3600)
+        runs.later(4)
+        runs.batch({(None, 1): 20_000})
+    assert runs.value_ms == 19_900
+
+
+def test_what_the_step_before_has_brought_last_ends_when_nothing_has_come_since() -> None:
+    """Also in runs that end soon: the last timers fire in the next run."""
+    runs = ChainedRuns()
+    runs.batch({(None, 0): 1_000})
+    runs.later(1)
+    runs.batch({(None, 1): 9_000})
+    assert runs.value_ms == 900
+    runs.stopped(29)
+    runs.watermark.planned([])
+    assert runs.watermark.advance() == 900
+    runs.stopped(3600)
+    runs.watermark.planned([], {A: -math.inf})
+    assert runs.watermark.advance() == 900, "there is more to read"
+    runs.stopped(3600)
+    runs.watermark.planned([])
+    assert runs.watermark.advance() == 8_900
+
+
+def test_while_the_source_has_more_records_no_partition_of_the_step_before_is_silent() -> None:
+    runs = ChainedRuns()
+    runs.batch({(None, 0): 1_000, (None, 1): 1_000})
+    runs.later(31)
+    assert runs.batch({(None, 1): 20_000}, {A: -math.inf}) == (900, 900)
+    assert runs.batch({(None, 1): 21_000}) == (900, 20_900)

@@ -13,7 +13,7 @@ keep where nobody can look is not guessed at: then nothing is deleted.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import shutil
 import sqlite3
 import subprocess
 import tempfile
@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from onceflow.admin.tables import all_progress
+from onceflow.admin.tables import all_progress, undecided_progress
 from onceflow.claim_check.objects import ObjectStore, Remembered
 from onceflow.claim_check.reference import REFERS
-from onceflow.claim_check.scan import names_in, names_in_stream
+from onceflow.claim_check.scan import Found, scan, scan_stream
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
@@ -53,6 +53,8 @@ _APART = b"\0\0"
 _CONTENTS = "stored objects"
 _ROWS_OF = "rows of {}"
 _SAID_BYTES = 300
+_ODD_SHOWN = 10
+_SIGPIPE_EXIT = 141
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Collection:
         references: how many references were found, by topic; also in rows of other systems, and in stored objects.
         objects, object_bytes: of all that are old enough.
         orphans, orphan_bytes: of those that nothing refers to.
+        odd: where there are values that begin like a reference and are none; the first ten.
     """
 
     references: dict[str, int] = field(default_factory=dict)
@@ -70,6 +73,7 @@ class Collection:
     object_bytes: int = 0
     orphans: int = 0
     orphan_bytes: int = 0
+    odd: list[str] = field(default_factory=list)
 
 
 class Collector:
@@ -83,6 +87,8 @@ class Collector:
         without: topics that have no references, although an earlier run has read them, or a flow writes them.
         rows: for flows that write another system: a command of the shell that prints their rows in any form.
         without_rows: flows that keep no references outside of Kafka.
+        no_newer_format: whether the user knows that no newer onceflow writes references to this store: what begins like
+            one in a newer format is none.
         older_than_ms: the age from which on an object may be deleted.
         now_ms: the time, in epoch milliseconds.
         show: called with a text, how much is done, and of how much.
@@ -104,12 +110,14 @@ class Collector:
         without: Sequence[str] = (),
         rows: Mapping[str, str] | None = None,
         without_rows: Sequence[str] = (),
+        no_newer_format: bool = False,
         show: Show = lambda text, done, total: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings, self._store, self._every = settings, store, topics is None
         self._topics = list(dict.fromkeys(topics or ()))
         self._without, self._rows, self._without_rows = without, dict(rows or {}), without_rows
+        self._no_newer_format = no_newer_format
         self._until_ms = now_ms - older_than_ms
         self._show, self._check = show, check
         self.found = Collection()
@@ -135,8 +143,10 @@ class Collector:
 
         Raises:
             UnknownTopicError: one of the topics does not exist.
-            OptionError: a flow keeps rows or state where this does not look.
-            ClaimCheckError: there is a reference that cannot be read.
+            OptionError: a flow keeps rows or state where this does not look, or the command for its rows prints no
+                reference any more.
+            EnvironmentUnusableError: the command for the rows of a flow has failed.
+            ClaimCheckError: there is what can be a reference in a newer format.
             PermissionDeniedError: a topic, or the progress of flows, may not be read.
             OnceflowError: a topic or the store cannot be read as a whole.
         """
@@ -160,7 +170,8 @@ class Collector:
         topics = [name for name in self.earlier.topics if name in known] if self._every else self._topics
         wanted = [name for name in {**dict.fromkeys(known), **dict.fromkeys(read)} if name in self.found.references]
         found = [name for name in wanted if name not in (*topics, *self._places)]
-        self._store.remember(Remembered(tuple(topics), tuple(self._rows), tuple(found)))
+        referring = [flow for flow in self._rows if self.found.references.get(_ROWS_OF.format(flow))]
+        self._store.remember(Remembered(tuple(topics), tuple(self._rows), tuple(found), tuple(referring)))
 
     def delete(self) -> None:
         """Delete what `find` has found, after `remember`."""
@@ -197,6 +208,7 @@ class Collector:
         if self._topics:
             find_topics(cluster, dict.fromkeys(self._topics, ""), deadline)
         flows = list(all_progress(cluster, deadline, strict=True, unreadable=self._unreadable))
+        flows += undecided_progress(cluster, deadline, unreadable=self._unreadable)
         if self._every:
             named = [name for name, info in there.items() if not info.internal and name not in self._without]
         else:
@@ -269,7 +281,7 @@ class Collector:
                 if name.endswith(REFERS):
                     self._check()
                     self._show(f"reading objects of {day}", self.found.references.get(_CONTENTS, 0), None)
-                    self._refer_all(_CONTENTS, names_in_stream(self._store.content(name)), f"object {name}")
+                    self._refer_all(_CONTENTS, self._store.content(name), f"object {name}")
 
     def _scan(self, cluster: Cluster, partitions: Mapping[str, Sequence[int]]) -> None:
         """Take everything off the list that a record refers to."""
@@ -323,21 +335,30 @@ class Collector:
         self.found.references[place] = 0
         with (
             tempfile.TemporaryFile() as said,
-            subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stderr=said) as process,
+            subprocess.Popen(_strict(command, flow), stdout=subprocess.PIPE, stderr=said) as process,
         ):
             assert process.stdout is not None
             try:
-                self._refer_all(place, names_in_stream(self._read_chunks(process.stdout, place)), place)
+                self._refer_all(place, self._read_chunks(process.stdout, place), f"the {place}")
             except BaseException:
                 process.kill()
                 raise
-            if process.wait():
+            if code := process.wait():
                 said.seek(0)
+                cut = " (a later part of a pipe has not read everything)" if code == _SIGPIPE_EXIT else ""
                 raise EnvironmentUnusableError(
                     f"The command for the rows of flow {flow} has failed, so nothing is deleted",
-                    detail=f"exit code {process.returncode}: {said.read(_SAID_BYTES).decode(errors='replace')}",
+                    detail=f"exit code {code}{cut}: {said.read(_SAID_BYTES).decode(errors='replace')}",
                     next_step="correct the command of --rows; it prints all rows that may have references",
                 )
+        forgotten = flow in self.earlier.referring and flow not in self._without_rows
+        if forgotten and not self.found.references[place]:
+            raise OptionError(
+                f"The command for the rows of flow {flow} has printed no reference, although an earlier collection of "
+                f"{self._store.url} has found some, so nothing is deleted",
+                next_step="check what the command prints: all rows that may have references. If they have none any "
+                f"more, give --without-rows {flow}, too",
+            )
 
     def _read_chunks(self, source: IO[bytes], place: str) -> Iterator[bytes]:
         done = 0
@@ -349,27 +370,44 @@ class Collector:
 
     def _refer(self, topic: str, number: int, records: Sequence[Record]) -> None:
         """Take the objects off the list to which these records refer."""
-        try:
-            found = names_in(_APART.join(map(_bytes_of, records)))
-        except ClaimCheckError:
+        found = scan(_APART.join(map(_bytes_of, records)))
+        is_newer = bool(found.newer) and not self._no_newer_format
+        if is_newer or ((found.newer or found.odd) and len(self.found.odd) < _ODD_SHOWN):
             for record in records:  # which of them is it?
-                with _located(f"the record is {topic}-{number} at offset {record[0]}", f"{topic}-{number}"):
-                    names_in(_bytes_of(record))
-            raise
-        self._take_off(topic, found)
+                place = f"record {topic}-{number} at offset {record[0]}"
+                self._judge(scan(_bytes_of(record)), place, f"{topic}-{number}")
+        self._take_off(topic, found.names)
 
-    def _refer_all(self, place: str, names: Iterator[str], what: str) -> None:
-        """As `_refer`, for names that come one by one."""
-        with _located(f"it is in {what}", None):
-            while part := list(itertools.islice(names, _DELETED_AT_ONCE)):
-                self._take_off(place, part)
+    def _refer_all(self, place: str, chunks: Iterable[bytes], what: str) -> None:
+        """As `_refer`, for bytes that come in pieces."""
+        for found in scan_stream(chunks):
+            self._judge(found, what)
+            self._take_off(place, found.names)
 
-    def _take_off(self, place: str, names: Iterable[str]) -> None:
-        found = list(names)
-        if found:
+    def _judge(self, found: Found, place: str, topic: str | None = None) -> None:
+        """What is to become of that which begins like a reference, and cannot be read.
+
+        Raises:
+            ClaimCheckError: it can be one in a newer format, and the user does not say that there are none.
+        """
+        if found.newer and not self._no_newer_format:
+            raise ClaimCheckError(
+                f"There is what can be a reference in a newer format, in {place}. Nothing was deleted",
+                topic=topic,
+                detail=f"it begins with {found.newer[0]!r}",
+                next_step="collect with the newest onceflow that writes to this store; or give --no-newer-format, if "
+                "none is newer than this one: then it is no reference",
+            )
+        for odd in (*found.odd, *found.newer):
+            said = f"{place}: {odd!r}"
+            if len(self.found.odd) < _ODD_SHOWN and said not in self.found.odd:
+                self.found.odd.append(said)
+
+    def _take_off(self, place: str, names: Sequence[str]) -> None:
+        if names:
             with self._transaction():
-                self._names.executemany("DELETE FROM objects WHERE name = ?", ((name,) for name in found))
-            self.found.references[place] = self.found.references.get(place, 0) + len(found)
+                self._names.executemany("DELETE FROM objects WHERE name = ?", ((name,) for name in names))
+            self.found.references[place] = self.found.references.get(place, 0) + len(names)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -395,14 +433,22 @@ def _bytes_of(record: Record) -> bytes:
     return _APART.join([key or b"", value or b"", *(content or b"" for _, content in headers)])
 
 
-@contextlib.contextmanager
-def _located(detail: str, topic: str | None) -> Iterator[None]:
-    """Says where a reference is that cannot be read."""
-    try:
-        yield
-    except ClaimCheckError as error:
-        error.detail += f"; {detail}"
-        raise (error if topic is None else error.locate(topic=topic)) from None
+def _strict(command: str, flow: str) -> list[str]:
+    """The program that runs a command of the shell, and fails if one of its steps does, or one part of a pipe.
+
+    Raises:
+        OptionError: the command has a pipe, and no shell here notices the failure of its first part.
+    """
+    shell = shutil.which("bash") or "/bin/sh"
+    strict = [shell, "-e", "-o", "pipefail", "-c"]
+    if subprocess.run([*strict, ":"], capture_output=True, check=False).returncode == 0:
+        return [*strict, command]
+    if "|" in command:
+        raise OptionError(
+            f"The command for the rows of flow {flow} has a pipe, and {shell} does not see when its first part fails",
+            next_step="install bash, or give a command without a pipe, for example a script. Nothing was deleted",
+        )
+    return [shell, "-e", "-c", command]
 
 
 def _kept_elsewhere(flow: str, why: str) -> OptionError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.decided import read_decided
+from onceflow.client.decided import Decided, ends_of, read_decided
 from onceflow.client.log_reader import LogRecord
 from onceflow.client.offsets import EARLIEST, list_offsets
 from onceflow.client.topics import find_topic
@@ -56,11 +56,16 @@ class CommittedProgress:
             self._topic_id, self._partitions = info.topic_id, {}
         span = {PROGRESS_TOPIC: sorted(info.leaders.keys() - set(without))}
         first = list_offsets(cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC]
+        ends = ends_of(cluster, PROGRESS_TOPIC, span[PROGRESS_TOPIC], deadline)
         found: dict[bytes, tuple[int, LogRecord]] = {}
         for number, begin in first.items():
+            is_known = number in self._partitions
             part = self._partitions.setdefault(number, _Partition(begin))
             start = max(part.position, begin)
-            now = read_decided(cluster, PROGRESS_TOPIC, number, start, deadline)
+            if is_known and ends[number] == (start, start):  # nothing has come since
+                now = Decided(stable=start)
+            else:
+                now = read_decided(cluster, PROGRESS_TOPIC, number, start, deadline, ends=ends[number])
             last = {**part.committed, **{each.key or b"": each for each in now.committed}}
             part.committed = {
                 **part.committed,

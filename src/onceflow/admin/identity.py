@@ -53,8 +53,8 @@ def _of_field(names: Sequence[str]) -> Identity:
             at: Any = exact_json.loads(value or b"")
             for name in names:
                 at = at[name]
+            return digest_of(b"f", exact_json.dumps(at))  # what is nested deeply can be read, but not written
         except (ValueError, KeyError, TypeError, IndexError):
             return digest_of(key, value)
-        return digest_of(b"f", exact_json.dumps(at))
 
     return found

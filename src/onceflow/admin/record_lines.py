@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,7 +19,6 @@ _BASE64 = "_base64"
 _PLACE = frozenset({"topic", "partition", "offset"})
 _KNOWN = frozenset({"key", "key_base64", "value", "value_base64", "headers", "timestamp_ms"}) | _PLACE
 _MAX_TIMESTAMP_MS = 2**63 - 1
-_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
 
 Parser = Callable[[bytes], "Record | None"]
 """Parses a line, without its line end, into a record; None for a line without a record. Raises ValueError."""
@@ -85,11 +83,12 @@ def to_json(record: Record) -> str:
 
 
 def as_line(found: Any) -> str:
-    """A document as one line of JSON in ASCII. Control characters are escaped."""
-    try:
-        text = json.dumps(found)
-    except TypeError:  # a Decimal
-        text = _BEYOND_ASCII.sub(_escaped, exact_json.dumps(found).decode())
+    """A document as one line of JSON in ASCII. Control characters are escaped.
+
+    Raises:
+        ValueError: it is nested too deeply.
+    """
+    text = exact_json.written(found, ", ", ": ")
     return text.replace("\x7f", "\\u007f")  # legal in JSON, but a terminal would interpret it
 
 
@@ -111,14 +110,9 @@ def compact_json(content: Any) -> str:
     """A document as JSON without spaces.
 
     Raises:
-        ValueError: it has a number that JSON does not know.
+        ValueError: it has a number that JSON does not know, or is nested too deeply.
     """
-    try:
-        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except TypeError:  # a Decimal
-        return exact_json.dumps(content).decode()
-    except ValueError:
-        raise ValueError("it has a number that is too large for a double") from None
+    return exact_json.written(content, ensure_ascii=False, allow_nan=False)
 
 
 def field(name: str, content: bytes | None) -> dict[str, Any]:
@@ -181,10 +175,6 @@ def _timestamp(found: Any) -> int | None:
         raise ValueError('"timestamp_ms" is not a number of milliseconds since 1970')
     at_ms: int | None = found
     return at_ms
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return json.dumps(found[0])[1:-1]
 
 
 def _no_number(name: str) -> Any:

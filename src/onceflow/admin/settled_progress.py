@@ -61,20 +61,28 @@ class SettledProgress:
 def settled_records(
     cluster: Cluster, names: Names, start: int, deadline: Deadline, check: Callable[[], None] = lambda: None
 ) -> Decided:
-    """The committed progress records of a flow from an offset on, when all that are there are decided. Transactions of
-    other flows are not waited for.
+    """The committed progress records of a flow from an offset on, when all that are there at the call are decided.
+    Transactions of other flows are not waited for, nor those that the flow begins meanwhile: a flow that commits often
+    nearly always has one.
 
     Args:
         check: called while it waits. It may raise, to end the wait.
+
+    Returns:
+        What was found last. ``undecided`` has only records that were not there at the call.
 
     Raises:
         DeadlineExceededError: a transaction with a progress record of the flow stays open.
     """
     _, number = progress_log.topic_partition_of(names.progress_key)
     attempt = 0
+    last: int | None = None  # the last one that was undecided at the first look
     while True:
         found = read_decided(cluster, PROGRESS_TOPIC, number, start, deadline, key=names.progress_key.encode())
-        if not found.undecided:
+        if last is None:
+            last = max((each.offset for each in found.undecided), default=-1)
+        waits = [each for each in found.undecided if each.offset <= last]
+        if not waits:
             return found
         check()
         if deadline.expired:
@@ -82,7 +90,8 @@ def settled_records(
                 "A transaction with progress of the flow stays open",
                 flow=names.flow,
                 topic=f"{PROGRESS_TOPIC}-{number}",
-                detail=f"{deadline.what}: waited for {deadline.seconds:g} s",
+                detail=f"{deadline.what}: waited for {deadline.seconds:g} s for the progress record at offset "
+                f"{waits[0].offset}, of producer id {waits[0].producer_id}",
                 next_step=f"`onceflow transactions list --topic {PROGRESS_TOPIC}` shows whose it is: the next "
                 "start of that flow ends it, and so does its timeout",
             )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
+from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.topics import find_topic, find_topics, topic_configs
 from onceflow.errors import OnceflowError, PermissionDeniedError
@@ -210,3 +211,31 @@ def all_progress(
                 if unreadable is not None:
                     unreadable(key.decode(errors="replace"), error)
                 log.debug("a record of %s cannot be read: %s", PROGRESS_TOPIC, error)
+
+
+def undecided_progress(
+    cluster: Cluster, deadline: Deadline, *, unreadable: Callable[[str, OnceflowError], None]
+) -> Iterator[Progress]:
+    """Progress that an open transaction hides from `all_progress`, whether it will be committed or not.
+
+    One flow may have several records. A transaction of another flow may hide a record that is committed, for as long
+    as it is open; without limit if nobody ends it.
+
+    Args:
+        unreadable: see `all_progress`.
+    """
+    info = find_topic(cluster, PROGRESS_TOPIC, "READ", deadline)
+    if info is None:
+        return
+    span = {PROGRESS_TOPIC: sorted(info.leaders)}
+    stable = list_offsets(cluster, span, LATEST, deadline)[PROGRESS_TOPIC]
+    ends = list_offsets(cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC]
+    for partition, end in ends.items():
+        if stable[partition] >= end:
+            continue
+        for item in read_log(cluster, PROGRESS_TOPIC, partition, stable[partition], end, deadline):
+            if isinstance(item, LogRecord) and item.key and item.value is not None:
+                try:
+                    yield records.decode(item.key, item.value)
+                except OnceflowError as error:
+                    unreadable(item.key.decode(errors="replace"), error)

@@ -20,10 +20,20 @@ from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from onceflow.claim_check.reference import NAME, REFERS, Reference
-from onceflow.claim_check.scan import MARK_BYTES, may_refer
+from onceflow.claim_check.scan import PIECE_BYTES, pieces_of, refers
 from onceflow.clock import clock_ms
 from onceflow.errors import ClaimCheckError, OnceflowError, OptionError, StorageUnavailableError
-from onceflow.object_storage import Bucket, Entry, Folder, Storage, chunks_of, is_bucket, said, schemes
+from onceflow.object_storage import (
+    Bucket,
+    Entry,
+    FileChangedError,
+    Folder,
+    Storage,
+    chunks_of,
+    is_bucket,
+    said,
+    schemes,
+)
 
 MARKER = "onceflow-claim-check.json"
 """A file in every store. Without it, it is the wrong folder, or one that is not mounted."""
@@ -41,11 +51,13 @@ class Remembered(NamedTuple):
     Args:
         topics: those that were given to it. flows: those whose rows in other systems it has read.
         found: further topics in which there were references.
+        referring: those of the flows whose rows had references.
     """
 
     topics: tuple[str, ...] = ()
     flows: tuple[str, ...] = ()
     found: tuple[str, ...] = ()
+    referring: tuple[str, ...] = ()
 
 
 class ObjectStore:
@@ -80,25 +92,44 @@ class ObjectStore:
         Raises:
             StorageUnavailableError: the store cannot be written.
         """
-        reference = _reference(hashlib.sha256(data).hexdigest(), len(data), may_refer(data))
+        reference = _reference(hashlib.sha256(data).hexdigest(), len(data), refers(pieces_of(data)))
         with self._storing(reference.name):
             if not self._has(reference):
                 self._storage.write(reference.name, data)
         return reference
 
     def put_file(self, path: str | os.PathLike[str]) -> Reference:
-        """Store the content of a local file, in bounded memory. As `put`."""
-        checksum, size, refers, last = hashlib.sha256(), 0, False, b""
+        """Store the content of a local file, in bounded memory. As `put`.
+
+        Raises:
+            StorageUnavailableError: the store cannot be written, or the file was changed meanwhile.
+        """
+        checksum, size = hashlib.sha256(), 0
+
+        def read() -> Iterator[bytes]:
+            nonlocal size
+            while piece := file.read(PIECE_BYTES):
+                checksum.update(piece)
+                size += len(piece)
+                yield piece
+
         with Path(path).open("rb") as file:
-            for chunk in chunks_of(file):
-                checksum.update(chunk)
-                size += len(chunk)
-                refers = refers or may_refer(last + chunk)
-                last = chunk[-MARK_BYTES:]
-        reference = _reference(checksum.hexdigest(), size, refers)
+            pieces = read()
+            found = refers(pieces)
+            for _ in pieces:  # the scan ends with the first name
+                pass
+        reference = _reference(checksum.hexdigest(), size, found)
         with self._storing(reference.name):
             if not self._has(reference):
-                self._storage.write_file(reference.name, os.fspath(path), reference.sha256)
+                try:
+                    self._storage.write_file(reference.name, os.fspath(path), reference.sha256)
+                except FileChangedError as error:
+                    raise StorageUnavailableError(
+                        f"The file {os.fspath(path)} was changed while it was stored",
+                        detail=f"object {reference.name} was not written to {self.url}",
+                        next_step="give files that nobody writes any more, for example by renaming them when they are "
+                        "complete",
+                    ) from error
         return reference
 
     def _has(self, reference: Reference) -> bool:

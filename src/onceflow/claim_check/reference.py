@@ -15,11 +15,14 @@ import re
 
 from onceflow.errors import ClaimCheckError
 
-MARK = b"onceflow-claim-check"
-"""A text that every reference has, in every version of the format."""
+PREFIX = b"\xffonceflow-claim-check/"
+"""How every reference begins, in every version of the format. The number of the version and a space follow."""
 
-PREFIX = b"\xff" + MARK + b"/"
-"""How every reference begins, in every version of the format."""
+VERSION = b"1 "
+"""The version that this onceflow knows."""
+
+NEWER = rb"(?:[2-9]|[1-9]\d{1,3}) "
+"""A pattern: what follows the prefix in newer versions. A reference of any version has at least 75 bytes."""
 
 REFERS = "-refers"
 """How the name of an object ends whose content may have references itself."""
@@ -29,8 +32,6 @@ NAME = re.compile(rf"\d{{4}}-\d\d-\d\d/[0-9a-f]{{64}}(?:{REFERS})?")
 
 MAX_BYTES = 512
 """A reference is shorter than this."""
-
-_VERSION = b"1 "
 
 
 class Reference(bytes):
@@ -50,7 +51,7 @@ class Reference(bytes):
     def of(cls, name: str, size: int, sha256: str) -> Reference:
         """The reference to an object."""
         document = json.dumps({"name": name, "sha256": sha256, "size": size}, separators=(",", ":"))
-        return cls.parse(PREFIX + _VERSION + document.encode())
+        return cls.parse(PREFIX + VERSION + document.encode())
 
     @classmethod
     def parse(cls, raw: bytes) -> Reference:
@@ -60,13 +61,14 @@ class Reference(bytes):
             ClaimCheckError: they are damaged, or of a newer version of the format. They are never guessed at: what is
                 read is only what this format allows, so a reference cannot name a file outside of the store.
         """
-        if not raw.startswith(PREFIX + _VERSION):
+        if not raw.startswith(PREFIX + VERSION):
             raise unreadable(raw, "it is of a version of the format that this onceflow does not know")
         try:
-            document = json.loads(raw[len(PREFIX) + len(_VERSION) :])
+            document = json.loads(raw[len(PREFIX) + len(VERSION) :])
             name, size, sha256 = document["name"], document["size"], document["sha256"]
             whole = (
-                NAME.fullmatch(name)
+                len(raw) < MAX_BYTES
+                and NAME.fullmatch(name)
                 and name.removesuffix(REFERS).endswith(f"/{sha256}")
                 and type(size) is int
                 and size >= 0

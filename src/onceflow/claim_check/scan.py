@@ -5,138 +5,208 @@ with bytes in base64, in a snapshot of a table, in a column of a database that p
 all have in common is the name of the object: a day, a slash, and 64 hexadecimal digits. So this module looks for names,
 and not for references. Where there are runs of base64 or hexadecimal digits that are long enough for a name, it decodes
 them, whatever they begin with, and looks into the result in the same way.
+
+Writers ask the same code whether a value refers to objects (`refers`) as the collection does that reads the value. So
+what one of them finds, the other does, too.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from onceflow.claim_check.reference import MARK, MAX_BYTES, PREFIX, REFERS, unreadable
+from onceflow.claim_check.reference import MAX_BYTES, NAME, NEWER, PREFIX, REFERS, VERSION
 
 #: The name of an object, also in a URL.
 _NAME = re.compile(rb"(\d{4}-\d\d-\d\d)(?:/|%2[Ff])([0-9a-f]{64}(?:" + REFERS.encode() + rb")?)")
 #: The beginning of a reference that this version can read.
-_KNOWN = re.compile(re.escape(PREFIX) + rb'1 \{"name":"\d{4}-\d\d-\d\d/[0-9a-f]{64}(?:' + REFERS.encode() + rb')?"')
+_KNOWN = re.compile(
+    re.escape(PREFIX + VERSION) + rb'\{"name":"\d{4}-\d\d-\d\d/[0-9a-f]{64}(?:' + REFERS.encode() + rb')?"'
+)
+_NEWER = re.compile(re.escape(PREFIX) + NEWER)
 _HASH_DIGITS = 64
-_NAME_BYTES = 75
+_DAY_BYTES = 11  # with what separates it from the hash, or with the first byte of that
+_NAME_BYTES = _DAY_BYTES + _HASH_DIGITS
 _HEX_DIGITS = 2 * _NAME_BYTES
 # Each of the characters of a name has a part in four characters of base64 at the most.
 _BASE64_DIGITS = _NAME_BYTES * 4 // 3
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
-#: What JSON adds to base64: escaped ends of lines, and before slashes. JSON in JSON has more of the backslashes.
-_ESCAPES = re.compile(rb"\\+(?:[rn]|(?=/))")
+_LINE_ENDS = b"\r\n"
 
-_HEX, _BASE64 = 1, 2
-_CLASSES = np.zeros(256, dtype=np.uint8)
-_CLASSES[list(b"0123456789abcdefABCDEF")] |= _HEX
-_CLASSES[list(b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+/-_\r\n")] |= _BASE64
+#: What programs put between the digits: escaped ends of lines, indented lines, and other spellings of `+` and `/`.
+_ADDED_MARKS = (b"\\", b"%", b"\n ", b"\n\t", b"\r ", b"\r\t")
+_ADDED = re.compile(rb"\\(?:[rn][ \t]*|u000[aAdD]|u00(2[bBfF])|(?=/))|%0[aAdD]|%(2[bBfF])|(?<=[\r\n])[ \t]+")
+#: JSON in JSON has more of them.
+_BACKSLASHES = re.compile(rb"\\{2,}")
+_SPELLED = {b"2b": b"+", b"2f": b"/", b"": b""}
+
+
+def _class_of(members: bytes) -> bytes:
+    """A table for `bytes.translate`: 1 for the members, 0 for all others."""
+    return bytes(byte in members for byte in range(256))
+
+
+_DIGITS = b"0123456789abcdefABCDEF"
+_LETTERS = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+/-_"
+_OF_HASH = _class_of(_DIGITS)
+_OF_HEX = _class_of(_DIGITS + _LINE_ENDS)
+_OF_BASE64 = _class_of(_LETTERS + _LINE_ENDS)
+#: All of which names and digits consist, with everything that `_ADDED` takes away.
+_OF_TEXT = _class_of(_LETTERS + _LINE_ENDS + b"\\% \t")
 
 #: So many bytes of a stream are looked at twice, so that no name is cut in two, whatever form it has.
 _OVERLAP = 1 << 16
+_APART = b"\0"
+_SHOWN_BYTES = 60
 
 
-def names_in(raw: bytes) -> list[str]:
-    """The names of all objects that these bytes may refer to, each as often as it is there.
+PIECE_BYTES = 1 << 20
+"""So much is best looked at at once: a scan takes several times the memory of what it gets."""
 
-    Raises:
-        ClaimCheckError: there is a reference that this version cannot read.
+
+@dataclass
+class Found:
+    """What a scan has found.
+
+    Args:
+        names: of all objects that the bytes may refer to, each as often as it is there, or more often.
+        newer: beginnings of what can be references in a newer format: what they refer to is not known.
+        odd: beginnings of what begins like a reference, and is none in any format.
     """
-    return [name for layer in _layers(raw) for name in _names(layer)]
+
+    names: list[str] = field(default_factory=list)
+    newer: list[bytes] = field(default_factory=list)
+    odd: list[bytes] = field(default_factory=list)
 
 
-def names_in_stream(chunks: Iterable[bytes]) -> Iterator[str]:
-    """As `names_in`, for bytes that are too many for memory. A name may come more than once.
+def scan(raw: bytes) -> Found:
+    """What these bytes refer to."""
+    found = Found()
+    _look(raw, found, cut=False)
+    return found
 
-    Raises:
-        ClaimCheckError: there is a reference that this version cannot read.
-    """
+
+def scan_stream(chunks: Iterable[bytes]) -> Iterator[Found]:
+    """As `scan`, for bytes that are too many for memory: what is found, piece by piece."""
     rest = b""
     for chunk in chunks:
         window = rest + chunk
         rest = window[-_OVERLAP:]
-        for layer in _layers(window):
-            yield from _names(layer, ends=False)
-    for layer in _layers(rest):
-        yield from _names(layer)
+        found = Found()
+        _look(window, found, cut=True)
+        yield found
+    yield scan(rest)
 
 
-def _names(layer: bytes, *, ends: bool = True) -> list[str]:
-    """The names in one layer.
+def refers(chunks: Iterable[bytes]) -> bool:
+    """Whether a value may refer to objects: whether `scan_stream` finds a name in it, or what it cannot read."""
+    return any(found.names or found.newer for found in scan_stream(chunks))
+
+
+def pieces_of(data: bytes) -> Iterator[bytes]:
+    """The same bytes in pieces, for `scan_stream`."""
+    return (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))
+
+
+def _look(raw: bytes, found: Found, *, cut: bool) -> None:
+    """Look into bytes, and into what is encoded in them. What is decoded is shorter than that, so this ends.
 
     Args:
-        ends: whether the bytes end here. Otherwise a reference at their end may not be there as a whole.
+        cut: whether the bytes do not end here. Then a reference at their end may not be there as a whole.
     """
-    if layer.count(PREFIX) != len(_KNOWN.findall(layer)):
-        known = {found.start() for found in _KNOWN.finditer(layer)}
-        until = len(layer) if ends else len(layer) - MAX_BYTES
-        for found in re.finditer(re.escape(PREFIX), layer):
-            if found.start() < until and found.start() not in known:
-                raise unreadable(layer[found.start() :], "its form is not known")
-    return [_name(found) for found in _NAME.finditer(layer)]
-
-
-def _name(found: re.Match[bytes]) -> str:
-    return f"{found[1].decode()}/{found[2].decode()}"
-
-
-def _layers(raw: bytes) -> Iterator[bytes]:
-    """Those parts of the bytes that may have names: the bytes themselves, and what is encoded in them.
-
-    What is decoded is shorter than what it was decoded from, so this ends.
-    """
-    if len(raw) < _NAME_BYTES:
+    _look_for_references(raw, found, cut=cut)
+    runs = _runs(raw, _OF_TEXT, _NAME_BYTES)
+    if not runs:
         return
-    given = _ESCAPES.sub(b"", raw) if b"\\" in raw else raw
-    classes = _CLASSES[np.frombuffer(given, dtype=np.uint8)]
-    if _runs(classes, _HEX, _HASH_DIGITS).size or PREFIX in given:
-        yield given
-    for start, end in _runs(classes, _HEX, _HEX_DIGITS).tolist():
+    cut = cut and runs[-1][1] == len(raw)
+    text = _APART.join(raw[start:end] for start, end in runs)
+    if any(mark in text for mark in _ADDED_MARKS):
+        text = _ADDED.sub(_spelled, _BACKSLASHES.sub(rb"\\", text))
+    found.names += _names(text)
+    if runs := _runs(text, _OF_HEX, _HEX_DIGITS):
+        digits = [text[start:end].translate(None, _LINE_ENDS) for start, end in runs]
         for shift in (0, 1):
-            digits = given[start + shift : end]
-            yield from _layers(bytes.fromhex(digits[: len(digits) // 2 * 2].decode()))
-    for start, end in _runs(classes, _BASE64, _BASE64_DIGITS).tolist():
-        letters = given[start:end].translate(_URL_SAFE, delete=b"\r\n")
+            decoded = _APART.join(_from_hex(each[shift:]) for each in digits)
+            _look(decoded, found, cut=cut and runs[-1][1] == len(text))
+    if runs := _runs(text, _OF_BASE64, _BASE64_DIGITS):
+        letters = [text[start:end].translate(_URL_SAFE, _LINE_ENDS) for start, end in runs]
         for shift in range(4):
-            digits = letters[shift:]
-            yield from _layers(base64.b64decode(digits[: len(digits) // 4 * 4] + _rest(digits)))
+            decoded = _APART.join(_from_base64(each[shift:]) for each in letters)
+            _look(decoded, found, cut=cut and runs[-1][1] == len(text))
 
 
-def _rest(digits: bytes) -> bytes:
-    """The last digits of base64 that are not four, with what makes them four."""
-    rest = digits[len(digits) // 4 * 4 :]
-    return rest + b"=" * (4 - len(rest)) if len(rest) > 1 else b""
+def _look_for_references(raw: bytes, found: Found, *, cut: bool) -> None:
+    """Look for what begins like a reference, and has no name that `_names` finds."""
+    count = raw.count(PREFIX)
+    if not count or count == len(_KNOWN.findall(raw)):
+        return
+    known = {each.start() for each in _KNOWN.finditer(raw)}
+    until = len(raw) - MAX_BYTES if cut else len(raw)
+    for each in re.finditer(re.escape(PREFIX), raw):
+        if each.start() in known or each.start() >= until:
+            continue
+        following = raw.find(PREFIX, each.end(), each.start() + MAX_BYTES)
+        text = raw[each.start() : following if following > 0 else each.start() + MAX_BYTES]
+        if _NEWER.match(text):
+            found.newer.append(text[:_SHOWN_BYTES])
+        elif name := _spelled_otherwise(text):
+            found.names.append(name)
+        elif not _NAME.search(text):
+            found.odd.append(text[:_SHOWN_BYTES])
 
 
-def _runs(classes: np.ndarray, which: int, least: int) -> np.ndarray:
-    """Begins and ends of the longest runs of bytes of a class that have a least length."""
-    inside = np.concatenate(([0], (classes & which) != 0, [0])).astype(np.int8)
-    changes = np.flatnonzero(np.diff(inside)).reshape(-1, 2)
-    return changes[changes[:, 1] - changes[:, 0] >= least]
+def _spelled_otherwise(text: bytes) -> str | None:
+    """The name in a reference of this version that another program has written, with JSON of another spelling."""
+    if not text.startswith(PREFIX + VERSION):
+        return None
+    try:
+        document, _ = json.JSONDecoder().raw_decode(text[len(PREFIX + VERSION) :].decode("latin-1").lstrip())
+        name = document["name"]
+        return name if NAME.fullmatch(name) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
-def _encoded(mark: bytes) -> list[bytes]:
-    """How bytes look in base64, at its three alignments, whatever is around them."""
-    found = []
-    for shift in range(3):
-        text = base64.b64encode(bytes(shift) + mark)
-        first = (0, 2, 3)[shift]
-        found.append(text[first : (shift + len(mark)) * 8 // 6])
-    return found
+def _names(text: bytes) -> list[str]:
+    """The names in a text. The hash begins where a run of digits does, or two digits after that: ``%2F``."""
+    names = []
+    for start, _ in _runs(text, _OF_HASH, _HASH_DIGITS):
+        around = text[max(0, start - _DAY_BYTES) : start + _HASH_DIGITS + 2 + len(REFERS)]
+        names += [f"{each[1].decode()}/{each[2].decode()}" for each in _NAME.finditer(around)]
+    return names
 
 
-_ONCE = _encoded(MARK)
-_TWICE = [twice for one in _ONCE for twice in _encoded(one)]
-_MARKS = (MARK, MARK.hex().encode(), MARK.hex().upper().encode(), *_ONCE, *_TWICE)
+def _spelled(added: re.Match[bytes]) -> bytes:
+    return _SPELLED[(added[1] or added[2] or b"").lower()]
 
 
-def may_refer(raw: bytes) -> bool:
-    """Whether there may be references in a value, fast: also in base64, also of JSON with base64, and in digits."""
-    return any(mark in raw for mark in _MARKS)
+def _from_hex(digits: bytes) -> bytes:
+    return bytes.fromhex(digits[: len(digits) // 2 * 2].decode())
 
 
-MARK_BYTES = max(map(len, _MARKS))
-"""So many bytes of the last chunk belong in front of the next one, if `may_refer` is asked chunk by chunk."""
+def _from_base64(letters: bytes) -> bytes:
+    """What they encode. The last ones may be less than four."""
+    rest = letters[len(letters) // 4 * 4 :]
+    return base64.b64decode(
+        letters[: len(letters) // 4 * 4] + (rest + b"=" * (4 - len(rest)) if len(rest) > 1 else b"")
+    )
+
+
+def _runs(raw: bytes, members: bytes, least: int) -> list[tuple[int, int]]:
+    """Begins and ends of the longest runs of members of a class, of those that have a least length."""
+    inside = np.frombuffer(raw.translate(members), dtype=bool)
+    width = 1
+    while width * 2 <= least:  # afterwards: whether this byte and so many after it are members
+        inside = inside[:-width] & inside[width:]
+        width *= 2
+    if not inside.any():
+        return []
+    changes = np.flatnonzero(np.diff(inside, prepend=False, append=False))
+    starts, ends = changes[::2], changes[1::2] + width - 1
+    long = ends - starts >= least
+    return list(zip(starts[long].tolist(), ends[long].tolist(), strict=True))

@@ -57,6 +57,12 @@ def claim_check() -> None:
     help="A flow that keeps no references to this store outside of Kafka.",
 )
 @click.option(
+    "--no-newer-format",
+    is_flag=True,
+    help="No onceflow that is newer than this one writes to this store: what looks like a reference in a newer format "
+    "is none.",
+)
+@click.option(
     "--older-than", default="7 days", show_default=True, help="Objects that are younger are left alone; at least 1 day."
 )
 @click.option(
@@ -79,6 +85,7 @@ def collect(
     without: tuple[str, ...],
     rows: tuple[tuple[str, str], ...],
     without_rows: tuple[str, ...],
+    no_newer_format: bool,
     older_than: str,
     storage_options: tuple[str, ...],
     dry_run: bool,
@@ -117,6 +124,7 @@ def collect(
             without=without,
             rows=dict(rows),
             without_rows=without_rows,
+            no_newer_format=no_newer_format,
             show=show,
             check=check,
         )
@@ -178,9 +186,12 @@ def _print_sums(collector: Collector, *, deleted: bool, as_json: bool) -> None:
             "deleted": deleted,
             "old_objects": found.objects,
             "references": found.references,
+            "not_references": found.odd,
         }
         click.echo(json.dumps(sums))
         return
+    for place in found.odd:
+        click.echo(f"This begins like a reference, and is none: {place}.", err=True)
     references = ", ".join(f"{topic} {count:,}" for topic, count in found.references.items())
     click.echo(f"References: {references}.", err=True)
     if not any(collector.earlier):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import kafka.errors as kafka_errors
@@ -131,33 +131,77 @@ class Connections:
         Raises:
             ConnectionFailedError: no response. The broker may or may not have received the request.
         """
-        timeout_s = deadline.capped(_REQUEST_TIMEOUT_S)
-
-        async def run() -> Any:
-            connection = self.manager.get_connection(node, timeout_ms=max(1, int(timeout_s * 1000)))
-            await connection
-            self._fit(request, connection)
-            return await connection.send_request(request, request_timeout_ms=max(1, int(timeout_s * 1000)))
-
         with self.lock:
             try:
-                if self.tokens is not None:
-                    # The event loop does not run between two requests, so a re-authentication may be overdue. It must
-                    # come first: a broker closes a connection that sends another request after its session has expired.
-                    with muted():
-                        self.net.poll(timeout_ms=0)
+                self._log_in_again()
                 with muted():
-                    return self.net.run(run)
-            except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
-                if self.may_log_in_again(error):
-                    raise ConnectionFailedError(f"broker {node}: {error}") from error
-                raise authentication_failed(self.settings, error) from error
-            except kafka_errors.KafkaError as error:
-                if isinstance(error, kafka_errors.UnknownBrokerIdError):
-                    self.refresh_brokers(deadline)
-                raise ConnectionFailedError(f"broker {node}: {type(error).__name__}: {error}") from error
-            except (OSError, RuntimeError) as error:
-                raise ConnectionFailedError(f"broker {node}: {error}") from error
+                    return self.net.run(self._sent, request, node, deadline)
+            except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
+                raise self._failure(error, node, deadline) from error
+
+    def exchange_all(self, requests: Mapping[int, Any], deadline: Deadline) -> dict[int, Any]:
+        """As `exchange`, with one request for each of several brokers, all at once: one that does not answer delays
+        nobody but the caller.
+
+        Returns:
+            By broker, the response, or the `ConnectionFailedError`.
+        """
+        if len(requests) == 1:
+            ((node, request),) = requests.items()
+            try:
+                return {node: self.exchange(request, node, deadline)}
+            except ConnectionFailedError as lost:
+                return {node: lost}
+        found: dict[int, Any] = {}
+
+        async def run() -> None:
+            sent = {
+                node: self.net.call_soon_with_future(self._sent, request, node, deadline)
+                for node, request in requests.items()
+            }
+            for node, future in sent.items():
+                try:
+                    found[node] = await future
+                except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
+                    found[node] = error
+
+        with self.lock:
+            self._log_in_again()
+            with muted():
+                self.net.run(run)
+            for node, answer in found.items():
+                if isinstance(answer, Exception):
+                    found[node] = self._failure(answer, node, deadline)
+                    found[node].__cause__ = answer
+        for answer in found.values():
+            if isinstance(answer, Exception) and not isinstance(answer, ConnectionFailedError):
+                raise answer
+        return found
+
+    async def _sent(self, request: Any, node: int, deadline: Deadline) -> Any:
+        timeout_ms = max(1, int(deadline.capped(_REQUEST_TIMEOUT_S) * 1000))
+        connection = self.manager.get_connection(node, timeout_ms=timeout_ms)
+        await connection
+        self._fit(request, connection)
+        return await connection.send_request(request, request_timeout_ms=timeout_ms)
+
+    def _log_in_again(self) -> None:
+        """The event loop does not run between two requests, so a re-authentication may be overdue. It must come first:
+        a broker closes a connection that sends another request after its session has expired."""
+        if self.tokens is not None:
+            with muted():
+                self.net.poll(timeout_ms=0)
+
+    def _failure(self, error: Exception, node: int, deadline: Deadline) -> Exception:
+        """What a request has failed with: a `ConnectionFailedError`, or that the login was refused."""
+        if isinstance(error, (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError)):
+            if self.may_log_in_again(error):
+                return ConnectionFailedError(f"broker {node}: {error}")
+            return authentication_failed(self.settings, error)
+        if isinstance(error, kafka_errors.UnknownBrokerIdError):
+            self.refresh_brokers(deadline)
+        kind = f"{type(error).__name__}: " if isinstance(error, kafka_errors.KafkaError) else ""
+        return ConnectionFailedError(f"broker {node}: {kind}{error}")
 
     def ask(self, request: Any, api: str, deadline: Deadline) -> Any:
         """Send a request to any broker, again and again until one responds. The request must be safe to repeat."""

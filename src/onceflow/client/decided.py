@@ -9,7 +9,7 @@ transaction that has ended has its marker there. A record without a marker is un
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from onceflow.client.cluster import Cluster
@@ -35,7 +35,14 @@ class Decided:
 
 
 def read_decided(
-    cluster: Cluster, topic: str, partition: int, start: int, deadline: Deadline, *, key: bytes | None = None
+    cluster: Cluster,
+    topic: str,
+    partition: int,
+    start: int,
+    deadline: Deadline,
+    *,
+    key: bytes | None = None,
+    ends: tuple[int, int] | None = None,
 ) -> Decided:
     """The records from an offset to the high watermark. Open transactions are not waited for.
 
@@ -43,15 +50,13 @@ def read_decided(
 
     Args:
         key: of the records that are wanted; None: all of them.
+        ends: as of `ends_of`; None: they are asked for.
 
     Raises:
         PermissionDeniedError: READ on the topic is missing.
         DeadlineExceededError: no leader answers.
     """
-    span = {topic: [partition]}
-    stable = list_offsets(cluster, span, LATEST, deadline)[topic][partition]
-    # Asked afterwards: the markers of what lies below the last stable offset may lie behind it.
-    end = list_offsets(cluster, span, LATEST, deadline, committed=False)[topic][partition]
+    stable, end = ends or ends_of(cluster, topic, [partition], deadline)[partition]
     found = Decided(stable=stable)
     for each in read_stable(cluster, topic, partition, start, stable, deadline):
         if key is None or each.key == key:
@@ -61,6 +66,15 @@ def read_decided(
         found.committed += behind.committed
         found.undecided = behind.undecided
     return found
+
+
+def ends_of(cluster: Cluster, topic: str, partitions: Sequence[int], deadline: Deadline) -> dict[int, tuple[int, int]]:
+    """The last stable offset and the high watermark of each partition."""
+    span = {topic: partitions}
+    stable = list_offsets(cluster, span, LATEST, deadline)[topic]
+    # Asked afterwards: the markers of what lies below the last stable offset may lie behind it.
+    end = list_offsets(cluster, span, LATEST, deadline, committed=False)[topic]
+    return {partition: (stable[partition], end[partition]) for partition in partitions}
 
 
 def read_stable(

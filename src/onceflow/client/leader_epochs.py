@@ -18,7 +18,7 @@ from kafka.protocol.metadata import MetadataRequest
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.client.leaders import ask_leaders
-from onceflow.errors import BrokerUnsupportedError
+from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError
 from onceflow.protocol.names import TopicPartition
 
 log = logging.getLogger("onceflow.client")
@@ -41,26 +41,26 @@ def look_at_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], dead
     """Ask the leader of each partition for its metadata: another broker may not know yet that a topic was deleted and
     created again, or that the leader has changed. A leader knows it before it takes or returns a record.
 
+    All leaders are asked at once, each for the topics of its partitions. Partitions whose leaders have not answered by
+    the deadline, or that have none, are not in the result.
+
     Raises:
         UnknownTopicError: a topic does not exist.
-        DeadlineExceededError: a partition has no leader that answers.
     """
     missing = {*partitions}
     topic_ids: dict[str, str] = {}
     epochs: dict[TopicPartition, int] = {}
     attempt = 0
     while missing:
-        problem = "its leader does not know that it leads"
-        topics = sorted({topic for topic, _ in missing})
-        if attempt:
-            cluster.topics(topics, deadline, patient=True, leaderless=True)
-        for node in sorted({cluster.leader(topic, partition, deadline) for topic, partition in missing}):
-            wanted = [MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
-            request = MetadataRequest(topics=wanted, allow_auto_topic_creation=False)
-            try:
-                response = cluster.exchange(request, node, deadline)
-            except ConnectionFailedError as lost:
-                problem = str(lost)
+        led: dict[int, set[str]] = {}
+        for topic, partition in missing:
+            node = _leader(cluster, topic, partition)
+            if node >= 0:
+                led.setdefault(node, set()).add(topic)
+        problem = "its leader does not know that it leads" if led else "it has no leader"
+        for node, response in cluster.exchange_all({node: _metadata_of(led[node]) for node in led}, deadline).items():
+            if isinstance(response, ConnectionFailedError):
+                problem = str(response)
                 continue
             for topic in response.topics:
                 for each in topic.partitions:
@@ -70,10 +70,27 @@ def look_at_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], dead
                         epochs[place] = int(each.leader_epoch)
                         topic_ids[place[0]] = str(topic.topic_id)
         if missing:
-            topic, partition = min(missing)
-            deadline.pause(attempt, f"{topic}-{partition}: {problem}")
+            try:
+                if attempt:  # at first, what is known may only be old
+                    deadline.pause(attempt, problem)
+                cluster.topics({topic for topic, _ in missing}, deadline, patient=True, leaderless=True)
+            except DeadlineExceededError as late:
+                waits = "{}-{}".format(*min(missing))
+                log.debug("leaders of %d partitions have not answered: %s: %s: %s", len(missing), waits, problem, late)
+                break
             attempt += 1
     return LeaderView(topic_ids, epochs)
+
+
+def _leader(cluster: Cluster, topic: str, partition: int) -> int:
+    """Node id of the leader, as it was last known; -1: there is none, or it is not known."""
+    info = cluster.known_topic(topic)
+    return -1 if info is None else info.leaders.get(partition, -1)
+
+
+def _metadata_of(topics: Iterable[str]) -> MetadataRequest:
+    wanted = [MetadataRequest.MetadataRequestTopic(name=topic) for topic in sorted(topics)]
+    return MetadataRequest(topics=wanted, allow_auto_topic_creation=False)
 
 
 def epoch_ends(cluster: Cluster, epochs: Mapping[TopicPartition, int], deadline: Deadline) -> dict[TopicPartition, int]:

@@ -24,7 +24,8 @@ def ask_leaders(
     read: Callable[[Any], T],
     place: Callable[[Any, Any], TopicPartition] = lambda topic, answer: (str(topic.name), int(answer.partition_index)),
 ) -> dict[TopicPartition, T]:
-    """The result of each partition, from its leader. Sends one request to each leader; waits until leaders exist.
+    """The result of each partition, from its leader. Sends one request to each leader, to all of them at once; waits
+    until leaders exist.
 
     Args:
         api: the request's name, for errors.
@@ -41,11 +42,11 @@ def ask_leaders(
     attempt = 0
     while missing:
         problem = ""
-        for node, wanted in _by_leader(cluster, missing, deadline, fresh=attempt > 0).items():
-            try:
-                response = cluster.exchange(request(wanted), node, deadline)
-            except ConnectionFailedError as lost:
-                problem = str(lost)
+        led = _by_leader(cluster, missing, deadline, fresh=attempt > 0)
+        answers = cluster.exchange_all({node: request(wanted) for node, wanted in led.items()}, deadline)
+        for response in answers.values():
+            if isinstance(response, ConnectionFailedError):
+                problem = str(response)
                 continue
             for topic in response.topics:
                 for answer in topic.partitions:

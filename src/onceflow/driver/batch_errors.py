@@ -156,12 +156,15 @@ def given_up(flow: str, batch: int, attempts: int, last: BaseException | None) -
     """All attempts have failed."""
     if isinstance(last, TransactionTimeoutError):
         return last
+    cure = last.next_step if isinstance(last, OnceflowError) else ""
+    if not cure or cure.startswith("none"):
+        cure = "remove the cause"
     return BatchAbortedError(
         f"Batch {batch} was aborted {attempts} times; nothing of it is visible",
         flow=flow,
         batch=batch,
         detail="" if last is None else in_short(last),
-        next_step="remove the cause and start the flow again: it continues at this batch",
+        next_step=f"{cure}, and start the flow again: it continues at this batch",
     )
 
 

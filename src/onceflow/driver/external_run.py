@@ -14,6 +14,7 @@ from pyspark.sql import SparkSession
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.deadline import Deadline
 from onceflow.client.topics import find_topics, topic_limits
+from onceflow.clock import clock_ms
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.checkpoint_location import CheckpointLocation, scratch_folder
@@ -167,6 +168,11 @@ def _take_over(
         if decided.letters is not None and not start.is_behind:
             left = LettersToWrite(session, decided.letters, decided.targets, start.progress.batch_id)
         commit_progress(session, start.progress, startup.sources, deadline, left)
+    if (start.progress if start.follows else kafka).external != sink.target:
+        # The first batch becomes visible there before Kafka's progress has it. Whoever looks for what flows have
+        # written (a collection of a claim check) has to know of that from progress before.
+        named = replace(start.progress, external=sink.target, driver=startup.driver, time_ms=clock_ms())
+        commit_progress(session, named, startup.sources, deadline)
     letters = letter_topics({}, [write.dead_letter_topic])
     progress = replace(start.progress, letters=letters, external=sink.target)
     owned = Ownership(identity, owner, opened.generation, opened.progress, progress)

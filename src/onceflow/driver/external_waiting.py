@@ -9,6 +9,7 @@ from typing import TypeVar
 from onceflow.client.deadline import Deadline
 from onceflow.driver.batch_errors import in_short
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, OnceflowError
+from onceflow.external.sink import UnavailableError
 
 log = logging.getLogger("onceflow.sink")
 
@@ -33,22 +34,33 @@ def when_reached(
             return call()
         except ConnectionError as error:
             if is_stopping() or deadline.expired:
-                raise DeadlineExceededError(
-                    f"{target} cannot be reached",
-                    flow=flow,
-                    detail=in_short(error),
-                    next_step="start the flow again when it answers: it continues where it is",
-                ) from None
+                raise _given_up(error, target, flow) from None
             if not tried:
                 log.warning(
-                    "flow %s: %s cannot be reached; waiting for it up to %.0f s: %s",
+                    "flow %s: %s %s; waiting for it up to %.0f s: %s",
                     flow,
                     target,
+                    _state(error),
                     deadline.remaining,
                     in_short(error),
                 )
             deadline.pause(tried, in_short(error))
             tried += 1
+
+
+def _state(error: ConnectionError) -> str:
+    return "cannot be used at the moment" if isinstance(error, UnavailableError) else "cannot be reached"
+
+
+def _given_up(error: ConnectionError, target: str, flow: str) -> DeadlineExceededError:
+    cure = error.next_step if isinstance(error, UnavailableError) else ""
+    again = "start the flow again when it answers: it continues where it is"
+    return DeadlineExceededError(
+        f"{target} {_state(error)}",
+        flow=flow,
+        detail=in_short(error),
+        next_step=f"{cure}; then start the flow again: it continues where it is" if cure else again,
+    )
 
 
 def at_start(call: Callable[[], _T], deadline: Deadline, target: str, flow: str) -> _T:

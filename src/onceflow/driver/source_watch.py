@@ -4,20 +4,31 @@ Spark and its tasks ask for offsets by the names of topics. So if a topic is del
 leader election truncates its log, they go on at the same offsets, where other records are. The driver looks at the
 leaders when the range of a batch is known, and again when its records were read. Where the driver itself has fetched
 the records, the leaders have checked both at each Fetch, and the batches of records have their epochs.
+
+A partition whose leader does not answer soon is not checked in this batch. Progress then has no epoch for the end of
+its range, as if the brokers did not have this request; it keeps the one that it had for an earlier offset.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.leader_epochs import LeaderView, epoch_ends, look_at_leaders
 from onceflow.driver.offset_log import SourceRange
-from onceflow.errors import UnknownTopicError
+from onceflow.errors import DeadlineExceededError, UnknownTopicError
 from onceflow.planning.source_starts import check_log
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import Epochs, Progress
+
+log = logging.getLogger("onceflow.driver")
+
+_LOOK_S = 3.0
+"""For how long one look waits for leaders. The second one is inside the transaction: while it waits, readers of the
+outputs wait, too, in all of their partitions. A leader answers in milliseconds, and a new one is usually elected in
+less than a second. Whoever waits longer holds up all partitions for one, whose records were read already."""
 
 
 class SourceWatch:
@@ -32,6 +43,8 @@ class SourceWatch:
         self._flow = flow
         self._topic_ids: Mapping[str, str] = {}
         self._epochs: dict[TopicPartition, int] = {}
+        self._before: Mapping[TopicPartition, tuple[int, int]] = {}
+        self._start: Mapping[str, Mapping[int, int]] = {}
 
     def planned(self, source: SourceRange, progress: Progress, deadline: Deadline) -> None:
         """Check that the partitions have the records before the range that were read. Its end must be known by now.
@@ -41,21 +54,33 @@ class SourceWatch:
             DataLossError: a log was truncated below the range.
         """
         self._topic_ids = progress.topic_ids
-        view = self._look(self._unwatched(source), deadline)
-        before = {
+        deadline = _soon(deadline)
+        wanted = self._unwatched(source)
+        view = self._look(wanted, deadline)
+        self._before = {
             (topic, partition): pair
-            for topic, partition in view.epochs
+            for topic, partition in wanted
             if (pair := progress.epochs.get(topic, {}).get(partition)) is not None
         }
-        self._check_logs(view, before, source.start, deadline)
-        self._epochs = {**view.epochs, **{place: epoch for place, epoch in source.epochs.items() if epoch >= 0}}
+        self._start = source.start
+        checked = self._check_logs(view, self._before, source.start, deadline)
+        self._before = {place: pair for place, pair in self._before.items() if place not in checked}
+        fetched = {place: epoch for place, epoch in source.epochs.items() if epoch >= 0}
+        self._epochs = {**view.epochs, **fetched}
 
     def was_read(self, source: SourceRange, deadline: Deadline) -> None:
         """Check that the records of the range were those of the logs that `planned` has seen. Errors as of it."""
+        deadline = _soon(deadline)
         wanted = self._unwatched(source)
         view = self._look(wanted, deadline)
-        read = {place: (source.end[place[0]][place[1]], self._epochs[place]) for place in wanted}
-        self._check_logs(view, read, source.end, deadline)
+        self._check_logs(view, self._before, self._start, deadline)  # what could not be checked before
+        read = {
+            place: (source.end[place[0]][place[1]], self._epochs[place]) for place in wanted if place in self._epochs
+        }
+        checked = self._check_logs(view, read, source.end, deadline)
+        for place in wanted:
+            if place not in checked:
+                self._epochs.pop(place, None)
 
     def epochs(self, source: SourceRange, before: Epochs) -> Epochs:
         """What progress knows of the leaders after the batch."""
@@ -74,6 +99,12 @@ class SourceWatch:
         if not places:
             return LeaderView({}, {})
         view = look_at_leaders(self._cluster, places, deadline)
+        if silent := sorted({*places} - view.epochs.keys()):
+            log.warning(
+                "flow %s: leaders of %d partitions, such as %s-%d, have not answered within %g s: whether their logs "
+                "are still the same is not checked in this batch",
+                *(self._flow, len(silent), *silent[0], deadline.seconds),
+            )
         for topic, topic_id in view.topic_ids.items():
             if self._topic_ids.get(topic) not in (None, topic_id):
                 raise UnknownTopicError(
@@ -92,10 +123,25 @@ class SourceWatch:
         known: Mapping[TopicPartition, tuple[int, int]],
         read: Mapping[str, Mapping[int, int]],
         deadline: Deadline,
-    ) -> None:
-        """Args: known: as in progress, by partition. read: the first offsets that were not read."""
+    ) -> set[TopicPartition]:
+        """Check logs. Returns the partitions that could be checked.
+
+        Args:
+            known: as in progress, by partition. read: the first offsets that were not read.
+        """
+        asked = {place: pair for place, pair in known.items() if place in view.epochs}
         # While the same leader leads, it keeps its log.
-        changed = {place: epoch for place, (_, epoch) in known.items() if view.epochs[place] != epoch}
-        for (topic, partition), end in epoch_ends(self._cluster, changed, deadline).items():
+        changed = {place: epoch for place, (_, epoch) in asked.items() if view.epochs[place] != epoch}
+        try:
+            ends = epoch_ends(self._cluster, changed, deadline)
+        except DeadlineExceededError as late:
+            log.warning("flow %s: %s; the logs of %d partitions are not checked", self._flow, late, len(changed))
+            return asked.keys() - changed.keys()
+        for (topic, partition), end in ends.items():
             pairs = {partition: known[topic, partition]}
             check_log(topic, {partition: end}, read[topic], pairs, self._flow)
+        return {*asked}
+
+
+def _soon(deadline: Deadline) -> Deadline:
+    return Deadline(deadline.capped(_LOOK_S), deadline.what)

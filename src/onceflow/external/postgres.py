@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from onceflow.errors import (
+    BadRecordError,
     BatchAbortedError,
     EnvironmentUnusableError,
     OnceflowError,
@@ -31,24 +32,31 @@ from onceflow.external.postgres_columns import (
     Column,
     Relation,
     check_digits,
+    check_lasting,
     check_taken,
     columns_of,
+    definition_of,
     named,
+    quoted_name,
     relation_of,
     shows_order,
     staged_types,
 )
 from onceflow.external.postgres_connection import (
+    Trouble,
     completed,
     connect,
     dataset_of,
+    holders,
+    kept_alive,
     may_be_of_a_row,
     pin,
-    reason,
-    suppress_race,
+    said,
+    trouble_of,
 )
 from onceflow.external.postgres_key import Key, key_of
 from onceflow.external.postgres_moves import Moves, Staged
+from onceflow.external.postgres_progress import ProgressTable, progress_table_of
 from onceflow.external.postgres_staging import (
     HEADERS,
     PROBLEM,
@@ -66,6 +74,7 @@ from onceflow.external.sink import (
     ExternalSink,
     ProgressRow,
     RefusedRow,
+    UnavailableError,
     check_owner,
     next_generation,
     older_state,
@@ -76,7 +85,6 @@ if TYPE_CHECKING:  # the extra is needed where it is used only
 
 log = logging.getLogger("onceflow.sink")
 
-_PROGRESS = "onceflow_progress"
 _LOCK_S = 60  # how long a transaction waits for a row that another one has locked
 _CHECK_S = 2  # how long the check of a start waits for the table
 _CLEAN_MS = 200
@@ -117,9 +125,13 @@ class PostgresSink(ExternalSink):
         self._sets_aside = False
         # What a start has found. Names without a schema, and text, would else depend on the settings of each session.
         self._pinned: dict[str, str] = {}
+        self._path: list[str] = []  # the schemas that are searched
         self._schema = ""  # of the staging tables
+        self._tables: dict[str, ProgressTable] = {}  # which one has the progress row of a flow
         self._encoding = "utf-8"  # of the database
         self._relation: Relation | None = None
+        self._rows: pa.Schema = pa.schema([])
+        self._definition: tuple[Any, ...] = ()  # of the table
         self._columns: list[Column] = []
         self._key: Key | None = None
         self._ordered = True
@@ -145,13 +157,19 @@ class PostgresSink(ExternalSink):
         self._sets_aside = True
 
     def check(self, schema: pa.Schema) -> None:
-        with self._connected() as connection:
+        with self._starting() as connection:
             self._check(connection, schema)
 
     def _check(self, connection: psycopg.Connection[Any], schema: pa.Schema) -> None:
-        relation = self._relation = relation_of(connection, self._write.table)
+        self._relation, self._rows = relation_of(connection, self._write.table), schema
         self._find_session(connection)
         check_driver(self._dsn)
+        self._fit(connection, self._relation, schema)
+
+    def _fit(self, connection: psycopg.Connection[Any], relation: Relation, schema: pa.Schema) -> None:
+        """Find how rows fit the table, as it is now."""
+        self._definition = definition_of(connection, relation)
+        check_lasting(connection, relation)
         columns = columns_of(connection, relation)
         known = {name: column for name, column in columns.items() if not column.always}
         record = [name for name in RECORD_COLUMNS if self._sets_aside and name in schema.names and name not in known]
@@ -161,6 +179,12 @@ class PostgresSink(ExternalSink):
         written = self._write.columns(rows.names)
         needed = [name for name, column in known.items() if column.needed]
         self._write.check_table(written, list(known), needed)
+        if not written:
+            raise SchemaError(
+                f"The rows have no columns of table {self._write.table}",
+                detail=f"they have {', '.join(schema.names)}; it has {', '.join(known)}",
+                next_step="select some of them",
+            )
         staged = staged_types(rows)
         check_digits(known, staged, written, self._write.table)
         self._columns = [known[name].staged(staged[name], f"c{number}") for number, name in enumerate(written)]
@@ -173,68 +197,86 @@ class PostgresSink(ExternalSink):
         self._record = record_columns(kinds)
         self._check_moves(connection)
 
+    def _fit_again(self, connection: psycopg.Connection[Any]) -> None:
+        """The same, if the table has been altered since.
+
+        Raises:
+            SchemaError: rows do not fit it any more.
+        """
+        assert self._relation is not None, "check comes first"
+        definition = definition_of(connection, self._relation)
+        if definition == self._definition:
+            return
+        log.warning("%s has been altered", self.target)
+        staged = self._staged_columns()
+        self._relation = replace(self._relation, oid=definition[0])
+        self._fit(connection, self._relation, self._rows)
+        if self._staged_columns() != staged:
+            raise SchemaError(
+                f"Table {self._write.table} was altered while the flow was running: other columns are written to it",
+                next_step="start the flow again: it continues at this batch",
+            )
+
+    def _staged_columns(self) -> list[tuple[str, str, str]]:
+        return [(each.name, each.staged_as, each.staged_in) for each in [*self._columns, *self._record]]
+
+    def _check_unaltered(self, connection: psycopg.Connection[Any]) -> None:
+        """Check that the table is what the attempt's rows were checked for. The locks of its statements keep it so.
+
+        Raises:
+            BatchAbortedError: it is not.
+        """
+        assert self._relation is not None, "check comes first"
+        if definition_of(connection, self._relation) != self._definition:
+            raise BatchAbortedError(
+                f"{self.target} was altered while a batch was written", next_step="none: the batch is run again"
+            )
+
     def _find_session(self, connection: psycopg.Connection[Any]) -> None:
         """Find what names mean in a session of this user, and in which encoding the database keeps text."""
         found = connection.execute(
-            "SELECT current_schema(), current_setting('search_path'), current_setting('server_encoding')"
+            "SELECT current_schemas(false)::text[], current_setting('search_path'), current_setting('server_encoding')"
         ).fetchone()
-        schema, path, encoding = found or (None, "", "UTF8")
-        if schema is None:
+        schemas, path, encoding = found or ([], "", "UTF8")
+        # Schemas of temporary tables are of this session alone.
+        self._path = [schema for schema in schemas if not schema.startswith("pg_temp")]
+        places = [schema for schema in self._path if schema != "pg_catalog"]
+        if not places:
             raise SchemaError(
                 f"{self.target}: the user has no schema for the progress row and the staging tables",
                 detail=f"no schema of its search_path exists, or the user may not use it: {path}",
                 next_step="create one, or set another search_path: ALTER ROLE ... SET search_path = ...",
             )
-        self._pinned, self._schema = {"search_path": path}, schema
+        # Not the text of the path: a schema that it names may be created while the flow runs.
+        self._pinned = {"search_path": ", ".join(map(quoted_name, self._path))}
+        self._schema, self._tables, self._progress = places[0], {}, {}
         self._encoding = _python_name(connection, encoding)
 
     def progress_row(self, flow: str) -> ProgressRow | None:
-        with self._connected() as connection:
-            there = connection.execute("SELECT to_regclass(%s)", [_PROGRESS]).fetchone()
-            if there is None or there[0] is None:
-                return None
-            return self._row(connection, flow)
+        with self._starting() as connection:
+            table = progress_table_of(connection, flow, self._path)
+            return None if table is None else table.row(connection, flow)
 
     def open(self, flow: str, owner: str, generation: int | None) -> ProgressRow:
-        with self._connected() as connection:
-            with suppress_race():
-                connection.execute(
-                    f"CREATE TABLE IF NOT EXISTS {_PROGRESS} "
-                    "(flow text PRIMARY KEY, generation bigint NOT NULL, owner text NOT NULL, progress text)"
-                )
+        with self._starting() as connection:
+            if flow not in self._tables:
+                found = progress_table_of(connection, flow, self._path)
+                self._tables[flow] = found or ProgressTable(self._schema)
+            table = self._tables[flow]
+            table.create(connection)
             with self._transaction(connection):
-                # The lock of a row that is not there yet is that of its insertion.
-                connection.execute(
-                    f"INSERT INTO {_PROGRESS} VALUES (%s, 0, '', NULL) ON CONFLICT (flow) DO NOTHING", [flow]
-                )
-                found = self._row(connection, flow, lock=True)
-                last = None if found is None or not found.generation else found
+                last = table.locked(connection, flow)
                 opened = next_generation(self.target, flow, last, owner, generation)
-                connection.execute(
-                    f"UPDATE {_PROGRESS} SET generation = %s, owner = %s WHERE flow = %s", [opened, owner, flow]
-                )
+                table.take(connection, flow, owner, opened)
             progress = None if last is None else last.progress
             self._progress[flow] = progress
             self._drop_staging(connection, flow)
         return ProgressRow(opened, owner, progress)
 
     def begin(self, attempt: BatchAttempt) -> None:
-        from psycopg import sql
-
-        columns = [
-            sql.SQL("{} {}").format(sql.Identifier(each.staged_in), sql.SQL(each.staged_as))
-            for each in [*self._columns, *self._record]
-        ]
-        with self._connected() as connection:
-            connection.execute(
-                sql.SQL("CREATE UNLOGGED TABLE IF NOT EXISTS {} ({} text, {} bigint, {} text, {})").format(
-                    sql.Identifier(self._schema, _staging(attempt)),
-                    sql.Identifier(RECEIPT),
-                    sql.Identifier(ROW),
-                    sql.Identifier(PROBLEM),
-                    sql.SQL(", ").join(columns),
-                )
-            )
+        with self._connected() as connection, self._rolled_back(connection, "Staging for"):
+            self._fit_again(connection)
+            self._make_staging(connection, attempt)
 
     def write(self, attempt: BatchAttempt, task: str, batches: Iterator[pa.RecordBatch]) -> bytes:
         from adbc_driver_postgresql import dbapi
@@ -246,42 +288,59 @@ class PostgresSink(ExternalSink):
         receipt = f"{attempt}-{task}"
         required = () if self._key is None or self._key.nulls_equal else self._write.key
         rows = TaskRows(receipt, self._columns, self._record, required=required, encoding=self._encoding)
-        with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
-            reader = rows.reader(batches, first)
-            cursor.adbc_ingest(_staging(attempt), reader, mode="append", db_schema_name=self._schema)
-            connection.commit()
+        try:
+            with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
+                reader = rows.reader(batches, first)
+                cursor.adbc_ingest(_staging(attempt), reader, mode="append", db_schema_name=self._schema)
+                connection.commit()
+        except dbapi.Error as error:
+            if not error.sqlstate:
+                raise
+            trouble = trouble_of(error.sqlstate, " ".join(str(error).split()))
+            raise BatchAbortedError(
+                f"Rows could not be staged for {self.target}", detail=trouble.what, next_step=trouble.next_step
+            ) from error
         return json.dumps([receipt, rows.total]).encode()
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
-        def move(connection: psycopg.Connection[Any], staged: Staged) -> str:
-            self._moves.all_or_none(connection, staged)
-            return progress
+        def move(connection: psycopg.Connection[Any], staged: Staged) -> list[RefusedRow]:
+            try:
+                self._moves.all_or_none(connection, staged)
+            except BadRecordError:
+                self._check_unaltered(connection)
+                raise
+            return []
 
-        self._commit(attempt, receipts, move)
+        self._commit(attempt, receipts, move, lambda _: progress)
 
     def commit_accepted(
         self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: Callable[[Sequence[RefusedRow]], str]
     ) -> None:
-        self._commit(attempt, receipts, lambda *given: progress(self._moves.all_accepted(*given)))
+        self._commit(attempt, receipts, self._moves.all_accepted, progress)
 
     def _commit(
         self,
         attempt: BatchAttempt,
         receipts: Sequence[bytes],
-        move: Callable[[psycopg.Connection[Any], Staged], str],
+        move: Callable[[psycopg.Connection[Any], Staged], list[RefusedRow]],
+        progress: Callable[[Sequence[RefusedRow]], str],
     ) -> None:
         given = [json.loads(receipt) for receipt in receipts if receipt]
         staged = Staged(self._schema, _staging(attempt), [name for name, _ in given])
         with self._connected() as connection:
-            with self._decided(connection), self._transaction(connection):
-                found = self._row(connection, attempt.flow, lock=True)
+            with self._rolled_back(connection, "The transaction of"), self._transaction(connection):
+                table = self._tables[attempt.flow]
+                found = table.row(connection, attempt.flow, lock=True)
                 check_owner(self.target, attempt, found)
                 before = None if found is None else found.progress
                 if before != self._progress.get(attempt.flow, before):
                     raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
                 staged = self._checked(connection, staged, sum(rows for _, rows in given))
-                text = move(connection, staged)
-                connection.execute(f"UPDATE {_PROGRESS} SET progress = %s WHERE flow = %s", [text, attempt.flow])
+                with kept_alive(connection, _LOCK_S / 4):  # a million refused rows take this process a minute
+                    refused = move(connection, staged)
+                    self._check_unaltered(connection)
+                    text = progress(refused)
+                table.keep(connection, attempt.flow, text)
             self._progress[attempt.flow] = text
             self._empty_staging(connection, attempt)
 
@@ -310,7 +369,7 @@ class PostgresSink(ExternalSink):
         import psycopg
 
         if self._connection is None or self._connection.closed:
-            self._connection = connect(self._dsn, self._pinned)
+            self._connection = connect(self._dsn)
             weakref.finalize(self, self._connection.close)  # also if a start fails
         try:
             yield self._connection
@@ -325,12 +384,47 @@ class PostgresSink(ExternalSink):
                 raise
             lost = self._connection.closed
             self._connection.close()  # what it has begun is rolled back
-            if lost and isinstance(error, psycopg.OperationalError):
-                raise ConnectionError(" ".join(str(error).split())) from error
+            if lost and isinstance(error, psycopg.Error):  # some of its limits end a session with an InternalError
+                raise ConnectionError(trouble_of(error.sqlstate, " ".join(str(error).split())).what) from error
             raise
 
     @contextmanager
-    def _decided(self, connection: psycopg.Connection[Any]) -> Iterator[None]:
+    def _starting(self) -> Iterator[psycopg.Connection[Any]]:
+        """The same, for what a start asks.
+
+        Raises:
+            UnavailableError: the server cannot do it at the moment.
+            EnvironmentUnusableError: nor later.
+        """
+        import psycopg
+
+        with self._connected() as connection:
+            try:
+                yield connection
+            except psycopg.Error as error:
+                if connection.closed or isinstance(error, psycopg.errors.InsufficientPrivilege):
+                    raise
+                trouble = self._trouble(connection, error)
+                if trouble.passes:
+                    raise UnavailableError(trouble.what, trouble.next_step) from error
+                raise EnvironmentUnusableError(
+                    f"{self.target} cannot be used", detail=trouble.what, next_step=trouble.next_step
+                ) from error
+
+    def _trouble(self, connection: psycopg.Connection[Any], error: psycopg.Error) -> Trouble:
+        import psycopg
+
+        trouble = trouble_of(error.sqlstate, said(error))
+        if not isinstance(error, (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled)):
+            return trouble
+        tables = [(each.schema, each.name) for each in self._tables.values()]
+        if self._relation is not None:
+            tables.append((self._relation.schema, self._relation.name))
+        found = holders(connection, tables)
+        return replace(trouble, what=f"{trouble.what}; locks are held by {found}") if found else trouble
+
+    @contextmanager
+    def _rolled_back(self, connection: psycopg.Connection[Any], what: str) -> Iterator[None]:
         """If the server has answered that a statement or the commit failed, all is rolled back.
 
         Raises:
@@ -343,10 +437,9 @@ class PostgresSink(ExternalSink):
         except psycopg.Error as error:
             if connection.closed or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
                 raise
+            trouble = self._trouble(connection, error)
             raise BatchAbortedError(
-                f"The transaction of {self.target} was rolled back",
-                detail=reason(error, _LOCK_S),
-                next_step="none: the batch is run again",
+                f"{what} {self.target} was rolled back", detail=trouble.what, next_step=trouble.next_step
             ) from error
 
     @contextmanager
@@ -354,16 +447,8 @@ class PostgresSink(ExternalSink):
         with connection.transaction():
             # A driver that is stopped in the middle must not hold the row for ever.
             limits = {"lock_timeout": f"{_LOCK_S}s", "idle_in_transaction_session_timeout": f"{_LOCK_S}s"}
-            pin(connection, {**self._pinned, **limits}, local=True)
+            pin(connection, {**self._pinned, **limits})
             yield
-
-    def _row(self, connection: psycopg.Connection[Any], flow: str, *, lock: bool = False) -> ProgressRow | None:
-        """The progress row. ``lock``: nobody else can change it until the transaction ends."""
-        found = connection.execute(
-            f"SELECT generation, owner, progress FROM {_PROGRESS} WHERE flow = %s" + (" FOR UPDATE" if lock else ""),
-            [flow],
-        ).fetchone()
-        return None if found is None else ProgressRow(int(found[0]), found[1], found[2])
 
     def _check_moves(self, connection: psycopg.Connection[Any]) -> None:
         """Try everything without rows: it needs the same permissions, types and index."""
@@ -372,8 +457,8 @@ class PostgresSink(ExternalSink):
         attempt = BatchAttempt("onceflow check", "", 0, 0, 0)
         try:
             with connection.transaction(force_rollback=True):
-                connection.execute(f"SET LOCAL lock_timeout = '{_CHECK_S}s'")
-                self.begin(attempt)
+                pin(connection, {**self._pinned, "lock_timeout": f"{_CHECK_S}s"})
+                self._make_staging(connection, attempt)
                 self._moves.all_of(connection, Staged(self._schema, _staging(attempt), []))
         except psycopg.errors.LockNotAvailable:
             log.warning("%s is locked by another session; it is not tried before the first batch", self.target)
@@ -409,27 +494,45 @@ class PostgresSink(ExternalSink):
             raise RuntimeError(f"{expected} rows were staged, and {rows} are there")
         return replace(staged, problems=problems)
 
+    def _make_staging(self, connection: psycopg.Connection[Any], attempt: BatchAttempt) -> None:
+        from psycopg import sql
+
+        columns = [
+            sql.SQL("{} {}").format(sql.Identifier(each.staged_in), sql.SQL(each.staged_as))
+            for each in [*self._columns, *self._record]
+        ]
+        connection.execute(
+            sql.SQL("CREATE UNLOGGED TABLE IF NOT EXISTS {} ({} text, {} bigint, {} text, {})").format(
+                sql.Identifier(self._schema, _staging(attempt)),
+                sql.Identifier(RECEIPT),
+                sql.Identifier(ROW),
+                sql.Identifier(PROBLEM),
+                sql.SQL(", ").join(columns),
+            )
+        )
+
     def _empty_staging(self, connection: psycopg.Connection[Any], attempt: BatchAttempt) -> None:
         """Remove all staged rows, unless a task that does not know of the end still copies."""
-        self._cleaned(connection, "TRUNCATE {}", _staging(attempt))
+        self._cleaned(connection, "TRUNCATE {}", self._schema, _staging(attempt))
 
     def _drop_staging(self, connection: psycopg.Connection[Any], flow: str) -> None:
-        """Remove the staging tables of earlier generations."""
+        """Remove the staging tables of earlier generations, in whichever schema they are."""
         pattern = _staging_prefix(flow).replace("_", r"\_") + "%"
         found = connection.execute(
-            "SELECT relname FROM pg_class WHERE relname LIKE %s AND pg_table_is_visible(oid) AND relkind = 'r'",
+            "SELECT nspname, relname FROM pg_class JOIN pg_namespace AS n ON n.oid = relnamespace "
+            "WHERE relname LIKE %s AND relkind = 'r' AND pg_has_role(relowner, 'USAGE')",
             [pattern],
         ).fetchall()
-        for (name,) in found:
-            self._cleaned(connection, "DROP TABLE IF EXISTS {}", name)
+        for schema, name in found:
+            self._cleaned(connection, "DROP TABLE IF EXISTS {}", schema, name)
 
-    def _cleaned(self, connection: psycopg.Connection[Any], statement: Any, table: str) -> None:
+    def _cleaned(self, connection: psycopg.Connection[Any], statement: str, schema: str, table: str) -> None:
         import psycopg
         from psycopg import sql
 
         with suppress(psycopg.errors.LockNotAvailable, psycopg.errors.UndefinedTable), connection.transaction():
             connection.execute(f"SET LOCAL lock_timeout = '{_CLEAN_MS}ms'")
-            connection.execute(sql.SQL(statement).format(sql.Identifier(table)))
+            connection.execute(sql.SQL(statement).format(sql.Identifier(schema, table)))
 
 
 def _python_name(connection: psycopg.Connection[Any], encoding: str) -> str:

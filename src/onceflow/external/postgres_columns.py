@@ -155,7 +155,7 @@ def _item(staged_as: str, base: Type) -> tuple[str, str, Type | None]:
 def named(*names: str) -> sql.SQL:
     """A name in a statement that has parameters. psycopg's ``Identifier`` leaves ``%`` as it is, which the statement
     would then take for a parameter."""
-    return plain(".".join(map(_quoted_name, names)))
+    return plain(".".join(map(quoted_name, names)))
 
 
 def plain(text: str) -> sql.SQL:
@@ -174,11 +174,69 @@ def relation_of(connection: psycopg.Connection[Any], table: str) -> Relation:
     found = connection.execute(
         "SELECT c.oid, nspname, relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace "
         "WHERE c.oid = coalesce(to_regclass(%s), to_regclass(%s))",
-        [_quoted(table), _quoted_name(table)],  # a name may have a dot
+        [_quoted(table), quoted_name(table)],  # a name may have a dot
     ).fetchone()
     if found is None:
         raise _no_table(connection, table)
     return Relation(*found)
+
+
+def definition_of(connection: psycopg.Connection[Any], relation: Relation) -> tuple[Any, ...]:
+    """What is different if the table of this name has been altered, or is another one. Its first part is the number of
+    the table.
+
+    Raises:
+        SchemaError: there is no such table any more.
+    """
+    found: tuple[Any, ...] | None = connection.execute(
+        "SELECT c.oid, c.xmin::text, "
+        "(SELECT string_agg(attnum || ' ' || a.xmin, ',' ORDER BY attnum) FROM pg_attribute AS a "
+        "WHERE attrelid = c.oid), "
+        "(SELECT string_agg(indexrelid || ' ' || i.xmin, ',' ORDER BY indexrelid) FROM pg_index AS i "
+        "WHERE indrelid = c.oid), "
+        "(SELECT string_agg(t.oid || ' ' || t.xmin, ',' ORDER BY t.oid) FROM pg_trigger AS t WHERE tgrelid = c.oid) "
+        "FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace WHERE nspname = %s AND relname = %s",
+        [relation.schema, relation.name],
+    ).fetchone()
+    if found is None:
+        raise _no_table(connection, f"{relation.schema}.{relation.name}")
+    return found
+
+
+#: Tables that get the rows of a table: its partitions, and that of a view.
+_WRITTEN = """
+WITH RECURSIVE below AS (SELECT %s::oid AS oid UNION SELECT next.oid FROM below CROSS JOIN LATERAL (
+    SELECT inhrelid AS oid FROM pg_inherits JOIN pg_class AS p ON p.oid = inhparent
+    WHERE inhparent = below.oid AND p.relkind = 'p'
+    UNION ALL SELECT min(d.refobjid::bigint)::oid FROM pg_class AS v JOIN pg_rewrite AS r ON r.ev_class = v.oid
+    JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid
+        AND d.refclassid = 'pg_class'::regclass
+    WHERE v.oid = below.oid AND v.relkind = 'v' AND d.refobjid <> v.oid HAVING count(DISTINCT d.refobjid) = 1
+) AS next)
+SELECT c.oid::regclass::text, relkind = 'f' FROM below JOIN pg_class AS c USING (oid)
+WHERE relkind = 'f' OR relpersistence = 'u' ORDER BY 1
+"""
+
+
+def check_lasting(connection: psycopg.Connection[Any], relation: Relation) -> None:
+    """Check that rows are committed with the progress row, and stay.
+
+    Raises:
+        SchemaError: the table, or one that gets its rows, is a foreign one, or a crash of the server empties it.
+    """
+    found = connection.execute(_WRITTEN, [relation.oid]).fetchone()
+    if found is None:
+        return
+    name, is_foreign = found
+    if is_foreign:
+        raise SchemaError(
+            f"{name} is a foreign table: another server commits its rows, before or after the progress row",
+            next_step="write with a sink that is connected to that server",
+        )
+    raise SchemaError(
+        f"{name} is UNLOGGED: a crash of the server empties it, and no flow writes its rows again",
+        next_step=f"ALTER TABLE {name} SET LOGGED",
+    )
 
 
 def columns_of(connection: psycopg.Connection[Any], relation: Relation) -> dict[str, Column]:
@@ -192,13 +250,16 @@ def columns_of(connection: psycopg.Connection[Any], relation: Relation) -> dict[
 def _columns_of(connection: psycopg.Connection[Any], relation: Relation) -> dict[str, Column]:
     types = _types_of(connection, relation)
     columns, sized = {}, []
-    for name, shown, oid, size, needed, always in connection.execute(
+    for name, shown, oid, size, not_null, has_default, always in connection.execute(
         "SELECT attname, format_type(atttypid, atttypmod), atttypid, atttypmod, "
-        "attnotnull AND NOT atthasdef AND attidentity = '', CASE WHEN attidentity = 'a' THEN "
+        "attnotnull, atthasdef OR attidentity <> '', CASE WHEN attidentity = 'a' THEN "
         "'GENERATED ALWAYS AS IDENTITY' WHEN attgenerated <> '' THEN 'a generated column' ELSE '' END "
         "FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
         [relation.oid],
     ).fetchall():
+        domains = _domains(types, oid)
+        needed = not has_default and (not_null or any(types[each].typnotnull for each in domains))
+        needed = needed and not any(types[each].has_default for each in domains[:1])
         base, size = _below(types, oid, size)
         columns[name] = Column(name, shown, _type(types, base), "", size, base != oid, needed, always)
         sized.append((name, base, size))
@@ -219,7 +280,8 @@ def _types_of(connection: psycopg.Connection[Any], relation: Relation) -> dict[i
             "WITH RECURSIVE below AS (SELECT atttypid AS oid FROM pg_attribute WHERE attrelid = %s AND attnum > 0 "
             "AND NOT attisdropped UNION SELECT CASE typtype WHEN 'd' THEN typbasetype ELSE typelem END "
             "FROM below JOIN pg_type USING (oid) WHERE typtype = 'd' OR typcategory = 'A' AND typelem <> 0) "
-            "SELECT t.oid, typtype = 'd' AS is_domain, typbasetype, typtypmod, "
+            "SELECT t.oid, typtype = 'd' AS is_domain, typbasetype, typtypmod, typnotnull, "
+            "typdefault IS NOT NULL AS has_default, "
             "CASE typcategory WHEN 'A' THEN typelem ELSE 0 END AS element, format_type(t.oid, -1) AS shown, "
             "t.oid = 'pg_catalog.text'::regtype OR typcategory = 'S' OR EXISTS (SELECT FROM pg_cast "
             "WHERE castsource = 'pg_catalog.text'::regtype AND casttarget = t.oid AND castcontext IN ('a', 'i')) "
@@ -230,6 +292,15 @@ def _types_of(connection: psycopg.Connection[Any], relation: Relation) -> dict[i
             [relation.oid],
         ).fetchall()
     return {each.oid: each for each in found}
+
+
+def _domains(types: Mapping[int, Any], oid: int) -> list[int]:
+    """A type, and those below it, as long as they are domains. The first one has the defaults of the others."""
+    found = []
+    while types[oid].is_domain:
+        found.append(oid)
+        oid = types[oid].typbasetype
+    return found
 
 
 def _below(types: Mapping[int, Any], oid: int, size: int) -> tuple[int, int]:
@@ -262,7 +333,7 @@ def check_taken(known: Mapping[str, Column], names: Sequence[str], key: Collecti
             next_step = "name other columns of a unique index in key="
         if known[name].always.endswith("IDENTITY"):
             next_step += (
-                f", or let it take values: ALTER TABLE {_quoted(table)} ALTER COLUMN {_quoted_name(name)} "
+                f", or let it take values: ALTER TABLE {_quoted(table)} ALTER COLUMN {quoted_name(name)} "
                 "SET GENERATED BY DEFAULT"
             )
         raise SchemaError(
@@ -291,7 +362,7 @@ def _no_table(connection: psycopg.Connection[Any], table: str) -> SchemaError:
         return SchemaError(f"There is no table {table!r}", next_step=next_step)
     schema, _, _, usable = alike[0]
     if table == alike[0][1] and not usable:
-        next_step = f"the user may not use the schema {schema}: GRANT USAGE ON SCHEMA {_quoted_name(schema)} TO it"
+        next_step = f"the user may not use the schema {schema}: GRANT USAGE ON SCHEMA {quoted_name(schema)} TO it"
     else:
         next_step = f"did you mean table={names[0]!r}? Names are taken as they are, without quotes. If not, {next_step}"
     return SchemaError(
@@ -304,10 +375,11 @@ def _plain(name: str) -> str:
 
 
 def _quoted(table: str) -> str:
-    return ".".join(map(_quoted_name, table.split(".", 1)))
+    return ".".join(map(quoted_name, table.split(".", 1)))
 
 
-def _quoted_name(name: str) -> str:
+def quoted_name(name: str) -> str:
+    """A name as a statement has it."""
     return '"' + name.replace('"', '""') + '"'
 
 

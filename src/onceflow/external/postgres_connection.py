@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from onceflow.errors import OptionError
+from onceflow.external.sink import UnavailableError
 
 if TYPE_CHECKING:
     import psycopg
@@ -23,7 +26,7 @@ _SETTINGS = {
 }
 
 #: Settings of a session that decide what a value means. They may come from the server's file, the database, the role,
-#: the DSN, ``PGTZ`` and ``PGOPTIONS``. Rows must not depend on any of these, so all sessions have PostgreSQL's own
+#: the DSN, ``PGTZ`` and ``PGOPTIONS``. Rows must not depend on any of these, so all transactions have PostgreSQL's own
 #: defaults, and UTC. (Appendix "Client Connection Defaults" of its manual.)
 _PINNED = {
     "TimeZone": "UTC",
@@ -37,21 +40,73 @@ _PINNED = {
     "xmloption": "content",
     "standard_conforming_strings": "on",
 }
+#: The driver's session is idle while tasks work. (Servers before 14 do not have it.)
+_IDLE = {"idle_session_timeout": "0"}
 
 #: Classes of errors (of SQLSTATE) that no row is to blame for: the connection, the state of the transaction, conflicts
 #: with other transactions, resources, operators, the system, its configuration, and faults of the server.
 _NOT_OF_ROWS = ("08", "25", "40", "53", "57", "58", "F0", "XX")
 #: Likewise: a lock was not available, a snapshot is too old, a foreign server cannot be reached.
 _NOT_OF_ROWS_EITHER = ("55P03", "72000", "HV00N")
+#: libpq does not give the code of a connection that is refused. In other languages of a server, the error says less.
+_TOO_MANY = ("too many clients", "too many connections", "connection slots", "no more connections allowed")
 _CONFLICTS = "40"  # a trigger that raises one of these asks for another attempt
 _FORBIDDEN = "42501"  # a missing permission; row level security has the same code
 
 
-def connect(dsn: str, pinned: Mapping[str, str] | None = None) -> psycopg.Connection[Any]:
-    """A new connection.
+_SMALLER = "or write smaller batches (max_records_per_batch)"
+#: What errors mean that no row is to blame for, by SQLSTATE or its class: a meaning that the server's text lacks, what
+#: to do, and whether it may be over soon. (PostgreSQL's manual, "PostgreSQL Error Codes".)
+_TROUBLES: dict[str, tuple[str, str, bool]] = {
+    "08": ("", "see that the server and what is in between (a pooler, a proxy) are well", True),
+    "25006": (
+        "it is a standby, or default_transaction_read_only is on",
+        "name the primary in dsn=, or all servers with target_session_attrs=read-write",
+        True,
+    ),
+    "25P03": (
+        "idle_in_transaction_session_timeout",
+        "see why the driver was halted, or could not reach the server, in the middle of a transaction",
+        True,
+    ),
+    "25P04": (
+        "transaction_timeout of the role, the database or the server",
+        f"raise it, for example ALTER ROLE ... SET transaction_timeout = 0, {_SMALLER}",
+        True,
+    ),
+    "40": ("", "see which other sessions write the same rows", True),
+    "42P01": ("", "restore it, or name an existing one; see whether somebody has dropped or renamed it", False),
+    "42703": ("", "a table of this name has other columns: see which application or version it belongs to", False),
+    "3F000": ("", "restore the schema, or set another search_path", False),
+    "0A000": ("", "use a PostgreSQL server of a supported version", False),
+    "53100": ("", "make room on the server's disk", True),
+    "53200": ("", f"give the server more memory, {_SMALLER}", True),
+    "53300": ("", "close other connections, or raise max_connections, or the limit of the role or database", True),
+    "53": ("", "give the server what it lacks", True),
+    "55P03": (
+        "another session holds a lock",
+        "end the transaction that holds the lock, for example SELECT pg_terminate_backend(pid)",
+        True,
+    ),
+    "55006": ("", "end the session that uses it", True),
+    "57014": (
+        "by statement_timeout of the role, the database or the server, or by somebody with pg_cancel_backend",
+        f"raise the timeout, for example ALTER ROLE ... SET statement_timeout = 0, {_SMALLER}",
+        True,
+    ),
+    "57P04": ("", "name a database in dsn= that exists", False),
+    "57P05": ("idle_session_timeout", "raise it for the role", True),
+    "57": ("", "see whether somebody restarts the server", True),
+    "58": ("", "see the server's log: its system has failed", False),
+    "72": ("", "see whether transactions of the server are kept open for very long", True),
+    "HV00N": ("", "see that the foreign server is well", True),
+    "F0": ("", "see the server's log: its configuration is damaged", False),
+    "XX": ("", "see the server's log: the server has failed, or its data is damaged", False),
+}
 
-    Args:
-        pinned: settings of the session that it has in addition to those of all sessions.
+
+def connect(dsn: str) -> psycopg.Connection[Any]:
+    """A new connection.
 
     Raises:
         ConnectionError: the server cannot be reached, or takes no connections at the moment.
@@ -62,24 +117,45 @@ def connect(dsn: str, pinned: Mapping[str, str] | None = None) -> psycopg.Connec
 
     try:
         connection = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)  # a pooler may change the session
-        pin(connection, pinned or {}, local=False)
+        _set(connection, _IDLE, local=False)
     except psycopg.OperationalError as error:
+        text = " ".join(str(error).split())
         # A server that takes connections, but not this one, will not change its mind soon.
-        if psycopg.pq.PGconn.ping(dsn.encode()) == Ping.OK:
+        if psycopg.pq.PGconn.ping(dsn.encode()) != Ping.OK:
+            raise ConnectionError(text) from error
+        trouble = _refused(dsn, text)
+        if trouble is None:
             raise
-        raise ConnectionError(" ".join(str(error).split())) from error
+        raise UnavailableError(trouble.what, trouble.next_step) from error
     return connection
 
 
-def pin(connection: psycopg.Connection[Any], settings: Mapping[str, str], *, local: bool) -> None:
-    """Set the settings that all sessions have, and others.
+def _refused(dsn: str, text: str) -> Trouble | None:
+    """Why servers that take connections do not take this one, if it may pass."""
+    import psycopg
+    from psycopg import conninfo
 
-    Args:
-        local: for the transaction only. A pooler may have given it another session than the last one.
+    if any(words in text for words in _TOO_MANY):
+        return trouble_of("53300", text)
+    with suppress(psycopg.OperationalError):
+        psycopg.connect(conninfo.make_conninfo(dsn, target_session_attrs="any")).close()
+        return trouble_of("25006", text)
+    return None
+
+
+def pin(connection: psycopg.Connection[Any], settings: Mapping[str, str]) -> None:
+    """Set the settings that all transactions have, and others, for this transaction.
+
+    Not for the session: a pooler may give the next transaction another one, and this one to other clients.
     """
-    wanted = {**_PINNED, **settings}
+    _set(connection, {**_PINNED, **settings}, local=True)
+
+
+def _set(connection: psycopg.Connection[Any], wanted: Mapping[str, str], *, local: bool) -> None:
+    """Set settings, unless the server is too old to have them."""
     connection.execute(
-        "SELECT set_config(name, value, %s) FROM unnest(%s::text[], %s::text[]) AS pinned (name, value)",
+        "SELECT set_config(name, value, %s) FROM unnest(%s::text[], %s::text[]) AS pinned (name, value) "
+        "WHERE current_setting(name, true) IS NOT NULL",
         [local, [*wanted], [*wanted.values()]],
     )
 
@@ -127,20 +203,88 @@ def may_be_of_a_row(error: psycopg.Error) -> bool:
     return code != _FORBIDDEN or not function.startswith("aclcheck_error")
 
 
-def reason(error: psycopg.Error, lock_s: int) -> str:
-    """What the server has said, and where to look for the cause.
+@dataclass(frozen=True)
+class Trouble:
+    """Why the server has not done something that no row is to blame for.
 
     Args:
-        lock_s: how long statements wait for a lock, in seconds.
+        what: as the server has said it, with what its code means. next_step: what the reader can do.
+        passes: whether it may be over soon, also if nobody does anything.
+    """
+
+    what: str
+    next_step: str
+    passes: bool
+
+
+def trouble_of(code: str | None, text: str) -> Trouble:
+    """What an error means.
+
+    Args:
+        code: its SQLSTATE, if there is one. text: what the server has said.
+    """
+    code = code or ""
+    for each in (code, code[:2]):
+        if each in _TROUBLES:
+            meaning, next_step, passes = _TROUBLES[each]
+            return Trouble(f"{text} ({meaning})" if meaning else text, next_step, passes)
+    return Trouble(text, "see what the server says, in its log, too, and start the flow again", False)
+
+
+def said(error: psycopg.Error) -> str:
+    """What the server has said, in one line."""
+    text = "; ".join(filter(None, [error.diag.message_primary or str(error), error.diag.message_detail]))
+    return " ".join(text.split())
+
+
+def holders(connection: psycopg.Connection[Any], tables: Sequence[tuple[str, str]]) -> str:
+    """Other sessions that have locks on tables or their rows, in words; "": none is seen.
+
+    Args:
+        tables: their schemas and names.
     """
     import psycopg
 
-    text = "; ".join(filter(None, [error.diag.message_primary or str(error), error.diag.message_detail]))
-    if isinstance(error, psycopg.errors.LockNotAvailable):
-        text += f": another session has held a lock for {lock_s} s (see pg_locks and pg_stat_activity)"
-    if isinstance(error, psycopg.errors.QueryCanceled):
-        text += " (see statement_timeout of the user and the database)"
-    return text
+    with suppress(psycopg.Error):
+        found = connection.execute(
+            "SELECT DISTINCT a.pid, a.usename, a.application_name, a.state, "
+            "extract(epoch FROM clock_timestamp() - a.xact_start)::bigint FROM pg_locks AS l "
+            "JOIN pg_stat_activity AS a USING (pid) JOIN pg_class AS c ON c.oid = l.relation "
+            "JOIN pg_namespace AS n ON n.oid = relnamespace JOIN unnest(%s::text[], %s::text[]) AS t (schema, name) "
+            "ON nspname = t.schema AND relname = t.name "
+            "WHERE l.granted AND l.mode <> 'AccessShareLock' AND a.pid <> pg_backend_pid() ORDER BY 1 LIMIT 3",
+            [[schema for schema, _ in tables], [name for _, name in tables]],
+        ).fetchall()
+        return "; ".join(
+            f"pid {pid} of user {user} ({name or 'without application_name'}), {state}, in its transaction for {age} s"
+            for pid, user, name, state, age in found
+        )
+    return ""
+
+
+@contextmanager
+def kept_alive(connection: psycopg.Connection[Any], every_s: float) -> Iterator[None]:
+    """Let the server not take this session for an idle one while this process is busy inside a transaction.
+
+    The limit ``idle_in_transaction_session_timeout`` is for drivers that were halted in the middle, or cut off: they
+    must not hold a lock for ever. A halted process does not ask here, either.
+    """
+    import psycopg
+
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.wait(every_s):
+            with suppress(psycopg.Error):  # the transaction's own statements meet the same
+                connection.execute("SELECT")
+
+    asking = threading.Thread(target=ask, name="onceflow-postgres-alive", daemon=True)
+    asking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        asking.join()
 
 
 @contextmanager

@@ -65,6 +65,22 @@ class ProgressRow:
     progress: str | None
 
 
+class UnavailableError(ConnectionError):
+    """The system can be reached, and cannot do what it is asked at the moment: the driver waits, and tries again.
+
+    Args:
+        what: the reason, as the system gives it. next_step: what ends it, if it does not end by itself.
+    """
+
+    def __init__(self, what: str, next_step: str) -> None:
+        super().__init__(what, next_step)
+        self.what = what
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        return self.what
+
+
 @dataclass(frozen=True)
 class RefusedRow:
     """A row that the system does not take.
@@ -141,9 +157,9 @@ class ExternalSink(ABC):
     ``_``, ``-`` and ``@``, and may be longer than the name of a file or a table (up to about 340 characters).
 
     Whatever a method raises must not contain secrets. `OnceflowError`s stop the flow; other exceptions of ``begin``,
-    ``write`` and ``abort`` make the batch run again. ``ConnectionError`` of ``check``,
-    ``progress_row``, ``open`` and ``begin`` means that the system cannot be reached at the moment: the driver waits for
-    it, for two minutes at most; at a start for what is left of the start's minute.
+    ``write`` and ``abort`` make the batch run again. ``ConnectionError`` of ``check``, ``progress_row``, ``open`` and
+    ``begin`` means that the system cannot be reached at the moment: the driver waits for it, for two minutes at most;
+    at a start for what is left of the start's minute. An `UnavailableError` also tells what to do.
 
     Attributes:
         local_only: whether tasks must run on the driver's machine.

@@ -37,6 +37,8 @@ _LAST_OF_PYTHON_MS = 253_402_300_799_999
 # The clocks of tasks and brokers differ, and a record is appended some time after its task has looked at the clock. So
 # times near a bound count as refused: within this time, or within this part of a bound that is short.
 _MARGIN_MS, _MARGIN_PART = 600_000, 6
+# How long before and after this moment the time of writing may be: for clocks that differ, and for a batch that runs.
+_EARLIER_MS, _LATER_MS = 60_000, 600_000
 _UNLIMITED_MS = 2**63 - 1
 _DEFAULT_AFTER_MS = 3_600_000  # Kafka's default since 4.0 (KIP-1030)
 
@@ -168,6 +170,10 @@ class AcceptedTimes(NamedTuple):
         first, last = self._span(now_ms)
         return first <= timestamp_ms <= last
 
+    def may_refuse(self, timestamp_ms: int, now_ms: int) -> bool:
+        """Whether the topic refuses a time, or will have begun to when the record of a batch that runs is written."""
+        return not (self.accepts(timestamp_ms, now_ms - _EARLIER_MS) and self.accepts(timestamp_ms, now_ms + _LATER_MS))
+
     def _span(self, now_ms: int) -> tuple[int, int]:
         before = self.before_ms - min(_MARGIN_MS, self.before_ms // _MARGIN_PART)
         after = self.after_ms - min(_MARGIN_MS, self.after_ms // _MARGIN_PART)
@@ -206,14 +212,33 @@ def fitted(times: Any, headers: Any, accepted: AcceptedTimes, now_ms: int) -> Fi
     refused = accepted.refused(times, now_ms)
     if refused is None or not refused.any():
         return Fitted(times, headers)
-    places = np.flatnonzero(refused).tolist()
-    lists: list[Any] = [None] * len(times) if headers is None else headers.to_pylist()
-    for place in places:
-        own = {"key": ORIGINAL_TIMESTAMP, "value": str(given[place].as_py()).encode()}
-        lists[place] = [*(lists[place] or ()), own]
-    example_ms = given[places[0]].as_py()
-    times = pc.if_else(pa.array(refused), pa.scalar(None, pa.int64()), times)
-    return Fitted(times, pa.array(lists, _HEADERS if headers is None else headers.type), len(places), example_ms)
+    mask = pa.array(refused)
+    own = given.filter(mask)
+    headers = _with_original(pa.nulls(len(times), _HEADERS) if headers is None else headers, own, refused)
+    return Fitted(pc.if_else(mask, pa.scalar(None, pa.int64()), times), headers, len(own), own[0].as_py())
+
+
+def _with_original(headers: Any, times: Any, refused: npt.NDArray[np.bool_]) -> Any:
+    """The headers of records, with `ORIGINAL_TIMESTAMP` as the last one of those whose times are refused.
+
+    Args:
+        times: those that are refused.
+    """
+    name, value = headers.type.value_type
+    names = pa.array([ORIGINAL_TIMESTAMP], name.type).take(pa.array(np.zeros(len(times), np.int64)))
+    own = pa.StructArray.from_arrays([names, times.cast(pa.string()).cast(value.type)], fields=[name, value])
+    entries = pa.concat_arrays([headers.flatten(), own])
+    lengths = pc.list_value_length(headers).fill_null(0).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(lengths + refused, dtype=np.int32)
+    last = np.zeros(len(entries), dtype=bool)
+    last[ends[refused] - 1] = True
+    order = np.empty(len(entries), np.int64)
+    order[last] = np.arange(len(entries) - len(own), len(entries))
+    order[~last] = np.arange(len(entries) - len(own))
+    # A null offset is a null list.
+    none = np.append(headers.is_null().to_numpy(zero_copy_only=False) & ~refused, False)
+    offsets = pa.array(np.concatenate(([0], ends)).astype(np.int32), pa.int32(), mask=none)
+    return pa.ListArray.from_arrays(offsets, entries.take(pa.array(order))).cast(headers.type)
 
 
 def _limit(settings: Mapping[str, str | None], name: str) -> int | None:

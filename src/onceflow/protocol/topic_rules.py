@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,11 @@ import pyarrow.compute as pc
 
 from onceflow.protocol.batches import too_large
 from onceflow.protocol.compression import PRODUCER
+from onceflow.protocol.timestamps import ANY_TIME, ORIGINAL_TIMESTAMP, AcceptedTimes
+
+_Header = tuple[str, bytes | None]
+# More than what a header has besides its name and its value.
+_HEADER_BYTES = 20
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class TopicRules:
         compacted: whether records need a key (``cleanup.policy``).
         stored: how brokers compress what they store (``compression.type``).
         compression: with which the flow compresses its records.
+        times: the timestamps that it accepts.
     """
 
     topic: str
@@ -30,13 +37,29 @@ class TopicRules:
     compacted: bool = False
     stored: str = PRODUCER
     compression: str = "none"
+    times: AcceptedTimes = ANY_TIME
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> TopicRules:
+        """The rules whose fields were written as JSON."""
+        return cls(**{**fields, "times": AcceptedTimes(*fields["times"])})
 
     @property
     def small_bytes(self) -> int:
-        """A key and a value of at most so many bytes each, without headers, are surely not too large."""
+        """A key, a value and headers of at most so many bytes each are surely not too large."""
         return max(-1, self.max_message_bytes // 4 - 250)
 
-    def refusal(self, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]] = ()) -> str:
+    def headers_as_written(self, headers: Iterable[_Header], time_ms: int | None, now_ms: int) -> list[_Header]:
+        """The headers of a record, with the one for its time if the topic may refuse that.
+
+        Args:
+            time_ms: the time of the record; None: that of writing.
+        """
+        if time_ms is None or not self.times.may_refuse(time_ms, now_ms):
+            return list(headers)
+        return [*headers, (ORIGINAL_TIMESTAMP, str(time_ms).encode())]
+
+    def refusal(self, key: bytes | None, value: bytes | None, headers: Sequence[_Header] = ()) -> str:
         """Why a record cannot be written, in words; empty: it can."""
         if key is None and self.compacted:
             return f"topic {self.topic} is compacted, so its records need a key"
@@ -52,7 +75,7 @@ class TopicRules:
 
     def doubtful(self, keys: pa.Array, values: pa.Array, headers: pa.Array) -> npt.NDArray[np.int64]:
         """The positions of records that need a closer look."""
-        found = headers.is_valid().to_numpy(zero_copy_only=False)
+        found = _header_bytes(headers) > self.small_bytes
         if self.compacted:
             found = found | keys.is_null().to_numpy(zero_copy_only=False)
         for column in (keys, values):
@@ -60,6 +83,21 @@ class TopicRules:
             found = found | (lengths > self.small_bytes)
         positions: npt.NDArray[np.int64] = np.flatnonzero(found)
         return positions
+
+
+def _header_bytes(headers: pa.Array) -> npt.NDArray[np.int64]:
+    """How many bytes the headers of each record have at most."""
+    if headers.null_count == len(headers):
+        return np.zeros(len(headers), np.int64)
+    entries = headers.values
+    sizes = np.full(len(entries) + 1, _HEADER_BYTES, np.int64)
+    for part in entries.flatten():
+        sizes[1:] += pc.binary_length(part).fill_null(0).to_numpy(zero_copy_only=False)
+    sizes[0] = 0
+    ends = np.cumsum(sizes)
+    offsets = headers.offsets.to_numpy(zero_copy_only=False)
+    found: npt.NDArray[np.int64] = ends[offsets[1:]] - ends[offsets[:-1]]
+    return found
 
 
 def _anything(topic: str | None) -> None:

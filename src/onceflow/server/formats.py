@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+import reprlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,7 +114,10 @@ def _to_base64(raw: bytes) -> str:
 
 def _in_json(value: Any) -> str:
     """As it stands in a JSON document, at most the beginning."""
-    return exact_json.dumps(value).decode()[:100]
+    try:
+        return exact_json.dumps(value).decode()[:100]
+    except (TypeError, ValueError):  # what can be read, but not written: it is nested deeply, or has a huge integer
+        return reprlib.repr(value)
 
 
 def _parse_long(text: str) -> bytes:

@@ -9,13 +9,15 @@ import base64
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from onceflow.errors import BadRecordError
 from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP, known_ms
 from onceflow.protocol.topic_rules import TopicRules
+from onceflow.state import exact_json
 from onceflow.state.api.record import Header, Record
-from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, shown, stack_of, text_of
+from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, said, shown, stack_of, text_of
 from onceflow.user_code import cut
 
 if TYPE_CHECKING:
@@ -40,10 +42,29 @@ TIMER_AT = "onceflow.timer.at_ms"
 TIMER_TABLE = "onceflow.timer.table"
 """The table of the timer's key, with the partition: ``balances-3``."""
 
+RECORD_KEY = "onceflow.key"
+"""Header with the record's own key, because the key of a parked record is its origin. Without this header, the record
+had no key."""
+NULL_VALUE = "onceflow.value.null"
+"""Header of a parked record whose value was null. In a compacted topic, a null value would delete the record."""
+RETRY_TOPIC = "onceflow.retry.topic"
+"""Header of a parked record: the topic to which its retries went."""
+
 DUPLICATE_ID = "onceflow.duplicate.id"
 """The id of a duplicate."""
 DUPLICATE_SEEN = "onceflow.duplicate.seen"
 """The event time of the record with the same id that was passed on, in epoch milliseconds."""
+
+#: What a letter says of its cause and its place; other headers, whatever their names, are those of the record.
+ABOUT = frozenset(
+    {
+        *(ERROR_CLASS, ERROR_MESSAGE, ERROR_STACK, ERROR_TOPIC, ERROR_PARTITION, ERROR_OFFSET),
+        *(ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET, ATTEMPT),
+        *(TIMER_NAME, TIMER_CLOCK, TIMER_AT, TIMER_TABLE, DUPLICATE_ID, DUPLICATE_SEEN),
+        # Those of a letter that is parked.
+        *(RECORD_KEY, NULL_VALUE, RETRY_TOPIC),
+    }
+)
 
 LATE, DUPLICATE = "LateRecord", "DuplicateRecord"
 """Classes of the cause of a late record, and of a duplicate."""
@@ -57,7 +78,7 @@ LETTER_BYTES_MIN = 8_000
 # The text of an error may contain the whole record. Headers count towards the topic's maximum record size.
 _STACK_CHARACTERS = 2000
 _CAUSE_CHARACTERS = 300
-_CAUSE_BYTES = 2000
+_CAUSE_BYTES = (2000, 1000, 500, 200, 50)
 _NO_STACK = b"(left out, because the letter was too large)"
 # More than a record batch with one record has besides its key, value and headers, and than the header SHORTENED; and
 # than the headers that a letter gets in addition when it waits or is parked.
@@ -83,7 +104,7 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
     """
     before = dict(record.headers)
     cause: list[Header] = [
-        (ERROR_CLASS, kind.encode()),
+        (ERROR_CLASS, kind.encode(errors="replace")),
         (ERROR_MESSAGE, message[:MAX_MESSAGE].encode(errors="replace")),
         *further,
     ]
@@ -135,14 +156,14 @@ def timer_letter(
         key: the key of the timer, in bytes.
         topic: the topic that the letter is written to.
         table: the partition of the table, as ``balances-3``.
-        about: more of what was lost, such as the window. What JSON has no form for becomes text.
+        about: more of what was lost, such as the window. What JSON has no form for, such as NaN, becomes text.
 
     Returns:
         A record with the key, a JSON document that names the timer as value, and the cause in headers.
     """
     named = {"timer": timer.name, "clock": timer.clock, "at_ms": timer.at_ms, **(about or {})}
     headers = (
-        (ERROR_CLASS, type(error).__name__.encode()),
+        (ERROR_CLASS, type(error).__name__.encode(errors="replace")),
         (ERROR_MESSAGE, text_of(error)[:MAX_MESSAGE].encode(errors="replace")),
         (ERROR_STACK, _stack(error).encode(errors="replace")),
         (TIMER_NAME, timer.name.encode(errors="replace")),
@@ -151,17 +172,33 @@ def timer_letter(
         (TIMER_TABLE, table.encode()),
         (ATTEMPT, b"1"),
     )
-    try:
-        value = json.dumps(named, default=_plain)
-    except (TypeError, ValueError, RecursionError):  # keys of dicts that are no text, for example
-        value = json.dumps({**named, **{name: _plain(each) for name, each in (about or {}).items()}})
-    return Record(key, value.encode(), topic, headers)
+    return Record(key, exact_json.written(_in_json(named)).encode(), topic, headers)
 
 
-def _plain(value: Any) -> Any:
+def _in_json(value: Any, levels: int = 20) -> Any:
+    """The value with text in place of whatever JSON cannot express: a letter can always be written."""
+    if value is None or type(value) in (bool, str):
+        return value
+    if type(value) in (int, float, Decimal) and exact_json.is_written(value):
+        return value
+    if levels and isinstance(value, Mapping):
+        return {_name_in_json(name): _in_json(each, levels - 1) for name, each in value.items()}
+    if levels and isinstance(value, (list, tuple)):
+        return [_in_json(each, levels - 1) for each in value]
     if isinstance(value, bytes | bytearray):
         return {"base64": base64.b64encode(value).decode()}
-    return cut(repr(value), MAX_MESSAGE)
+    return _as_text(value)
+
+
+def _name_in_json(name: Any) -> str:
+    return name if type(name) is str else _as_text(name)
+
+
+def _as_text(value: Any) -> str:
+    try:
+        return cut(repr(value), MAX_MESSAGE)
+    except Exception:  # a __repr__ of the user's, or an integer of too many digits
+        return f"<{type(value).__name__}>"
 
 
 def fitted(letter: Record, rules: TopicRules | None) -> Record:
@@ -169,7 +206,7 @@ def fitted(letter: Record, rules: TopicRules | None) -> Record:
 
     First the stack is left out. If that is not enough, the letter is shortened: the record's own headers keep up to a
     quarter of the room, in their order, the key up to a quarter, and the value the rest. Headers about the cause keep
-    up to 2,000 bytes each. The header `SHORTENED` says what was cut.
+    up to 2,000 bytes each, and half of the room together. The header `SHORTENED` says what was cut.
 
     Args:
         letter: with key and value in bytes.
@@ -183,7 +220,12 @@ def fitted(letter: Record, rules: TopicRules | None) -> Record:
         return letter
     headers = [(name, _NO_STACK if name == ERROR_STACK else each) for name, each in headers]
     if _is_too_large(rules, key, value, [*headers, *later]):
-        key, value, headers = _shortened(key, value, headers, rules.max_message_bytes)
+        whole, most = (key, value, headers), rules.max_message_bytes
+        key, value, headers = _shortened(*whole, most)
+        # What cannot be compressed may become larger where brokers compress it.
+        while _is_too_large(rules, key, value, [*headers, *later]) and most > LETTER_BYTES_MIN // 2:
+            most -= most // 16
+            key, value, headers = _shortened(*whole, most)
     return Record(key, value, letter.topic, tuple(headers), letter.timestamp_ms)
 
 
@@ -195,15 +237,20 @@ def _shortened(
     key: bytes | None, value: bytes | None, headers: Sequence[Header], most: int
 ) -> tuple[bytes | None, bytes | None, list[Header]]:
     cut_to: dict[str, int] = {}
-    cause: list[Header] = [
-        (name, each if each is None else each[:_CAUSE_BYTES]) for name, each in headers if name.startswith(PREFIX)
-    ]
+    own = [header for header in headers if header[0] not in ABOUT]
+    given = {header[0]: header for header in headers if header[0] in ABOUT}
+    cause: list[Header] = []
+    for at_most in _CAUSE_BYTES:
+        cause = [(name, each if each is None else each[:at_most]) for name, each in given.values()]
+        if _header_bytes(cause) <= (most - _OVERHEAD_BYTES) // 2:
+            break
     room = most - _OVERHEAD_BYTES - _header_bytes(cause)
     kept: list[Header] = []
-    for header in headers:
-        if not header[0].startswith(PREFIX) and _header_bytes([*kept, header]) <= room // 4:
+    left = room // 4
+    for header in own:
+        if (size := _header_bytes([header])) <= left:
             kept.append(header)
-    own = [header for header in headers if not header[0].startswith(PREFIX)]
+            left -= size
     if len(kept) < len(own):
         cut_to["headers"] = _header_bytes(own)
     room -= _header_bytes(kept)
@@ -290,7 +337,7 @@ def idempotency_key(record: Record) -> str:
 
 def _stack(error: BaseException) -> str:
     """The innermost lines of a traceback. They show the place of the error; the outermost lines are of the engine."""
-    last = f"{type(error).__name__}: {error}"[: _STACK_CHARACTERS // 2]
+    last = f"{type(error).__name__}: {said(error)}"[: _STACK_CHARACTERS // 2]
     places = stack_of(error)
     room = _STACK_CHARACTERS - len(last)
     return (places if len(places) <= room else places[-room:].split("\n", 1)[-1]) + last

@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from decimal import Decimal, InvalidOperation
 from enum import Enum
 from typing import Any
 
 import orjson
 
-__all__ = ["canonical", "dumps", "loader", "loads", "number"]
+__all__ = ["canonical", "dumps", "is_written", "loader", "loads", "number", "written"]
 
 # Digits and points become 0, so that a long number is found as a row of them. What a negative exponent begins with is
 # kept, what may follow a number becomes a space, and everything else an x.
@@ -28,7 +28,8 @@ _OUTLINE = bytes({**_KEPT, ord("-"): b"-"}.get(code, b"x")[0] for code in range(
 # A number of at most 15 digits is a float without loss, unless its exponent is below that of the smallest normal float.
 _LONG, _SMALL = b"0" * 16, b"0e-000"
 _SMALL_NUMBER = re.compile(rb"0e-000+(?![0xe-])")  # not a part of a text, for example of a UUID
-_LONG_NUMBERS = re.compile(rb"[0-9][0-9.]{15,}(?:[eE][+-]?[0-9]+)?")  # those in texts do no harm
+_LONG_NUMBER = re.compile(rb"[0-9.]{16,}(?:[eE][+-]?[0-9]+)?")  # those in texts do no harm
+_BLANKS = b" \t\r\n"
 _dumps, _loads = orjson.dumps, orjson.loads  # a global variable is found sooner than an attribute
 _NO_INTEGER = re.compile(rb"[0-9][.eE]")  # as every number has that is none
 _SMALLEST = 2.2250738585072014e-308
@@ -45,14 +46,18 @@ def loads(raw: bytes | bytearray | memoryview | str) -> Any:
     written again with the fewest digits, or with 17 digits, it is the same number. Otherwise they become ``Decimal``.
 
     Raises:
-        ValueError: it is not JSON, or it has a number that is too large for a float and no integer.
+        ValueError: it is not JSON, it has a number that is too large for a float and no integer, or it is nested too
+            deeply.
     """
     value = _loads(raw)
     if type(raw) is bytes:
         outline = raw.translate(_OUTLINE)  # as `has_only_short_numbers`, without another call
         if outline.rfind(_LONG) < 0 and outline.rfind(_SMALL) < 0:
             return value
-    return _exactly(raw, value)
+    try:
+        return _exactly(raw, value)
+    except RecursionError:  # Python's reader takes fewer levels than `orjson`
+        raise ValueError("it is nested too deeply") from None
 
 
 def has_only_short_numbers(raw: bytes) -> bool:
@@ -79,21 +84,70 @@ def dumps(value: Any) -> bytes:
     """A JSON document of a value that `loads` returns, and of whatever else `orjson` can write.
 
     Raises:
-        ValueError: it has a number that JSON does not have: NaN, infinity, or an integer beyond 1e308.
+        ValueError: it has a number that JSON does not have: NaN, infinity, or an integer beyond 1e308; or it is nested
+            too deeply.
         TypeError: it has an object that is no JSON.
     """
     try:
         raw = _dumps(value)
     except TypeError:
-        return orjson.dumps(_writable(value), default=_decimal)
+        try:
+            return orjson.dumps(_writable(value), default=_decimal)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
     if raw.rfind(b"null") >= 0 and not _has_nulls(value, raw.count(b"null")):
         _check(value)
     return raw
 
 
+def written(value: Any, comma: str = ",", colon: str = ":", **options: bool) -> str:
+    """As `json.dumps` with these options, with each Decimal in its own digits: unlike `dumps`, it also writes halves of
+    surrogate pairs, which some programs have in texts.
+
+    Raises:
+        ValueError: it has a number that JSON does not have, or is nested too deeply.
+        TypeError: it has an object that is no JSON.
+    """
+    try:
+        try:
+            return json.dumps(value, separators=(comma, colon), **options)  # type: ignore[arg-type]
+        except TypeError:
+            return _WithDecimals(comma, colon, options).text(value)
+        except ValueError:
+            raise ValueError("it has a number that is too large for a double") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+@dataclass(frozen=True)
+class _WithDecimals:
+    """Writes JSON piece by piece."""
+
+    comma: str
+    colon: str
+    options: Mapping[str, bool]
+
+    def text(self, value: Any) -> str:
+        if isinstance(value, Decimal):
+            return str(_finite(value))
+        if isinstance(value, dict):
+            pairs = (f"{self.text(name)}{self.colon}{self.text(each)}" for name, each in value.items())
+            return f"{{{self.comma.join(pairs)}}}"
+        if isinstance(value, (list, tuple)):
+            return f"[{self.comma.join(map(self.text, value))}]"
+        return json.dumps(value, **self.options)  # type: ignore[arg-type]
+
+
+def is_written(value: int | float | Decimal) -> bool:
+    """Whether JSON has the number."""
+    if type(value) is int:
+        return -_LARGEST_INT <= value <= _LARGEST_INT
+    return not (isinstance(value, Decimal) and value.is_snan()) and math.isfinite(value)
+
+
 def canonical(raw: bytes) -> bytes:
     """A document in the form in which documents of the same value are the same bytes: the fields of objects in order,
-    no spaces, texts and numbers in one form.
+    no spaces, texts and numbers in one form. The value of a float is that of its fewest digits.
 
     Raises:
         ValueError: as `loads`; or it is nested more deeply than `orjson` writes it (254 levels; it reads 1024).
@@ -106,13 +160,11 @@ def canonical(raw: bytes) -> bytes:
 
 
 def _canonical(value: Any) -> bytes:
-    try:
+    with suppress(TypeError):  # a Decimal, or an integer beyond 64 bits
         found = _dumps(value, option=orjson.OPT_SORT_KEYS)
-    except TypeError:
-        found = orjson.dumps(_writable(value), default=_decimal, option=orjson.OPT_SORT_KEYS)
-    if _NO_INTEGER.search(found):
-        found = orjson.dumps(_writable(value, _in_one_form), option=orjson.OPT_SORT_KEYS)
-    return found
+        if not _NO_INTEGER.search(found):
+            return found
+    return orjson.dumps(_writable(value, _in_one_form), option=orjson.OPT_SORT_KEYS)
 
 
 def number(text: str) -> float | Decimal:
@@ -137,11 +189,19 @@ def _exactly(raw: bytes | bytearray | memoryview | str, value: Any) -> Any:
     """The value of a document that may have numbers which ``value``, read by `orjson`, does not have."""
     text = raw.encode() if isinstance(raw, str) else bytes(raw)
     with suppress(TypeError):  # nested more deeply than it writes
-        if orjson.dumps(value) == text:  # as most programs write it, and this one: each number is the same
+        # As most programs write it, and this one: each number is the same. Blanks are left out of texts on both sides.
+        if _dumps(value).translate(None, _BLANKS) == text.translate(None, _BLANKS):
             return value
-    if _SMALL not in text.translate(_OUTLINE) or not _has_tiny(value):
-        found = _LONG_NUMBERS.finditer(text)
-        if all(_is_held(each[0].decode(), text[each.start() - 1 : each.start()] == b"-") for each in found):
+    outline = text.translate(_OUTLINE)
+    if _SMALL not in outline or not _has_tiny(value):
+        at = outline.find(_LONG)
+        while at >= 0:
+            found = _LONG_NUMBER.match(text, at)
+            assert found is not None
+            if not _is_held(found[0].decode(), text[at - 1 : at] == b"-"):
+                break
+            at = outline.find(_LONG, found.end())
+        else:
             return value
     return json.loads(text.decode(), parse_float=number)
 
@@ -176,7 +236,7 @@ def _writable(value: Any, write: Callable[[Any], Any] | None = None) -> Any:
         if write is not None:
             return write(value)
         if kind is int:
-            if not -_LARGEST_INT <= value <= _LARGEST_INT:
+            if not is_written(value):
                 raise ValueError("an integer is beyond 1e308: it could not be read again")
             return value if _INT64_MIN <= value <= _UINT64_MAX else orjson.Fragment(str(value))
         return _decimal(value) if kind is Decimal else _finite(value)
@@ -233,7 +293,7 @@ def _check(value: Any) -> None:
 
 
 def _in_one_form(value: int | float | Decimal) -> orjson.Fragment:
-    """The digits of a number without zeros at the end, and the exponent of ten if it is not 0."""
+    """The digits of a whole number; of another one, its digits without zeros at the end, and the exponent of ten."""
     if type(value) is not int:
         sign, digits, exponent = Decimal(repr(value) if type(value) is float else value).as_tuple()
         assert isinstance(exponent, int)  # NaN and infinity are not read
@@ -242,7 +302,7 @@ def _in_one_form(value: int | float | Decimal) -> orjson.Fragment:
         exponent += len(whole) - len(short)
         if not short.strip("0"):
             return orjson.Fragment("0")
-        if not 0 <= exponent <= 40:
+        if exponent < 0:
             return orjson.Fragment(f"{'-' if sign else ''}{short.lstrip('0')}e{exponent}")
         value = int(short) * 10**exponent * (-1 if sign else 1)
     return orjson.Fragment(str(value))

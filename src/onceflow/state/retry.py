@@ -23,13 +23,7 @@ if TYPE_CHECKING:
     from onceflow.state.api.handle import State
     from onceflow.state.api.timers import Timer
 
-KEY = "onceflow.key"
-"""Header with the record's own key, because the key of a parked record is its origin. Without this header, the record
-had no key."""
-NULL_VALUE = "onceflow.value.null"
-"""Header of a parked record whose value was null. In a compacted topic, a null value would delete the record."""
-RETRY_TOPIC = "onceflow.retry.topic"
-"""Header of a parked record: the topic to which its retries went."""
+KEY, NULL_VALUE, RETRY_TOPIC = dead_letters.RECORD_KEY, dead_letters.NULL_VALUE, dead_letters.RETRY_TOPIC
 IDENTITY = re.compile(r"[a-zA-Z0-9._-]{1,249}/[0-9]{1,10}/[0-9]{1,19}")
 """An origin: ``topic/partition/offset`` where a record was first read."""
 

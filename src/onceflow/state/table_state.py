@@ -33,7 +33,7 @@ class TableState:
 
     Args:
         progress: committed progress. It contains the table's topics, because ``Flow.process`` has added them.
-        source_partitions: partitions of the topics that the flow reads, for event time.
+        source_partitions: partitions of the topics that reach the step, for event time; none: it is behind another one.
         transactions: whether the run writes in transactions.
     """
 
@@ -70,10 +70,7 @@ class TableState:
         self._lost_now = 0  # since the last committed batch
         self._verified: set[tuple[str, int]] = set()
         self._now_ms, self._lateness_ms = progress.time_ms, lateness_ms
-        times = known.event_times
-        self.watermark = Watermark(
-            source_partitions, lateness_ms=lateness_ms or 0, idle_s=idle_s, value_ms=known.watermark_ms, known=times
-        )
+        self.watermark = _watermark(source_partitions, known, progress.time_ms, lateness_ms or 0, idle_s)
         # Earliest timer per partition and clock. A missing partition was not opened in this run yet.
         self._timers: dict[int, dict[str, int | None]] = {}
         self._left: set[int] = set()
@@ -316,6 +313,22 @@ class TableState:
         if self._lateness_ms is None:
             return None
         return self.watermark.after(_latest(reports), _untimed(reports))
+
+
+def _watermark(
+    source_partitions: Iterable[Origin], known: TableProgress, known_at_ms: int, lateness_ms: int, idle_s: float
+) -> Watermark:
+    """As progress knows it."""
+    origins = list(source_partitions)
+    return Watermark(
+        origins,
+        lateness_ms=lateness_ms,
+        idle_s=idle_s,
+        value_ms=known.watermark_ms,
+        known=known.event_times,
+        known_at_ms=known_at_ms,
+        chained=not origins,
+    )
 
 
 def _letters(reports: Sequence[StateReport], moment: Moment) -> Letters:

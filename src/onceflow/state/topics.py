@@ -7,14 +7,14 @@ partitioner chooses for the key, so that any client finds them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import read_log
-from onceflow.client.topics import create_own_topic, max_message_bytes, topic_config
+from onceflow.client.topics import create_own_topic, max_message_bytes, topic_configs
 from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import LocalTable
@@ -28,6 +28,7 @@ _CONFIGS = {
     # Records that are not compacted yet are read in every restore.
     "min.cleanable.dirty.ratio": "0.2",
 }
+_SETTINGS = ("cleanup.policy", "delete.retention.ms")
 _TOMBSTONE_MS = 86_400_000  # Kafka's default of delete.retention.ms
 
 
@@ -77,15 +78,19 @@ def ensure_topics(cluster: Cluster, table: str, partitions: int, deadline: Deadl
         ProgressConflictError: a topic exists and is not compacted, or the topics' numbers of partitions differ.
     """
     internal = table + INTERNAL_SUFFIX
-    info = _ensure(cluster, table, partitions, deadline)
-    other = _ensure(cluster, internal, info.partitions, deadline)
+    there = {name: _find(cluster, name, deadline) for name in (table, internal)}
+    existing = [name for name, info in there.items() if info is not None]
+    settings = _settings(cluster, existing, deadline)
+    info = there[table] or _create(cluster, table, partitions, deadline)
+    other = there[internal] or _create(cluster, internal, info.partitions, deadline)
     if other.partitions != info.partitions:
         raise ProgressConflictError(
             f"Table topic {table} has {info.partitions} partitions, its companion {internal} has {other.partitions}",
             topic=table,
             next_step="`onceflow table repartition` gives both the same number of partitions, and moves the rows",
         )
-    retention = topic_config(cluster, table, "delete.retention.ms", deadline)
+    settings |= _settings(cluster, [name for name in there if name not in existing], deadline)
+    retention = settings[table]["delete.retention.ms"]
     limits = max_message_bytes(cluster, [table, internal], deadline)
     return TableTopics(
         table=table,
@@ -98,31 +103,46 @@ def ensure_topics(cluster: Cluster, table: str, partitions: int, deadline: Deadl
     )
 
 
-def _ensure(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -> TopicInfo:
+def _find(cluster: Cluster, topic: str, deadline: Deadline) -> TopicInfo | None:
+    """A topic, if the one broker that is asked knows it."""
     try:
-        info = cluster.topics([topic], deadline, once=True)[topic]
+        return cluster.topics([topic], deadline, once=True)[topic]
     except UnknownTopicError:
-        try:
-            return create_own_topic(
-                cluster, topic, "table topic", partitions=partitions, configs=_CONFIGS, deadline=deadline
-            )
-        except PermissionDeniedError as refused:  # it may exist, because only one broker was asked
-            try:
-                info = cluster.topics([topic], deadline)[topic]
-            except UnknownTopicError:
-                raise refused from None
-    policy = topic_config(cluster, topic, "cleanup.policy", deadline)
-    if policy is None:
-        log.warning("no permission to read the settings of %s: make sure that its cleanup.policy is compact", topic)
-    elif policy != "compact":
-        raise ProgressConflictError(
-            f"Table topic {topic} has cleanup.policy={policy}: Kafka would delete rows of it that are still needed",
-            topic=topic,
-            next_step=f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config "
-            "cleanup.policy=compact (rows expire by ttl of the processor or retention= of Flow.process), or give "
-            "the table another name",
+        return None
+
+
+def _create(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -> TopicInfo:
+    try:
+        return create_own_topic(
+            cluster, topic, "table topic", partitions=partitions, configs=_CONFIGS, deadline=deadline
         )
-    return info
+    except PermissionDeniedError as refused:  # it may exist, because only one broker was asked
+        try:
+            return cluster.topics([topic], deadline)[topic]
+        except UnknownTopicError:
+            raise refused from None
+
+
+def _settings(cluster: Cluster, topics: Sequence[str], deadline: Deadline) -> dict[str, dict[str, str | None]]:
+    """The settings of topics that are asked for here.
+
+    Raises:
+        ProgressConflictError: one of them is not compacted.
+    """
+    found = topic_configs(cluster, topics, _SETTINGS, deadline) if topics else {}
+    for topic, settings in found.items():
+        policy = settings["cleanup.policy"]
+        if policy is None:
+            log.warning("no permission to read the settings of %s: make sure that its cleanup.policy is compact", topic)
+        elif policy != "compact":
+            raise ProgressConflictError(
+                f"Table topic {topic} has cleanup.policy={policy}: Kafka would delete rows of it that are still needed",
+                topic=topic,
+                next_step=f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config "
+                "cleanup.policy=compact (rows expire by ttl of the processor or retention= of Flow.process), or give "
+                "the table another name",
+            )
+    return found
 
 
 def committed_ends(cluster: Cluster, topics: TableTopics, deadline: Deadline) -> dict[str, dict[int, int]]:

@@ -7,7 +7,19 @@ looks. (Flink's StatusWatermarkValve does the same for the same reason, with the
 watermark uses the *largest* event time, which makes records of slow partitions late.)
 
 How long a partition is idle counts in wall-clock time over the runs of a flow, so that runs that end soon do not wait
-for it for ever. A partition whose records have never had an event time is not waited for either.
+for it for ever.
+
+A step behind another step knows only the partitions of that step that have brought records; it finds them in progress
+again. They have no records that wait in Kafka. So the time in which no flow ran counts only if nothing has come to the
+flow's sources meanwhile, and none is silent before a batch has read what has come to them.
+
+What records mean for it (the engines decide, see `BaseEngine._note_times`; docs: state.md):
+
+- A record with an event time counts for its partition, also one that is late, or a duplicate.
+- A record without one that is processed says that its partition may never have any: a partition with only such records
+  is not waited for.
+- A record that is rejected, for whatever reason, has no effect. Nor has one that a query drops before the step. Until
+  they are read, both are records that arrive.
 """
 
 from __future__ import annotations
@@ -35,6 +47,8 @@ class Watermark:
         idle_s: seconds without records after which a partition is idle.
         value_ms: the committed watermark; None: not known yet.
         known: what earlier runs have committed about partitions.
+        known_at_ms: when that was, epoch milliseconds.
+        chained: whether the step is behind another one: it waits for all partitions that are known.
         clock, wall_ms: monotonic seconds, and the time of day in epoch milliseconds.
     """
 
@@ -46,6 +60,8 @@ class Watermark:
         idle_s: float,
         value_ms: int | None,
         known: Mapping[Origin, EventTime] = MappingProxyType({}),
+        known_at_ms: int = 0,
+        chained: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] = clock_ms,
     ) -> None:
@@ -57,17 +73,21 @@ class Watermark:
         started = clock()
         # Of a partition of which nothing was kept, the latest event time is at least the watermark plus the lateness.
         least = None if value_ms is None else value_ms + lateness_ms
-        self._latest: dict[Origin, int | None] = dict.fromkeys(origins, least)
+        self._latest: dict[Origin, int | None] = dict.fromkeys([*origins, *(known if chained else ())], least)
         self._seen: dict[Origin, float] = dict.fromkeys(self._latest, started)
         self._untimed: set[Origin] = set()
         now_ms = wall_ms()
         for origin in self._latest.keys() & known.keys():
             self._latest[origin] = known[origin].latest_ms
-            self._seen[origin] = started - max(0, now_ms - known[origin].since_ms) / 1000
+            until_ms = known_at_ms if _is_of_step(origin) else now_ms
+            self._seen[origin] = started - max(0, until_ms - known[origin].since_ms) / 1000
+        # The time in which no flow ran.
+        self._down_s = max(0, now_ms - known_at_ms) / 1000
         self._looked = started
         self._has_looked = False
         self._arriving: frozenset[Origin] = frozenset()
         self._quiet: Mapping[Any, float] = {}
+        self._quiet_sources = math.inf  # until when nothing is known to be behind the batch, in all sources
 
     def planned(self, arriving: Iterable[Origin], quiet: Mapping[Any, float] = MappingProxyType({})) -> None:
         """Note which partitions have new records for the next batch, as Kafka said when the batch was planned.
@@ -79,7 +99,12 @@ class Watermark:
             quiet: until when it is known of a partition that there is nothing behind the batch, on the clock;
                 ``-math.inf``: there is more, so it is not idle. What is not in it is known now.
         """
-        self._looked, self._arriving, self._quiet = self._clock(), frozenset(arriving), quiet
+        self._looked, self._quiet = self._clock(), quiet
+        self._arriving = frozenset(arriving)
+        self._quiet_sources = min(quiet.values(), default=math.inf)
+        if not self._has_looked and not self._arriving and self._quiet_sources > -math.inf:
+            for origin in filter(_is_of_step, self._seen):
+                self._seen[origin] -= self._down_s
         self._has_looked = True
 
     def after(self, latest_ms: Mapping[Origin, int], untimed: Collection[Origin] = _NOTHING) -> int | None:
@@ -111,17 +136,26 @@ class Watermark:
 
     def _has_more(self, origin: Origin) -> bool:
         """Whether it is known that the partition has records behind the batch."""
-        return self._quiet.get(origin) == -math.inf
+        return self._quiet_until(origin) == -math.inf
 
     def _silence_s(self, origin: Origin) -> float:
         if not self._has_looked:  # records may have come since the run before: nobody is idle yet
             return -math.inf
-        known = min(self._looked, self._quiet.get(origin, self._looked))
+        known = min(self._looked, self._quiet_until(origin))
         return known - self._seen.get(origin, self._looked)
+
+    def _quiet_until(self, origin: Origin) -> float:
+        """Until when it is known that nothing is behind the batch for the partition."""
+        if _is_of_step(origin):  # records of any source may become records of it
+            return self._quiet_sources
+        return self._quiet.get(origin, math.inf)
 
     def advance(self) -> int | None:
         """The watermark of the next batch. It may move, because partitions may have become idle. It never goes back."""
-        self.value_ms = self._earliest({}, self._arriving)
+        arriving = self._arriving
+        if arriving:
+            arriving = arriving.union(filter(_is_of_step, self._latest))
+        self.value_ms = self._earliest({}, arriving)
         return self.value_ms
 
     def on_commit(
@@ -147,3 +181,8 @@ class Watermark:
     def _merged(self, origin: Origin, latest_ms: Mapping[Origin, int]) -> int | None:
         known, new = self._latest.get(origin), latest_ms.get(origin)
         return new if known is None else known if new is None else max(known, new)
+
+
+def _is_of_step(origin: Origin) -> bool:
+    """Whether it is the partition of another step, not of a source."""
+    return origin[0] is None

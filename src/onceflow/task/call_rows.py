@@ -111,7 +111,7 @@ class _Moment:
         limit_s = float(given["limit_s"])
         if context.attemptNumber():  # the time of Spark's first attempt counts, too
             limit_s = max(0.001, limit_s - max(0, clock_ms() - given["begun_ms"]) / 1000)
-        rules = {each["topic"]: TopicRules(**each) for each in given["rules"]}
+        rules = {each["topic"]: TopicRules.of(each) for each in given["rules"]}
         return cls(given["attempt"], context.partitionId(), context.attemptNumber(), limit_s, rules)
 
 

@@ -21,6 +21,20 @@ TOPIC_TIMEOUT_S = 30
 BACK_SOON = {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"}
 
 
+def three_nodes(data_dir: Path, *, features: Mapping[str, int] | None = None) -> LocalBroker:
+    """A broker of three small nodes, of which tests kill some: the others miss it, and it comes back, sooner.
+
+    Args:
+        features: finalized levels of features of Kafka, for example of ``transaction.version``.
+    """
+    properties = {
+        **BACK_SOON,
+        "controller.quorum.election.timeout.ms": "500",
+        "controller.quorum.fetch.timeout.ms": "1500",
+    }
+    return LocalBroker(data_dir, nodes=3, heap="300m", features=features, properties=properties)
+
+
 @contextlib.contextmanager
 def running_broker(data_dir: Path) -> Iterator[str]:
     """Bootstrap servers of a broker: ``$ONCEFLOW_TEST_BOOTSTRAP`` if set, otherwise a new broker in this folder."""

@@ -124,7 +124,7 @@ class State:
         if found is None:
             known = ", ".join(map(repr, self._scope.tables)) or "none"
             raise KeyError(f"table {name!r} is not in tables= of Flow.process; it has {known}")
-        return found
+        return found.beside(lambda: (self._key,))
 
     def range(self, start: Any = None, end: Any = None, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
         """Keys and values of this partition with ``start <= key < end``, in the order of the keys' bytes.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import pyarrow as pa
 
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.state import rows
+from onceflow.state import exact_json, rows
 from onceflow.state.api.bounds import against_order
-from onceflow.state.api.serdes import JSON
+from onceflow.state.api.serdes import BYTES, DOUBLE, JSON, LONG, STRING
 from onceflow.state.api.user_errors import not_encoded
 from onceflow.state.local.stored_rows import StoredRows, Stores
 
@@ -44,7 +45,23 @@ class JoinedTable:
         self._key, self._value = key, value
         self._own_partition = own_partition
         self._by_value = key == JSON  # documents of the same value in other bytes are the same key
+        # Whether a key that was read is the same bytes when it is written; or it is found by its value anyway.
+        self._keeps_bytes = key is None or key in (BYTES, DOUBLE, JSON, LONG, STRING)
+        self._record_keys: Callable[[], Iterable[bytes]] = tuple
         self.position = position
+
+    def beside(self, record_keys: Callable[[], Iterable[bytes]]) -> JoinedTable:
+        """The table as user code gets it together with records.
+
+        Args:
+            record_keys: returns the keys of the records, in the bytes in which they came. What a serde writes for such
+                a key may be other bytes, which belong to another partition. It is the record's own key nevertheless.
+        """
+        if self._own_partition is None and self._keeps_bytes:
+            return self
+        found = copy.copy(self)
+        found._record_keys = record_keys
+        return found
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The value of a key, or the default.
@@ -116,7 +133,7 @@ class JoinedTable:
             yield key, self._decoded(raw, key)
 
     def _found(self, key: Any) -> bytes | None:
-        if self._by_value or self._own_partition is not None:
+        if self._by_value or self._own_partition is not None or not self._keeps_bytes:
             return self._found_all([self._bytes(key)])[0]
         return self._rows.get(self._bytes(key))
 
@@ -126,13 +143,33 @@ class JoinedTable:
         Raises:
             ValueError: the table is co-partitioned, and a key that is not in this partition belongs to another one.
         """
-        if not self._by_value:
-            self._check_partitions(keys)
-            return self._rows.get_many(keys)
-        found = self._rows.find(keys)
-        # In other bytes, a key may belong to another partition. So only one that is not found is refused.
-        self._check_partitions([key for key, raw in zip(keys, found, strict=True) if raw is None])
+        found = self._rows.find(keys) if self._by_value else self._rows.get_many(keys)
+        if None in found and not (self._own_partition is None and self._keeps_bytes):
+            self._find_own(keys, found)
         return found
+
+    def _find_own(self, keys: list[bytes], found: list[bytes | None]) -> None:
+        """Look for keys that were not found as those of the records: in the bytes in which they came.
+
+        Raises:
+            ValueError: another one belongs to another partition than the only one that is here.
+        """
+        missing = [at for at, raw in enumerate(found) if raw is None]
+        away: dict[int, int] = {}
+        if self._own_partition is not None:
+            places = key_partitions(pa.array([keys[at] for at in missing], pa.binary()), self._partitions).tolist()
+            here = (-1, self._own_partition)
+            away = {at: place for at, place in zip(missing, places, strict=True) if place not in here}
+        asked = away if self._keeps_bytes else missing
+        own = {self._own_form(raw): raw for raw in self._record_keys()} if asked else {}
+        for at in asked:
+            if (record_key := own.get(self._form(keys[at]))) is not None:
+                found[at] = self._rows.get(record_key)
+            elif at in away:
+                raise ValueError(
+                    f"key {keys[at]!r:.100} of table {self._name!r} is in partition {away[at]}, but this task "
+                    f"has partition {self._own_partition}: look up the record's own key, or leave co_partitioned out"
+                )
 
     def _bytes(self, key: Any) -> bytes:
         if self._key is not None:
@@ -147,18 +184,19 @@ class JoinedTable:
             return key
         raise TypeError(f"keys of table {self._name!r} are bytes or str, got {type(key).__name__}: give it a key serde")
 
-    def _check_partitions(self, keys: list[bytes]) -> None:
-        """Refuse keys that this task cannot find: it has only one partition of a co-partitioned table."""
-        if self._own_partition is None or not len(keys):
-            return
-        places = key_partitions(pa.array(keys, pa.binary()), self._partitions)
-        elsewhere = (places != self._own_partition) & (places >= 0)
-        if elsewhere.any():
-            at = int(elsewhere.argmax())
-            raise ValueError(
-                f"key {keys[at]!r:.100} of table {self._name!r} is in partition {places[at]}, but this task "
-                f"has partition {self._own_partition}: look up the record's own key, or leave co_partitioned out"
-            )
+    def _form(self, key: bytes) -> bytes:
+        """What is the same for keys that are the same."""
+        if self._by_value:
+            with suppress(ValueError):
+                return exact_json.canonical(key)
+        return key
+
+    def _own_form(self, raw: bytes) -> bytes:
+        """The form of a record's key, as the serde of the table writes it."""
+        if self._key is not None and not self._by_value:
+            with suppress(Exception):  # it may be no such key
+                return bytes(self._key.encode(self._key.decode(raw)))
+        return self._form(raw)
 
     def _decoded(self, raw: bytes, key: Any) -> Any:
         try:

@@ -121,7 +121,15 @@ def returned_by(error: BaseException, method: Any) -> None:
 def text_of(error: BaseException) -> str:
     """What is wrong, in limited length, without the error's class."""
     text: str | None = error.__dict__.get(_TEXT)
-    return user_code.cut(str(error), MAX_MESSAGE) if text is None else text
+    return user_code.cut(said(error), MAX_MESSAGE) if text is None else text
+
+
+def said(error: BaseException) -> str:
+    """The text of an error."""
+    try:
+        return str(error)
+    except Exception:  # a __str__ of the user's
+        return "it has no text, because its __str__ failed"
 
 
 def full_text_of(error: BaseException) -> str:
@@ -165,7 +173,7 @@ def _known(serde: Any) -> _Known:
 
 
 def _reason(error: BaseException, *, with_class: bool = False) -> str:
-    text = user_code.cut(str(error), _MAX_REASON)
+    text = user_code.cut(said(error), _MAX_REASON)
     return f"{type(error).__name__}: {text}" if with_class else text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -77,7 +77,8 @@ class BaseEngine:
         fired: by clock, the latest time of a timer that has fired.
         max_event_ms: the latest event time by topic and partition of the source (None and the table's partition if
             those are not known); only if the processor has ``allowed_lateness``.
-        untimed: in the same form, the sources with records whose event time is not known.
+        untimed: in the same form, the sources with records whose event time is not known. Both are those of records
+            that were not rejected, see `_note_times`.
         counts: what happened so far.
         causes: of dead letters, by class of the cause: their number, and a description of the first one.
 
@@ -252,8 +253,31 @@ class BaseEngine:
         keys, values = batch.column("key").to_pylist(), batch.column("value").to_pylist()
         return list(map(Record, keys, values, *input_batch.metadata(batch, self._source_topic)))
 
-    def _see_times(self, batch: pa.RecordBatch, times: Any) -> npt.NDArray[np.bool_] | None:
-        """Note event times, and send late records to the late topic.
+    def _note_times(self, batch: pa.RecordBatch, times: Any, rejected: Collection[int] = ()) -> None:
+        """Note the event times of records, for the watermark.
+
+        To be called when it is known which of them are rejected, for whatever reason: a bad record says nothing of
+        event time. A record that is late, or a duplicate, counts. So does one without an event time that is processed:
+        a partition that has only such records is not waited for.
+
+        Args:
+            batch: a normalised batch.
+            times: int64 Arrow array, null where the time is not known.
+            rejected: the positions of records that are rejected.
+        """
+        if rejected:
+            kept = np.ones(batch.num_rows, dtype=bool)
+            kept[list(rejected)] = False
+            mask = pa.array(kept)
+            batch, times = batch.filter(mask), times.filter(mask)
+        for place, ms in input_batch.latest(batch, times, self._source_topic, self.partition):
+            self.max_event_ms[place] = max(ms, self.max_event_ms.get(place, ms))
+        if times.null_count:
+            unknown = batch.filter(times.is_null())
+            self.untimed.update(input_batch.places(unknown, self._source_topic, self.partition))
+
+    def _set_late_aside(self, batch: pa.RecordBatch, times: Any) -> npt.NDArray[np.bool_] | None:
+        """Send late records to the late topic.
 
         Args:
             batch: a normalised batch.
@@ -262,11 +286,6 @@ class BaseEngine:
         Returns:
             Which records are not late; None: all of them.
         """
-        for place, ms in input_batch.latest(batch, times, self._source_topic, self.partition):
-            self.max_event_ms[place] = max(ms, self.max_event_ms.get(place, ms))
-        if times.null_count:
-            unknown = batch.filter(times.is_null())
-            self.untimed.update(input_batch.places(unknown, self._source_topic, self.partition))
         if self.watermark_ms is None or self._late_before_ms is None:
             return None
         known = times.is_valid().to_numpy(zero_copy_only=False)
@@ -309,7 +328,6 @@ class BaseEngine:
         away = batch.filter(mask)
         for record, at_ms in zip(self._raw(away), times.filter(mask).to_pylist(), strict=True):
             self._reject(record, self._ahead(at_ms))
-        self.untimed.update(input_batch.places(away, self._source_topic, self.partition))
         mask = pa.array(~far)
         return batch.filter(mask), times.filter(mask)
 

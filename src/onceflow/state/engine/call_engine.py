@@ -9,7 +9,7 @@ the state never has half of a record, and outputs of a key are in order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -33,13 +33,15 @@ class _Waiting:
 
     Args:
         record: with key and value in bytes; decoded anew for every run, because user code may change what it gets.
+        reject: notes that it is rejected.
     """
 
-    __slots__ = ("journal", "record")
+    __slots__ = ("journal", "record", "reject")
 
-    def __init__(self, record: Record, journal: Journal) -> None:
+    def __init__(self, record: Record, journal: Journal, reject: Callable[[], None]) -> None:
         self.record = record
         self.journal = journal
+        self.reject = reject
 
 
 class CallEngine(Engine):
@@ -55,6 +57,8 @@ class CallEngine(Engine):
         self._owns_runner = runner is None
         self._goes_ahead = all(calls.order is None for calls in calls_of(processor))
         self._queues: dict[bytes, deque[_Waiting]] = {}
+        # Event times of records of which some may yet be rejected, see `_note_processed`.
+        self._times: list[tuple[pa.RecordBatch, Any, set[int]]] = []
 
     def start(self) -> None:
         """See `Engine.start`.
@@ -103,8 +107,15 @@ class CallEngine(Engine):
             self._runner.settle()
             if self._scope.fatal is not None:
                 raise self._located(self._scope.fatal)
+            for times in self._times:
+                self._note_times(*times)
+            self._times.clear()
         finally:
             self._close()
+
+    def _note_processed(self, batch: pa.RecordBatch, times: Any, rejected: set[int]) -> None:
+        """See `Engine`. The records may still wait."""
+        self._times.append((batch, times, rejected))
 
     def _close(self) -> None:
         if self._owns_runner:
@@ -118,6 +129,7 @@ class CallEngine(Engine):
         records: list[Record],
         ends: list[int],
         where: Sequence[int],
+        rejected: set[int],
     ) -> None:
         raw = self._raw(batch)
         start = 0
@@ -126,7 +138,8 @@ class CallEngine(Engine):
                 continue
             queue = self._queues.setdefault(raw_key, deque())
             for at in where[start:end]:
-                queue.append(_Waiting(raw[at], Journal(self._runner, partial(self._wake, raw_key, raw[at]))))
+                journal = Journal(self._runner, partial(self._wake, raw_key, raw[at]))
+                queue.append(_Waiting(raw[at], journal, partial(rejected.add, at)))
             self._advance(raw_key)
             if self._goes_ahead:
                 for waiting in list(self._queues.get(raw_key, ()))[1:]:
@@ -180,6 +193,7 @@ class CallEngine(Engine):
             raise problem
         with journal.recall():  # it may be looked for the cause
             self._reject_processed(waiting.record, raw_key, problem)
+        waiting.reject()
         return True
 
     def _look_ahead(self, raw_key: bytes, waiting: _Waiting) -> None:

@@ -99,7 +99,6 @@ class ColumnEngine(BaseEngine):
         """Returns the records that are not bad, and writes dead letters for the others."""
         numbers = sorted(bad.causes)
         away = batch.take(pa.array(numbers, pa.int64()))
-        self.untimed.update(input_batch.places(away, self._source_topic, self.partition))
         for record, row in zip(self._raw(away), numbers, strict=True):
             self._reject(record, bad.causes[row])
         others = np.ones(batch.num_rows, dtype=bool)
@@ -112,13 +111,25 @@ class ColumnEngine(BaseEngine):
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         if "timestamp" in columns:
             columns["timestamp_ms"] = columns.pop("timestamp")
+        given, times = batch, None
         if self.uses_event_time:
-            in_time = self._in_time(batch, columns)
+            times = self._times(columns, batch.num_rows)
+            in_time = self._set_late_aside(batch, times)
             if in_time is not None:
                 mask, places = pa.array(in_time), places[in_time]
                 batch, columns = batch.filter(mask), {name: column.filter(mask) for name, column in columns.items()}
-                if not batch.num_rows:
-                    return
+        if batch.num_rows:
+            self._call(columns, places)
+        if times is not None:
+            self._note_times(given, times)
+
+    def _call(self, columns: dict[str, Any], places: npt.NDArray[np.int64]) -> None:
+        """Process all records or none.
+
+        Args:
+            columns: what user code gets of them.
+            places: their row numbers in the batch.
+        """
         encoded = columns["key"].dictionary_encode()
         keys = encoded.dictionary
         row_keys = pc.binary_join_element_wise(_PREFIX, keys, _NO_SEPARATOR).to_pylist()
@@ -127,7 +138,7 @@ class ColumnEngine(BaseEngine):
         result: Any
         self._asked = self.processor.process
         try:
-            result = self._asked(with_nullable_integers(pa.table(columns)), states, self._context)
+            result = self._asked(with_nullable_integers(pa.table(columns)), states, self._context_of(keys))
         except BadRows as bad:
             raise _of_batch(bad, places.tolist()) from bad
         if result is None:
@@ -135,25 +146,33 @@ class ColumnEngine(BaseEngine):
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"process() returns outputs and new states, got {type(result).__name__}")
         outputs, new_states = result
-        batch = None if outputs is None else output_batch(as_table(outputs, "outputs"))
+        made = None if outputs is None else output_batch(as_table(outputs, "outputs"))
         changed = None if new_states is None else self._rows(as_table(new_states, "new states"), keys, row_keys)
-        if batch is not None:
-            self._collector.check_batch(batch)
+        if made is not None:
+            self._collector.check_batch(made)
         small = self._overlay.large_bytes
         if changed is not None and max(map(len, filter(None, (*changed[0], *changed[1]))), default=0) > small:
             for row_key, row in zip(*changed, strict=True):
                 self._check_row(row_key, row)
         # From here on, nothing can fail.
-        if batch is not None:
-            self._collector.add_batch(batch)
+        if made is not None:
+            self._collector.add_batch(made)
         if changed is not None:
             self._overlay.put_many(*changed)
 
-    def _in_time(self, batch: pa.RecordBatch, columns: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
-        """Which records are not late; None: all of them.
+    def _context_of(self, keys: pa.Array) -> ColumnContext:
+        """The context of records with these keys."""
+        if not self._scope.tables:
+            return self._context
+        tables = {name: table.beside(keys.to_pylist) for name, table in self._scope.tables.items()}
+        return self._context._replace(tables=MappingProxyType(tables))
+
+    def _times(self, columns: Mapping[str, Any], count: int) -> Any:
+        """Event times as an int64 Arrow array, null where the time is not known.
 
         Args:
             columns: what user code gets of the batch.
+            count: how many records it has.
 
         Raises:
             BadRows: event times are too far ahead of the clock.
@@ -161,13 +180,15 @@ class ColumnEngine(BaseEngine):
         self._asked = self.processor.event_time
         times = self._asked(with_nullable_integers(pa.table(columns)))
         if times is None:
-            return None
+            return pa.nulls(count, pa.int64())
         array = times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times)
         known = timestamps.known_times(input_batch.milliseconds(one_chunk(array)))
+        if len(known) != count:
+            raise ValueError(f"event_time() gives {len(known)} times for {count} records")
         far = self._far_ahead(known)
         if far is not None:
             raise BadRows({row: self._ahead(known[row].as_py()) for row in np.flatnonzero(far).tolist()})
-        return self._see_times(batch, known)
+        return known
 
     # ---- state ---------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError
 from onceflow.protocol import timestamps
 from onceflow.state import dead_letters, rows, stamps
@@ -68,7 +69,6 @@ class DedupEngine(BaseEngine):
         bad = ids.is_null() if times is None else pc.or_(ids.is_null(), pc.less(times, 0))
         if (bad_rows := bad.to_numpy(zero_copy_only=False)).any():
             self._reject_all(batch.filter(bad), ids.filter(bad))
-            self.untimed.update(input_batch.places(batch.filter(bad), self._source_topic, self.partition))
             good = pa.array(~bad_rows)
             batch, ids = batch.filter(good), ids.filter(good)
             times = None if times is None else times.filter(good)
@@ -78,11 +78,14 @@ class DedupEngine(BaseEngine):
         if times is not None:
             ids = ids if (far := self._far_ahead(times)) is None else ids.filter(pa.array(~far))
             batch, times = self._without_far_ahead(batch, times)
-        if times is not None and (in_time := self._see_times(batch, times)) is not None:
-            mask = pa.array(in_time)
+        if times is not None and (in_time := self._set_late_aside(batch, times)) is not None:
+            mask, late = pa.array(in_time), pa.array(~in_time)
+            self._note_times(batch.filter(late), times.filter(late))
             batch, ids, times = batch.filter(mask), ids.filter(mask), times.filter(mask)
         if batch.num_rows and (taken := self._taken(batch)) is not None:
             batch, ids, times = batch.filter(taken), ids.filter(taken), None if times is None else times.filter(taken)
+        if times is not None:
+            self._note_times(batch, times)
         if batch.num_rows:
             self._judge(batch, ids, None if times is None else times.to_numpy())
 
@@ -149,9 +152,10 @@ class DedupEngine(BaseEngine):
             return None
         headers = batch.column("headers") if "headers" in batch.schema.names else pa.nulls(batch.num_rows)
         doubtful = rules.doubtful(batch.column("key"), batch.column("value"), headers)
-        taken = np.ones(batch.num_rows, dtype=bool)
+        taken, now_ms = np.ones(batch.num_rows, dtype=bool), clock_ms()
         for at, record in zip(doubtful.tolist(), self._raw(batch.take(pa.array(doubtful))), strict=True):
-            why = rules.refusal(record.key, record.value, list(record.headers))
+            headers = rules.headers_as_written(record.headers, record.timestamp_ms, now_ms)
+            why = rules.refusal(record.key, record.value, headers)
             if why:
                 taken[at] = False
                 self._reject(record, BadRecordError(f"the record cannot be passed on: {why}", topic=rules.topic))

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError
 from onceflow.protocol import timestamps
 from onceflow.protocol.names import OwnTopics
@@ -173,18 +174,20 @@ class OutputCollector:
         """
         topic, headers, at_ms = extras or (None, [], None)
         if topic is None or topic not in self._letter_topics:
-            self._check_rules(topic, key, value, headers)
+            self._check_rules(topic, key, value, headers, at_ms)
             return key, value
-        letter = fitted(Record(key, value, topic, headers), self._rules_of(topic))
+        letter = fitted(Record(key, value, topic, headers, at_ms), self._rules_of(topic))
         self._extras[len(self._keys)] = topic, list(letter.headers), at_ms
         return letter.key, letter.value
 
     def _check_rules(
-        self, topic: str | None, key: bytes | None, value: bytes | None, headers: Sequence[Header]
+        self, topic: str | None, key: bytes | None, value: bytes | None, headers: Sequence[Header], at_ms: int | None
     ) -> None:
         rules = self._rules_of(topic)
-        why = "" if rules is None else rules.refusal(key, value, headers)
-        if rules is not None and why:
+        if rules is None:
+            return
+        why = rules.refusal(key, value, rules.headers_as_written(headers, at_ms, clock_ms()))
+        if why:
             raise BadRecordError(
                 f"an output cannot be written: {why}",
                 topic=rules.topic,
@@ -218,12 +221,12 @@ class OutputCollector:
             mine = batch
             if len(names) > 1:
                 mine = batch.filter(topics.is_null() if name is None else pc.fill_null(pc.equal(topics, name), False))
-            columns = [mine.column(each) for each in ("key", "value", "headers")]
-            doubtful = rules.doubtful(*columns)
-            for key, value, headers in zip(
+            columns = [mine.column(each) for each in ("key", "value", "headers", "timestamp")]
+            doubtful = rules.doubtful(*columns[:3])
+            for key, value, headers, at_ms in zip(
                 *(each.take(pa.array(doubtful)).to_pylist() for each in columns), strict=True
             ):
-                self._check_rules(name, key, value, [(each["key"], each["value"]) for each in headers or ()])
+                self._check_rules(name, key, value, [(each["key"], each["value"]) for each in headers or ()], at_ms)
 
     def add_batch(self, batch: pa.RecordBatch) -> None:
         """Add records that are columns of the schema already."""

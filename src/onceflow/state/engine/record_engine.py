@@ -163,10 +163,12 @@ class Engine(BaseEngine):
             self._late_before_ms = index(self.processor.late_before_ms(self.watermark_ms))
 
     def _feed(self, batch: pa.RecordBatch) -> None:
-        if self.uses_event_time and not self._own_event_time and "timestamp" in batch.schema.names:
-            batch, times = self._without_far_ahead(batch, batch.column("timestamp"))
-            in_time = self._see_times(batch, times)
+        if self.uses_event_time and not self._own_event_time:
+            batch, times = self._without_far_ahead(batch, _timestamps(batch))
+            in_time = self._set_late_aside(batch, times)
             if in_time is not None:
+                late = pa.array(~in_time)
+                self._note_times(batch.filter(late), times.filter(late))
                 batch = batch.filter(pa.array(in_time))
         if not batch.num_rows:
             return
@@ -197,7 +199,12 @@ class Engine(BaseEngine):
         records = list(map(Record, of_records, values, *input_batch.metadata(batch, self._source_topic)))
         for at, error in bad_keys.items():
             bad.update(dict.fromkeys(range(ends[at] - counts[at], ends[at]), error))
-        in_time = self._event_times(batch, records, bad) if self.uses_event_time and self._own_event_time else None
+        times, in_time = None, None
+        if self.uses_event_time:
+            times = _timestamps(batch)
+            if self._own_event_time:
+                times = self._event_times(records, bad)
+                in_time = self._set_late_aside(batch, times)
         where: Sequence[int] = range(len(records))
         if bad or in_time is not None:
             for i, error in sorted(bad.items()):
@@ -207,7 +214,14 @@ class Engine(BaseEngine):
             where = np.flatnonzero(keep).tolist()
             records = [records[i] for i in where]
             ends = np.cumsum(keep)[np.array(ends) - 1].tolist()
-        self._process(batch, keys, raw_keys, records, ends, where)
+        rejected = set(bad)
+        self._process(batch, keys, raw_keys, records, ends, where, rejected)
+        if times is not None:
+            self._note_processed(batch, times, rejected)
+
+    def _note_processed(self, batch: pa.RecordBatch, times: Any, rejected: set[int]) -> None:
+        """As `_note_times`, when records have been passed to `_process`."""
+        self._note_times(batch, times, rejected)
 
     def _process(
         self,
@@ -217,12 +231,14 @@ class Engine(BaseEngine):
         records: list[Record],
         ends: list[int],
         where: Sequence[int],
+        rejected: set[int],
     ) -> None:
         """Call process() key by key.
 
         Args:
             records: the records in the order of the keys. Those of the key with index k end at ends[k].
             where: index of each record in the batch.
+            rejected: the indexes of those that are rejected are added to it.
         """
         scope, overlay, collector = self._scope, self._overlay, self._collector
         process, savepoint, extend = self.processor.process, overlay.savepoint, collector.extend
@@ -244,11 +260,11 @@ class Engine(BaseEngine):
                 end_generator(result)
                 overlay.roll_back()
                 collector.truncate(mark)
-                self._find_culprit(batch, raw_key, list(where[start:end]), error)
+                rejected.update(self._find_culprit(batch, raw_key, list(where[start:end]), error))
             start = end
 
-    def _find_culprit(self, batch: pa.RecordBatch, raw_key: bytes, where: list[int], first: Exception) -> None:
-        """Process the records of a failed call one by one, and reject each record that fails.
+    def _find_culprit(self, batch: pa.RecordBatch, raw_key: bytes, where: list[int], first: Exception) -> list[int]:
+        """Process the records of a failed call one by one, and reject each record that fails. Returns their indexes.
 
         Raises:
             ProcessorError: a record failed and on_error is ``fail``, or the state itself cannot be read.
@@ -259,9 +275,10 @@ class Engine(BaseEngine):
         raw = self._raw(part)
         if len(raw) == 1 or self._scope.fatal is not None:
             self._reject_processed(raw[0], raw_key, first)
-            return
+            return where[:1]
         overlay, collector, processor = self._overlay, self._collector, self.processor
-        for record in raw:
+        rejected = []
+        for at, record in zip(where, raw, strict=True):
             overlay.savepoint()
             mark = collector.mark()
             result = None
@@ -277,11 +294,13 @@ class Engine(BaseEngine):
                 overlay.roll_back()
                 collector.truncate(mark)
                 self._reject_processed(record, raw_key, error)
+                rejected.append(at)
         if self._dead_letter_topic is None:
             offsets = [record.offset for record in raw if record.offset is not None]
             span = f"offsets {offsets[0]} to {offsets[-1]}, " if offsets else ""
             detail = f"{span}key {shown(raw_key)}; each record alone succeeds"
             raise self._failed("records of one key could not be processed together", first, raw[0], detail) from first
+        return rejected
 
     def _decoded_again(self, record: Record, raw_key: bytes) -> Record:
         """The record as process() gets it, decoded again: the failed call may have changed the earlier object."""
@@ -344,8 +363,9 @@ class Engine(BaseEngine):
         except Exception:  # raised by user code: the record fails with empty state as well, so it is bad
             return False
 
-    def _event_times(self, batch: pa.RecordBatch, records: list[Record], bad: dict[int, Exception]) -> Any:
-        """Which records are not late by the processor's own event_time(); None: all. Errors are added to ``bad``."""
+    def _event_times(self, records: list[Record], bad: dict[int, Exception]) -> Any:
+        """The event times by the processor's own event_time(), null where they are not known. Errors are added to
+        ``bad``."""
         times: list[int | None] = []
         for i, record in enumerate(records):
             at_ms = None
@@ -364,7 +384,12 @@ class Engine(BaseEngine):
                         user_errors.returned_by(error, self.processor.event_time)
                     bad[i], at_ms = error, None
             times.append(at_ms)
-        return self._see_times(batch, pa.array(times, pa.int64()))
+        return pa.array(times, pa.int64())
+
+
+def _timestamps(batch: pa.RecordBatch) -> Any:
+    """The timestamps of a normalised batch, null where they are not known."""
+    return batch.column("timestamp") if "timestamp" in batch.schema.names else pa.nulls(batch.num_rows, pa.int64())
 
 
 def end_generator(result: Any) -> None:

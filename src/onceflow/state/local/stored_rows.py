@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import pyarrow as pa
 
@@ -19,6 +19,7 @@ Stores = Mapping[int, Store]
 
 # Up to this many partitions, to look into each of them takes less time than to compute the partition of one key.
 _FEW_PARTITIONS = 8
+_JSON_INDEX = rows.JSON_INDEX.decode()
 
 
 class StoredRows:
@@ -77,33 +78,37 @@ class StoredRows:
         Raises:
             BadRecordError: there are several with the same value, none of which is in these bytes.
         """
-        found = self.get_many(keys)
+        found = [self.get(keys[0])] if len(keys) == 1 else self.get_many(keys)
+        if None not in found:
+            return found
+        canonical: dict[int, bytes] = {}
         for at, key in enumerate(keys):
             if found[at] is None:
-                found[at] = self._of_same_value(key)
+                with suppress(ValueError):  # otherwise it has no value, or is nested too deeply
+                    canonical[at] = exact_json.canonical(key)
+        forms = {form: {form} for form in canonical.values()}
+        self._add_indexed(forms)
+        others = sorted({each for at, form in canonical.items() for each in forms[form] if each != keys[at]})
+        if others:
+            values = [self.get(others[0])] if len(others) == 1 else self.get_many(others)
+            known = {form: value for form, value in zip(others, values, strict=True) if value is not None}
+            for at, form in canonical.items():
+                found[at] = _only(keys[at], {each: known[each] for each in forms[form] if each in known})
         return found
 
-    def _of_same_value(self, key: bytes) -> bytes | None:
-        try:
-            canonical = exact_json.canonical(key)
-        except (ValueError, RecursionError):
-            return None
-        prefix = rows.json_forms(canonical)
-        forms = {canonical}
+    def _add_indexed(self, forms: Mapping[bytes, set[bytes]]) -> None:
+        """Add the keys that have a `rows.json_index`.
+
+        Args:
+            forms: canonical forms, each with the keys of this value.
+        """
         with self._stores() as stores:
-            for store in stores.values():
-                forms.update(each[len(prefix) :] for each, _ in store.scan(prefix, rows.after(prefix)))
-        listed = sorted(forms)
-        known = {form: value for form, value in zip(listed, self.get_many(listed), strict=True) if value is not None}
-        if len(known) > 1:
-            one, other = list(known)[:2]
-            raise BadRecordError(
-                f"The key {key!r:.100} of a table is not there in these bytes, and {len(known)} keys have its value",
-                detail=f"for example {one!r:.100} and {other!r:.100}",
-                next_step="delete all but one of them in the topic, or look up the bytes that are meant, with a table "
-                "whose keys are serdes.BYTES",
-            )
-        return next(iter(known.values()), None)
+            # Most tables have no such key at all. Stores of older versions do not say it.
+            counted = ((store, store.rows_by_kind()) for store in stores.values())
+            for store in [store for store, kinds in counted if not kinds or _JSON_INDEX in kinds]:
+                for form, found in forms.items():
+                    prefix = rows.json_forms(form)
+                    found.update(each[len(prefix) :] for each, _ in store.scan(prefix, rows.after(prefix)))
 
     def range(self, start: bytes, end: bytes | None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         """Keys with ``start <= key < end`` and their values, in order of keys over all partitions."""
@@ -177,6 +182,23 @@ class StoredRows:
 
 def _live(row: bytes | None, now_ms: int) -> bytes | None:
     return rows.live_payload(row, now_ms) if row else None
+
+
+def _only(key: bytes, found: Mapping[bytes, bytes]) -> bytes | None:
+    """The value of the only key that there is of the value of this one.
+
+    Raises:
+        BadRecordError: there are several.
+    """
+    if len(found) > 1:
+        one, other = sorted(found)[:2]
+        raise BadRecordError(
+            f"The key {key!r:.100} of a table is not there in these bytes, and {len(found)} keys have its value",
+            detail=f"for example {one!r:.100} and {other!r:.100}",
+            next_step="delete all but one of them in the topic, or look up the bytes that are meant, with a table "
+            "whose keys are serdes.BYTES",
+        )
+    return next(iter(found.values()), None)
 
 
 def _first(item: tuple[bytes, bytes]) -> bytes:

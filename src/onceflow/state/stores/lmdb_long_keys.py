@@ -34,13 +34,13 @@ class _Level:
     Args:
         items: stored keys and values from the place of the scan on.
         node: what the keys of this node begin with.
-        prefix: what all keys in it begin with.
+        part: what its keys have in front of those in this node, and behind those of the level above.
         bound: where the scan begins in the node to which the next item refers; None: it has no bound in it.
     """
 
     items: Iterator[tuple[Any, Any]]
     node: bytes
-    prefix: bytes
+    part: bytes
     bound: bytes | None
 
 
@@ -113,50 +113,49 @@ class LongKeys:
                 return
             self._txn.delete(reference, db=database)
 
-    def scan(self, start: bytes = b"", end: bytes | None = None) -> Iterator[tuple[bytes, Any]]:
-        """Rows with ``start <= key < end``."""
-        levels = [self._from(self._rows, b"", b"", start)]
+    def scan(
+        self, start: bytes = b"", end: bytes | None = None, *, reverse: bool = False
+    ) -> Iterator[tuple[bytes, Any]]:
+        """Rows with ``start <= key < end``.
+
+        Args:
+            reverse: the last one first.
+        """
+        enter = self._before if reverse else self._from
+        levels = [enter(self._rows, b"", b"", end if reverse else start)]
+        before = b""  # what all keys of the level begin with; only the last level has it, because keys may be long
         while levels:
             level = levels[-1]
-            key, value = self._next(level)
-            if key is None:
-                levels.pop()
-            elif len(key) <= SHORT_KEY_BYTES_MAX:
-                whole = level.prefix + key[len(level.node) :]
-                if end is not None and whole >= end:
+            node = level.node
+            for stored, value in level.items:
+                key = bytes(stored)
+                if node and not key.startswith(node):
+                    levels.pop()
+                    break
+                if len(key) > SHORT_KEY_BYTES_MAX:
+                    bound, level.bound = level.bound, None
+                    levels.append(enter(self._nodes, *_referred(level, key, value), bound))
+                    break
+                if len(levels) > 1 and not before:
+                    before = b"".join(each.part for each in levels)
+                whole = before + key[len(node) :]
+                if whole < start if reverse else end is not None and whole >= end:
                     return
                 yield whole, value
             else:
-                bound, level.bound = level.bound, None
-                levels.append(self._from(self._nodes, *_referred(level, key, value), bound or b""))
-
-    def scan_back(self, start: bytes = b"", end: bytes | None = None) -> Iterator[tuple[bytes, Any]]:
-        """As `scan`, from the last row to the first."""
-        levels = [self._before(self._rows, b"", b"", end)]
-        while levels:
-            level = levels[-1]
-            key, value = self._next(level)
-            if key is None:
                 levels.pop()
-            elif len(key) <= SHORT_KEY_BYTES_MAX:
-                whole = level.prefix + key[len(level.node) :]
-                if whole < start:
-                    return
-                yield whole, value
-            else:
-                bound, level.bound = level.bound, None
-                levels.append(self._before(self._nodes, *_referred(level, key, value), bound))
+            before = b""
 
-    def _from(self, database: Any, node: bytes, prefix: bytes, start: bytes) -> _Level:
+    def _from(self, database: Any, node: bytes, part: bytes, start: bytes | None) -> _Level:
         """A level at its first key that is not less than this one."""
         cursor = self._txn.cursor(database)
-        place, bound = _place(node + start)
+        place, bound = _place(node + (start or b""))
         found = cursor.set_range(place) if place else cursor.first()
         if bound is not None and found and cursor.key() != place:
             bound = None
-        return _Level(cursor.iternext() if found else iter(()), node, prefix, bound)
+        return _Level(cursor.iternext() if found else iter(()), node, part, bound)
 
-    def _before(self, database: Any, node: bytes, prefix: bytes, end: bytes | None) -> _Level:
+    def _before(self, database: Any, node: bytes, part: bytes, end: bytes | None) -> _Level:
         """A level at its last key that is less than this one."""
         cursor = self._txn.cursor(database)
         bound = None
@@ -169,17 +168,7 @@ class LongKeys:
         else:
             behind = _NODE.pack(_NODE.unpack(node)[0] + 1) if node else b""
             found = cursor.prev() if behind and cursor.set_range(behind) else cursor.last()
-        return _Level(cursor.iterprev() if found else iter(()), node, prefix, bound)
-
-    @staticmethod
-    def _next(level: _Level) -> tuple[Any, Any]:
-        """The next stored key and value of a level, or None."""
-        found = next(level.items, None)
-        if found is None:
-            return None, None
-        key, value = found
-        key = bytes(key)
-        return (key, value) if key.startswith(level.node) else (None, None)
+        return _Level(cursor.iterprev() if found else iter(()), node, part, bound)
 
     def _new_node(self) -> bytes:
         """A number that is greater than all that are there: so a node only refers to later ones."""
@@ -198,7 +187,7 @@ def _place(key: bytes) -> tuple[bytes, bytes | None]:
 
 
 def _referred(level: _Level, key: bytes, value: Any) -> tuple[bytes, bytes]:
-    """The node to which a stored key refers, and what all keys in it begin with.
+    """The node to which a stored key refers, and the part of the keys in it that the stored key has.
 
     Raises:
         StoreCorruptError: it is no later node, so that a scan might not end.
@@ -206,4 +195,4 @@ def _referred(level: _Level, key: bytes, value: Any) -> tuple[bytes, bytes]:
     node = bytes(value)
     if len(node) != _NODE.size or node <= level.node or not key.endswith(_REFERENCE):
         raise StoreCorruptError("a long key of the local store is damaged")
-    return node, level.prefix + key[len(level.node) : -1]
+    return node, key[len(level.node) : -1]

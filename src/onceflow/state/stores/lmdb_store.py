@@ -245,9 +245,12 @@ class LmdbStore(Store):
     ) -> Callable[[Any, Any], list[tuple[bytes, bytes]]]:
         def read(txn: Any, db: Any) -> list[tuple[bytes, bytes]]:
             long = self._keys(txn)
-            if not long.are_there:
-                return _part(txn.cursor(db), start, end, reverse, wanted)
-            return list(islice((long.scan_back if reverse else long.scan)(start, end), wanted))
+            there = long.are_there
+            if not there or _are_short((start, end or b"")):
+                part = _part(txn.cursor(db), start, end, reverse, wanted)
+                if not there or _are_short([key for key, _ in part]):  # between long keys there are mostly short ones
+                    return part
+            return list(islice(long.scan(start, end, reverse=reverse), wanted))
 
         return read
 

@@ -70,6 +70,9 @@ class StampedView(Store):
     def row_count(self) -> int:
         return self._store.row_count() - 1 - len(Segments(self._store).listed)  # without the list and the filters
 
+    def rows_by_kind(self) -> Mapping[str, int]:
+        return {rows.VALUE.decode(): self.row_count()}
+
     def close(self) -> None:
         self._store.close()
 

@@ -1,0 +1,140 @@
+"""Tables of the PostgreSQL sink that are altered while a flow runs, or cannot keep its rows."""
+
+from __future__ import annotations
+
+import sys
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from onceflow import BatchAbortedError, PostgresSink, SchemaError
+from onceflow.external.sink import BatchAttempt
+
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from postgres_rows import Written, committed, run
+finally:
+    sys.path.pop(0)
+
+pytestmark = pytest.mark.integration
+
+_KEY, _TEXT = ("k", pa.int64()), ("v", pa.string())
+_NUMBER = ("k", pa.decimal128(6, 2))
+
+
+@pytest.mark.parametrize("sets_aside", [False, True])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("TRUNCATE t; ALTER TABLE t ADD n int NOT NULL", "Columns n of table t must not be null, and are not written"),
+        ("ALTER TABLE t DROP v", "Table t has no columns v"),
+        ("ALTER TABLE t ALTER k TYPE int", "digits would get lost"),
+        ("ALTER TABLE t DROP v, ADD v text GENERATED ALWAYS AS ('g') STORED", "v of table t is a generated column"),
+        ("DROP TABLE t", "There is no table"),
+        ("DROP TABLE t; CREATE TABLE t (k int, v text)", "digits would get lost"),
+        ("ALTER TABLE t SET UNLOGGED", "t is UNLOGGED"),
+    ],
+)
+def test_a_table_is_altered_between_batches(dsn: str, change: str, message: str, sets_aside: bool) -> None:
+    """Rows that would not be taken at a start are not taken later, either. No row is to blame."""
+    run(dsn, "CREATE TABLE t (k numeric, v text)")
+    sink = Written(dsn, sets_aside=sets_aside)
+    schema = pa.schema([_NUMBER, _TEXT])
+    sink.write([{"k": Decimal("1.00"), "v": "a"}], schema)
+    run(dsn, *change.split(";"))
+    with pytest.raises(SchemaError, match=message):
+        sink.write([{"k": Decimal("2.50"), "v": "b"}], schema)
+    assert sink.refused == []
+    if "DROP TABLE" not in change:
+        assert run(dsn, "SELECT * FROM t WHERE k > 1") == []
+    sink.sink.close()
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ("ALTER TABLE t ALTER k TYPE int USING k::int", [(1, "d"), (7, "c")]),
+        ("ALTER TABLE t ADD n int, ADD UNIQUE (v)", [("07", "b", None), ("1", "d", None), ("7", "c", None)]),
+        ("CREATE INDEX ON t (v); ANALYZE t; VACUUM FULL t", [("07", "b"), ("1", "d"), ("7", "c")]),
+        ("DROP TABLE t; CREATE TABLE t (v text, k varchar(2) PRIMARY KEY)", [("b", "07"), ("d", "1"), ("c", "7")]),
+    ],
+)  # fmt: skip
+def test_a_table_is_altered_and_takes_rows(dsn: str, change: str, expected: list[Any]) -> None:
+    """The columns and indexes that it has now decide."""
+    run(dsn, "CREATE TABLE t (k text PRIMARY KEY, v text)")
+    sink = Written(dsn, mode="upsert", key="k")
+    schema = pa.schema([("k", pa.string()), _TEXT])
+    sink.write([{"k": "1", "v": "a"}], schema)
+    run(dsn, *change.split(";"))
+    sink.write([{"k": k, "v": v} for k, v in (("07", "b"), ("7", "c"), ("1", "d"))], schema)
+    assert (run(dsn, "SELECT * FROM t ORDER BY k"), sink.refused) == (expected, [])
+    sink.sink.close()
+
+
+@pytest.mark.parametrize("sets_aside", [False, True])
+def test_a_table_is_altered_while_a_batch_is_written(dsn: str, sets_aside: bool) -> None:
+    """The batch is run again, and then it meets the table as it is. Rows do not become dead letters for that."""
+    run(dsn, "CREATE TABLE t (k bigint, v text)")
+    sink = PostgresSink(dsn, "t")
+    if sets_aside:
+        sink.set_aside()
+    rows = pa.RecordBatch.from_pylist([{"k": 1, "v": "a"}], pa.schema([_KEY, _TEXT]))
+    sink.check(rows.schema)
+    generation = sink.open("f", "o", None).generation
+
+    def attempt(number: int, change: str = "SELECT") -> list[Any]:
+        at = BatchAttempt("f", "o", generation, 1, number)
+        sink.begin(at)
+        receipt = sink.write(at, "0", iter([rows]))
+        run(dsn, change)
+        return committed(sink, at, [receipt], sets_aside=sets_aside)
+
+    with pytest.raises(BatchAbortedError, match="was altered while a batch was written"):
+        attempt(1, "ALTER TABLE t ADD n int NOT NULL")
+    with pytest.raises(SchemaError, match="Columns n of table t must not be null"):
+        attempt(2)
+    run(dsn, "ALTER TABLE t ALTER n DROP NOT NULL")
+    with pytest.raises(BatchAbortedError, match="was altered while a batch was written"):
+        attempt(3, "ALTER TABLE t ADD m int")
+    assert run(dsn, "SELECT * FROM t") == []
+    assert attempt(4) == []
+    assert run(dsn, "SELECT k, v FROM t") == [(1, "a")]
+    sink.close()
+
+
+@pytest.mark.parametrize(
+    "statements, message",
+    [
+        (["CREATE UNLOGGED TABLE t (k bigint)"], r"(?s)t is UNLOGGED.*ALTER TABLE .*t SET LOGGED"),
+        (
+            ["CREATE TABLE t (k bigint) PARTITION BY LIST (k)", "CREATE UNLOGGED TABLE u PARTITION OF t DEFAULT"],
+            "u is UNLOGGED",
+        ),
+        (["CREATE UNLOGGED TABLE u (k bigint)", "CREATE VIEW t AS SELECT * FROM u"], "u is UNLOGGED"),
+        (
+            ["CREATE FOREIGN DATA WRAPPER w_{0}", "CREATE SERVER s_{0} FOREIGN DATA WRAPPER w_{0}",
+             "CREATE FOREIGN TABLE t (k bigint) SERVER s_{0}"],
+            "t is a foreign table",
+        ),
+        (["CREATE TABLE t (value bigint)"], "The rows have no columns of table t"),
+        (["CREATE DOMAIN never AS text NOT NULL", "CREATE TABLE t (k bigint, d never)"], "Columns d of table t must"),
+    ],
+)  # fmt: skip
+def test_a_table_that_cannot_keep_rows(dsn: str, statements: list[str], message: str) -> None:
+    ((schema,),) = run(dsn, "SELECT current_schema()")
+    run(dsn, *(statement.format(schema) for statement in statements))
+    sink = PostgresSink(dsn, "t")
+    sink.set_aside()
+    columns = [("topic", pa.string())] if "value" in statements[0] else [_KEY]
+    with pytest.raises(SchemaError, match=message):
+        sink.check(pa.schema(columns))
+    sink.close()
+
+
+def test_a_domain_has_a_default(dsn: str) -> None:
+    run(dsn, "CREATE DOMAIN x AS text DEFAULT 'x' NOT NULL", "CREATE TABLE t (k bigint, d x NOT NULL)")
+    Written(dsn).write([{"k": 1}], pa.schema([_KEY]))
+    assert run(dsn, "SELECT * FROM t") == [(1, "x")]

@@ -1,0 +1,120 @@
+"""Leaders are asked at once, each for what it leads, and one that does not answer holds up nobody for long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kafka.errors import NodeNotReadyError
+from kafka.future import Future
+
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.connections import ConnectionFailedError
+from onceflow.client.deadline import Deadline
+from onceflow.client.leader_epochs import look_at_leaders
+from onceflow.client.settings import ClientSettings
+
+Place = tuple[str, int]
+
+
+class Leaders:
+    """A cluster. ``led``: the broker that leads each partition, -1: none; ``silent`` brokers do not answer."""
+
+    def __init__(self, led: Mapping[Place, int], silent: Iterable[int] = ()) -> None:
+        self.led, self.silent = dict(led), {*silent}
+        self.known: dict[str, TopicInfo] = {}
+        self.asked: list[dict[int, list[str]]] = []
+        self.now = 0.0
+
+    def deadline(self, seconds: float) -> Deadline:
+        return Deadline(seconds, "a test", clock=lambda: self.now, sleep=self.later)
+
+    def later(self, seconds: float) -> None:
+        self.now += seconds
+
+    def known_topic(self, name: str) -> TopicInfo | None:
+        return self.known.get(name)
+
+    def topics(self, names: Iterable[str], deadline: Deadline, *, patient: bool, leaderless: bool) -> None:
+        assert leaderless, "a partition without a leader must not be waited for here"
+        for name in names:
+            leaders = {partition: node for (topic, partition), node in self.led.items() if topic == name}
+            self.known[name] = TopicInfo(name, f"id of {name}", leaders)
+
+    def exchange_all(self, requests: Mapping[int, Any], deadline: Deadline) -> dict[int, Any]:
+        self.asked.append({node: [topic.name for topic in request.topics] for node, request in requests.items()})
+        return {
+            node: ConnectionFailedError("no answer") if node in self.silent else self._answer(request)
+            for node, request in requests.items()
+        }
+
+    def _answer(self, request: Any) -> Any:
+        return SimpleNamespace(topics=[self._of(topic.name) for topic in request.topics])
+
+    def _of(self, name: str) -> Any:
+        parts = [
+            SimpleNamespace(partition_index=partition, leader_id=node, leader_epoch=7)
+            for (topic, partition), node in self.led.items()
+            if topic == name
+        ]
+        return SimpleNamespace(name=name, topic_id=f"id of {name}", partitions=parts)
+
+
+def test_each_leader_is_asked_for_the_topics_of_its_partitions_only() -> None:
+    cluster: Any = Leaders({("a", 0): 1, ("a", 1): 2, ("b", 0): 2, ("c", 0): 3})
+    view = look_at_leaders(cluster, [("a", 0), ("a", 1), ("b", 0)], cluster.deadline(3))
+    assert view.epochs == {("a", 0): 7, ("a", 1): 7, ("b", 0): 7}
+    assert view.topic_ids == {"a": "id of a", "b": "id of b"}
+    assert cluster.asked[-1] == {1: ["a"], 2: ["a", "b"]}
+
+
+@pytest.mark.parametrize("led, silent", [({("b", 0): -1}, ()), ({("b", 0): 2}, (2,))], ids=["no leader", "no answer"])
+def test_a_partition_whose_leader_does_not_answer_is_left_out(led: dict[Place, int], silent: tuple[int, ...]) -> None:
+    cluster: Any = Leaders({("a", 0): 1, ("a", 1): 1, **led}, silent)
+    view = look_at_leaders(cluster, [("a", 0), ("a", 1), ("b", 0)], cluster.deadline(3))
+    assert view.epochs == {("a", 0): 7, ("a", 1): 7}
+    assert 3 <= cluster.now < 3.5
+
+
+def test_a_new_leader_is_found_before_the_deadline() -> None:
+    cluster: Any = Leaders({("a", 0): 1, ("b", 0): -1})
+    later = cluster.later
+
+    def elected(seconds: float) -> None:
+        later(seconds)
+        if cluster.now > 0.5:
+            cluster.led["b", 0] = 4
+
+    cluster.later = elected
+    view = look_at_leaders(cluster, [("a", 0), ("b", 0)], cluster.deadline(3))
+    assert view.epochs == {("a", 0): 7, ("b", 0): 7}
+    assert cluster.now < 2
+
+
+@pytest.fixture
+def cluster() -> Any:
+    made = Cluster(ClientSettings("127.0.0.1:1"))
+    yield made
+    made.close()
+
+
+def test_requests_to_several_brokers_are_under_way_at_once(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first broker answers only when the last one was asked."""
+    last_asked = Future()
+
+    async def sent(request: Any, node: int, deadline: Deadline) -> Any:
+        if node == 3:
+            last_asked.success(None)
+            raise NodeNotReadyError("made up")
+        await last_asked
+        return request
+
+    monkeypatch.setattr(cluster, "_sent", sent)
+    cluster.net.call_later(10, lambda: last_asked.is_done or last_asked.failure(NodeNotReadyError("in turn")))
+    found = cluster.exchange_all({1: "x", 2: "y", 3: "z"}, Deadline(20, "a test"))
+    lost = found.pop(3)
+    assert found == {1: "x", 2: "y"}
+    assert isinstance(lost, ConnectionFailedError)
+    assert "broker 3: NodeNotReadyError" in str(lost)
