@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from onceflow import DeltaSink, EnvironmentUnusableError
-from onceflow.external.sink import RefusedRow
+from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.testing.external_sink_suite import FLOW, SCHEMA, ExternalSinkSuite, Writer
 from onceflow.testing.s3 import S3Server
 
@@ -63,6 +64,23 @@ def test_what_is_left_is_removed(s3: S3Server) -> None:
     assert not any(str(aborted) in name or "probe" in name for name in found)
     assert len([name for name in found if name.startswith("onceflow/")]) == 2
     assert len(rows_of(sink)) == 40
+
+
+def test_names_of_files_are_those_of_the_log(s3: S3Server) -> None:
+    """Whatever characters the values of partition columns have: other readers look for them there."""
+    sink = sink_of(s3, partition_by="text")
+    sink.check(SCHEMA)
+    attempt = BatchAttempt(FLOW, "o", sink.open(FLOW, "o", None).generation, 1, 1)
+    sink.begin(attempt)
+    rows = [
+        {"id": n, "text": text} for n, text in enumerate(["a", "b c", "a%20", "\u00e4", "a/b", "x:y", "q?w#", ".."])
+    ]
+    batch = pa.RecordBatch.from_pylist(rows, SCHEMA)
+    sink.commit(attempt, [sink.write(attempt, "0", iter([batch]))], "{}")
+    table = DeltaTable(sink.root, storage_options=sink._storage.options)
+    listed = map(unquote, pa.table(table.get_add_actions()).column("path").to_pylist())
+    assert sorted(listed) == sorted(name for name in names(s3, sink) if name.startswith("onceflow/"))
+    assert sorted(rows_of(sink), key=lambda row: row["id"]) == rows
 
 
 def test_rows_that_are_set_aside(s3: S3Server) -> None:

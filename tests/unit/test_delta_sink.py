@@ -10,6 +10,7 @@ from datetime import date, datetime, timezone
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import pyarrow as pa
 import pytest
@@ -18,6 +19,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.schema import ArrayType, MapType, PrimitiveType, StructType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import dataset
 
 from onceflow import (
     BadRecordError,
@@ -703,8 +705,48 @@ def test_partition_values_are_read_as_they_were(
     assert sorted(there, key=lambda row: row["id"]) == expected
     other = pa.table(QueryBuilder().register("t", DeltaTable(root)).execute("SELECT * FROM t ORDER BY id").read_all())
     assert other.select(["id", "p"]).to_pylist() == expected
+    assert in_folders(root, arrow) == [
+        {**row, "p": None} if isinstance(row["p"], str) and len(quote(row["p"], safe="")) > 248 else row
+        for row in expected
+    ]
     DeltaTable(root).optimize.compact()
     assert sorted(rows_of(root), key=lambda row: row["id"]) == expected
+
+
+def in_folders(root: Path, kind: pa.DataType) -> list[dict[str, Any]]:
+    """The rows, with the values that the names of folders have: Polars takes them from there."""
+    files = [
+        f"{root}/{unquote(path)}" for path in pa.table(DeltaTable(root).get_add_actions()).column("path").to_pylist()
+    ]
+    hive = dataset.partitioning(pa.schema([("p", kind)]), flavor="hive")
+    schema = pa.schema([("id", pa.int64()), ("p", kind)])
+    rows = dataset.dataset(files, schema=schema, partitioning=hive, format="parquet").to_table().to_pylist()
+    return sorted(rows, key=lambda row: row["id"])
+
+
+def test_files_in_odd_folders_tell_that_a_batch_was_committed(tmp_path: Path) -> None:
+    """When the identifier and the commits are gone."""
+    sink = DeltaSink(tmp_path, partition_by="text")
+    sink.check(SCHEMA)
+    attempt = BatchAttempt(FLOW, "o", sink.open(FLOW, "o", None).generation, 1, 1)
+    sink.begin(attempt)
+    batch = pa.RecordBatch.from_pylist([{"id": 1, "text": "a b%/\u00e4"}], SCHEMA)
+    sink.commit(attempt, [sink.write(attempt, "0", iter([batch]))], json.dumps({"batch": 1}))
+    without_identifiers(sink.root, logs=True)
+    found = DeltaSink(sink.root).progress_row(FLOW)
+    assert found is not None
+    assert found.progress == json.dumps({"batch": 1})
+
+
+def test_an_aborted_batch_leaves_no_folders(tmp_path: Path) -> None:
+    sink = DeltaSink(tmp_path, partition_by="text")
+    sink.check(SCHEMA)
+    attempt = BatchAttempt(FLOW, "o", sink.open(FLOW, "o", None).generation, 1, 1)
+    sink.begin(attempt)
+    sink.write(attempt, "0", iter([pa.RecordBatch.from_pylist([{"id": 1, "text": "a b"}], SCHEMA)]))
+    assert [*tmp_path.glob("onceflow/*/*/text=*")]
+    sink.abort(attempt)
+    assert not [*tmp_path.glob("onceflow/*/*")]
 
 
 def test_a_date_that_is_no_partition(tmp_path: Path) -> None:

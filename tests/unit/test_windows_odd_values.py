@@ -142,6 +142,25 @@ def test_sums_of_whole_numbers_have_any_size() -> None:
     assert {record.value["mean"] for record in driver.outputs} == {18e18}
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    wholes=st.lists(st.tuples(st.sampled_from([2**60, -(2**60)]), st.integers(-3, 3)), min_size=1, max_size=4),
+    fraction=st.sampled_from([0.5, -0.25, 1.0, 3e3]),
+    data=st.data(),
+)
+def test_a_float_rounds_no_whole_number(wholes: Any, fraction: float, data: st.DataObject) -> None:
+    """In any order, and whether the sum so far comes back from the state or not."""
+    values = data.draw(st.permutations([*map(sum, wholes), fraction]))
+    driver = ProcessorDriver(processor(KINDS["tumbling"], {"sum": windows.Sum("v"), "mean": windows.Mean("v")}))
+    for value in values:
+        driver.send("k", {"v": value}, timestamp_ms=0, run=data.draw(st.booleans()))
+    driver.send("end", {"v": 0}, timestamp_ms=10_000_000)
+    driver.run()
+    exact = sum(map(Fraction, values))
+    found = [record.value for record in driver.outputs if record.key == "k"]
+    assert [(Fraction(each["sum"]), each["mean"]) for each in found] == [(exact, float(exact / len(values)))]
+
+
 class Fragile(windows.WindowProcessor):
     """It fails where values say so."""
 

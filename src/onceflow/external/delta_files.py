@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,9 @@ from onceflow.external.delta_storage import DeltaStorage
 
 #: Rows are kept in memory until there are so many bytes; then each open file gets a row group.
 _BUFFER_BYTES = 64 << 20
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+#: Bytes of the name of one folder, and of all that a file is in. File systems take 255 in a name, S3 1,024 in a path.
+_NAME_MAX, _NAMES_MAX = 250, 500
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,10 @@ class TaskFiles:
 
     Args:
         stack: closes the files. They last when its block has ended without an error.
-        folder: of the attempt. name: of the files, without its ending. Values are not in names: they may be of any
-            length, and file systems do not tell all of them apart.
+        folder: of the attempt. Files are in folders below it that have the values, such as ``day=2026-01-01``: Polars
+            takes them from there, and not from the table's log. Names of files do not depend on these folders, because
+            file systems do not tell all of them apart.
+        name: of the files, without its ending.
     """
 
     def __init__(
@@ -81,7 +87,7 @@ class TaskFiles:
     ) -> None:
         self._stack = stack
         self._storage = storage
-        self._path = f"{folder}/{name}"
+        self._folder, self._name = folder, name
         self._partition_by = partition_by
         self._open: dict[tuple[str | None, ...], _Open] = {}
         self._buffered = 0
@@ -105,7 +111,7 @@ class TaskFiles:
 
     def _new(self, values: tuple[str | None, ...], schema: pa.Schema) -> _Open:
         partition = dict(zip(self._partition_by, values, strict=True))
-        path = f"{self._path}-{len(self._open)}.parquet"
+        path = "/".join([self._folder, *_folders(partition), f"{self._name}-{len(self._open)}.parquet"])
         out = _Counted(self._stack.enter_context(self._storage.writing(path)))
         writer = pq.ParquetWriter(out, schema, compression="snappy")
         self._stack.callback(_give_up, writer)
@@ -142,6 +148,16 @@ def can_divide_by(kind: pa.DataType) -> bool:
     """Whether each value of a type has a text of its own. Of the others, ``-0.0`` and ``0.0`` are equal and have two
     texts, NaN has many values, and writers do not agree on the texts of timestamps and bytes."""
     return bool(types.is_string(kind) or types.is_integer(kind) or types.is_boolean(kind) or types.is_date(kind))
+
+
+def _folders(partition: Mapping[str, str | None]) -> list[str]:
+    """Folders with the values, as Hive names them; none if the names would be too long for file systems and stores."""
+    named = [
+        f"{quote(name, safe='')}={_NULL if value is None else quote(value, safe='')}"
+        for name, value in partition.items()
+    ]
+    fits = all(len(each) <= _NAME_MAX for each in named) and len("/".join(named)) <= _NAMES_MAX
+    return named if fits else []
 
 
 def _text(value: Any) -> str | None:

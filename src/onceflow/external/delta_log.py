@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from onceflow.errors import ProgressConflictError, ProtocolError
 from onceflow.external.delta_storage import DeltaStorage
@@ -230,7 +231,8 @@ class DeltaLog:
     def _has_files(self, table: Any, entry: Entry) -> bool:
         import pyarrow as pa
 
-        paths = {*pa.table(table.get_add_actions()).column("path").to_pylist()}
+        # As the log writes them: paths are parts of URLs there.
+        paths = {*map(unquote, pa.table(table.get_add_actions()).column("path").to_pylist())}
         return any(path in paths for path in entry.files)
 
 

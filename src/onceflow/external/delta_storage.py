@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
@@ -127,8 +128,8 @@ class DeltaStorage:
 
     def sync(self, path: str) -> None:
         """Make a file of a folder last through a power failure: deltalake does not."""
-        full = Path(self.root, path)
-        for each in (full, full.parent):
+        full, parts = Path(self.root, path), Path(path).parts
+        for each in (full, *full.parents[: len(parts)]):
             handle = os.open(each, os.O_RDONLY)
             try:
                 os.fsync(handle)
@@ -157,6 +158,8 @@ class DeltaStorage:
     def remove_folder(self, folder: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files().delete_dir(folder)
+        if self.is_local:  # it has removed the files, and no folder
+            shutil.rmtree(Path(self.root, folder), ignore_errors=True)
 
     def _files(self) -> Any:
         if self._handler is None:

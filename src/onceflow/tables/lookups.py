@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from onceflow.errors import BadRecordError, OptionError
 from onceflow.state import rows
+from onceflow.state.api.bounds import against_order
 from onceflow.state.api.serdes import JSON, is_serde
 from onceflow.state.local.stored_rows import StoredRows
 from onceflow.tables.columns import column
@@ -67,9 +68,15 @@ class Lookups(abc.ABC):
         Args:
             start, end: None: from the first key, or to the last one.
             reverse: the last key first.
+
+        Raises:
+            OptionError: start comes before end, but not in the order of the bytes.
         """
         low = b"" if start is None else self._encoded(start, "start for range()")
         high = None if end is None else self._encoded(end, "end for range()")
+        if high is not None and (why := against_order(start, end, low, high)):
+            what, _, next_step = why.partition(": ")
+            raise OptionError(f"range() of table {self.topic}: {what}", next_step=next_step)
         return self._pairs(low, high, reverse)
 
     def prefix(self, prefix: Any, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:

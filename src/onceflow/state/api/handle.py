@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from onceflow.state import rows
+from onceflow.state.api.bounds import against_order
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.maps import ListState, MapState
 from onceflow.state.api.scope import ABSENT, Scope
@@ -131,9 +132,14 @@ class State:
         Args:
             start, end: bytes, or what the ``key`` serde can encode. None: from the first, or to the last key.
             reverse: whether to go from the last to the first.
+
+        Raises:
+            ValueError: start comes before end, but not in the order of the bytes.
         """
         low = b"v" if start is None else b"v" + self._key_bytes(start)
         high = b"w" if end is None else b"v" + self._key_bytes(end)
+        if why := against_order(start, end, low, high):
+            raise ValueError(f"state.range(): {why}")
         return self._values(self._overlay.scan(low, high, reverse=reverse))
 
     def prefix(self, prefix: bytes | str) -> Iterator[tuple[Any, Any]]:

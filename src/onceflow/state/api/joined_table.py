@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import exact_json, rows
+from onceflow.state.api.bounds import against_order
 from onceflow.state.api.serdes import BYTES, DOUBLE, JSON, LONG, STRING
 from onceflow.state.api.user_errors import not_encoded
 from onceflow.state.local.stored_rows import StoredRows, Stores
@@ -111,9 +112,15 @@ class JoinedTable:
         """Keys and values with ``start <= key < end``, in the order of the keys' bytes.
 
         A co-partitioned table shows only the partition of this task.
+
+        Raises:
+            ValueError: start comes before end, but not in the order of the bytes.
         """
         low = b"" if start is None else self._bytes(start)
-        return self._pairs(low, None if end is None else self._bytes(end), reverse)
+        high = None if end is None else self._bytes(end)
+        if high is not None and (why := against_order(start, end, low, high)):
+            raise ValueError(f"range() of table {self._name!r}: {why}")
+        return self._pairs(low, high, reverse)
 
     def prefix(self, prefix: bytes | str, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
         """Keys and values whose keys begin with these bytes, in the order of the keys' bytes."""

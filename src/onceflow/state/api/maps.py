@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from onceflow.state import rows
+from onceflow.state.api.bounds import against_order
 from onceflow.state.api.scope import ABSENT, Scope
 from onceflow.state.api.user_errors import not_encoded
 
@@ -62,9 +63,14 @@ class MapState:
         Args:
             start, end: None: from the first, or to the last entry.
             reverse: whether to go from the last to the first.
+
+        Raises:
+            ValueError: start comes before end, but not in the order of the bytes.
         """
         low = self._prefix if start is None else self._prefix + self._key_bytes(start)
         high = rows.after(self._prefix) if end is None else self._prefix + self._key_bytes(end)
+        if high is not None and (why := against_order(start, end, low, high)):
+            raise ValueError(f"items() of map {self._name!r}: {why}")
         return self._entries(low, high, reverse)
 
     def prefix(self, prefix: bytes | str) -> Iterator[tuple[Any, Any]]:

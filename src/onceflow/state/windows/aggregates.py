@@ -16,6 +16,7 @@ Source = str | Callable[[Record], Any]
 # is read: not even 100 million of the largest numbers have a sum beyond the range of a float.
 _LARGEST = 1e300
 _DIGITS = 400
+_WHOLE = 1 << 53  # floats hold all whole numbers up to here
 _EXACT = Context(prec=2 * _DIGITS, traps=[Inexact])
 
 
@@ -188,7 +189,8 @@ def _text(value: Any, of: Source) -> str:
 
 
 def _plus(left: Any, right: Any, of: Source) -> Any:
-    """The sum of two parts. Ints and Decimals are added exactly, and a float counts as it is written.
+    """The sum of two parts. Ints and Decimals are added exactly. A float counts as it is written where it meets a
+    Decimal, or an int that floats do not hold.
 
     Raises:
         ValueError: it is too large.
@@ -197,7 +199,7 @@ def _plus(left: Any, right: Any, of: Source) -> Any:
         return right
     total: Any
     try:
-        if isinstance(left, Decimal) or isinstance(right, Decimal):
+        if isinstance(left, Decimal) or isinstance(right, Decimal) or _is_beyond_floats(left, right):
             total = _EXACT.add(_decimal(left), _decimal(right))
         else:
             total = left + right
@@ -207,6 +209,14 @@ def _plus(left: Any, right: Any, of: Source) -> Any:
     if isinstance(total, float) and not math.isfinite(total):
         raise _too_large(of)
     return total
+
+
+def _is_beyond_floats(left: Any, right: Any) -> bool:
+    """Whether one is a float, and the other an int that floats do not hold."""
+    if isinstance(left, float) is isinstance(right, float):
+        return False
+    whole = right if isinstance(left, float) else left
+    return not -_WHOLE <= whole <= _WHOLE
 
 
 def _decimal(value: Any) -> Decimal:
