@@ -6,8 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Continuous integration gets plain text: no colours, no cursor movements.
 PYTEST_FLAGS ?= $(if $(CI),--color=no -q,)
-# With bytecode on disk (containers often ask for none) pytest begins a second earlier: it rewrites its plugins only once.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_FLAGS)
+# Containers often ask for no bytecode on disk. With it pytest rewrites its plugins only once, and setup can leave it to
+# each module's first import: most modules of the packages are never imported.
+export PYTHONDONTWRITEBYTECODE :=
+PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 # TEST_JOBS processes share the tests, file by file, each with a broker and a Spark of its own: one works while another
 # one waits. There are two, unless you choose another number (make test TEST_JOBS=1).
 JOBS := $(or $(TEST_JOBS),2)
@@ -91,7 +93,8 @@ clean: ## remove what the targets made here (downloaded jars stay in the user's 
 $(VENV)/.packages: requirements/dev.txt
 	@echo "setup 1 of 3: pinned packages into $(VENV): one to three minutes, without further output"
 	$(HOST_PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --require-hashes \
+		-r requirements/dev.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.packages pyproject.toml
