@@ -437,7 +437,7 @@ def test_what_the_step_before_has_brought_last_ends_when_nothing_has_come_since(
     runs.later(1)
     runs.batch({(None, 1): 9_000})
     assert runs.value_ms == 900
-    runs.stopped(29)
+    runs.stopped(28)
     runs.watermark.planned([])
     assert runs.watermark.advance() == 900
     runs.stopped(3600)
