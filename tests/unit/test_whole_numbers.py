@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.errors import OnceflowError, SchemaError
@@ -38,6 +38,7 @@ def batches(draw: Any) -> pa.RecordBatch:
     return batch_of({**columns, "text": pa.array(["a", None, "b"])})
 
 
+@settings(deadline=None)
 @given(batches())
 def test_flow_map_through_pandas_keeps_every_integer(batch: pa.RecordBatch) -> None:
     for back in (lambda df: pa.RecordBatch.from_pandas(df, preserve_index=False), pa.Table.from_pandas):
