@@ -323,7 +323,7 @@ def test_a_flow(
             query.awaitTermination(120)
             return query
 
-    inject("commit", "raise")
+    inject("commit", "raise", batch=2)
     with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
         run_flow(small_batch_rows=0)
     assert pipe.committed_progress()[-1].batch_id == 1

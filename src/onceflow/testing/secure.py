@@ -17,6 +17,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import AuthenticationFailedError
 from onceflow.host import java
+from onceflow.testing.waiting import wait_until
 
 # Its types lack names, and that filters may have None.
 admin: Any = confluent_kafka.admin
@@ -138,3 +139,9 @@ def grant(secure: Secure, acls: Sequence[tuple[Any, str, Any]], *, user: str = "
     if bindings:
         for future in client.create_acls(bindings).values():
             future.result(30)
+
+    # The controller has answered. The broker learns of it a moment later.
+    def known() -> int:
+        return len(client.describe_acls(everything).result(30))
+
+    wait_until(lambda: known() == len(set(bindings)), 30, lambda: f"{known()} ACLs, of {len(set(bindings))}")
