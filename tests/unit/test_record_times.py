@@ -178,7 +178,7 @@ def test_deduplication(times: list[int | None]) -> None:
         assert passed["key"].to_pylist() == [b"%d" % n for n in good]
         assert run.counts["dead_letters"] == len(times) - len(good)
         assert {place for _, place in run.max_event_ms} == {n % 2 for n in good}
-        assert not run.untimed
+        assert {place for _, place in run.untimed} == {n % 2 for n, at in enumerate(times) if at is None or at < 0}
         assert all(ms <= NOW + DAY for ms in run.max_event_ms.values())
     finally:
         MemoryStore.remove(folder)

@@ -1,11 +1,12 @@
 """Records that are rejected have no effect on event time: they move no watermark, and their partition is waited for as
-if they had never come."""
+if they had never come. Only records that have no event time tell that their partition has none, rejected or not."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onceflow
-from onceflow import BadRows, ColumnProcessor, Processor, Record, serdes
+from onceflow import BadRows, ColumnProcessor, Processor, Record, serdes, windows
 from onceflow.protocol.progress import Origin
 from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.state.api.deduplication import EVENT_TIME, Deduplication
@@ -113,10 +114,9 @@ def rejected(kind: str, at: int, partition: int) -> One:
         "not decoded": b"{",
         "no number": value_of("good", "soon"),
         "too large": b" " * BYTES_OF_A_RECORD,
-        "unknown": value_of("good", None),
     }
-    own = {"far ahead": FAR, "unknown": None}.get(kind, at)
-    return One(None if kind == "no key" else key, values[kind], own, -1 if own is None else own, partition)
+    own = FAR if kind == "far ahead" else at
+    return One(None if kind == "no key" else key, values[kind], own, own, partition)
 
 
 STEPS: dict[str, tuple[Callable[[], Any], list[str]]] = {
@@ -125,7 +125,7 @@ STEPS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "calls": (WithCalls, ["no key", "far ahead", "refused", "not decoded", "no number"]),
     "columns": (Columns, ["no key", "far ahead", "refused", "not decoded", "no number"]),
     "bad rows": (NamesBad, ["no key", "far ahead", "refused", "not decoded"]),
-    "ids": (deduplication, ["no key", "far ahead", "unknown", "too large"]),
+    "ids": (deduplication, ["no key", "far ahead", "too large"]),
 }
 
 
@@ -235,10 +235,17 @@ def test_a_partition_whose_first_record_is_rejected_is_waited_for(name: str, kin
         run.end()
 
 
-@pytest.mark.parametrize("name", ["timestamps", "values", "calls", "columns"])
-def test_a_partition_whose_records_have_no_time_is_not_waited_for(name: str) -> None:
-    """They are processed like others: nothing says that the partition will ever have event times."""
-    run = Run(STEPS[name][0])
+class Windows(windows.WindowProcessor):
+    window = windows.Tumbling("1 minute")
+    aggregates = MappingProxyType({"n": windows.Count()})
+    allowed_lateness = 0.1
+    output = serdes.JSON
+
+
+@pytest.mark.parametrize("make", [ByTimestamp, ByValue, WithCalls, Columns, deduplication, Windows])
+def test_a_partition_whose_records_have_no_time_is_not_waited_for(make: Callable[[], Any]) -> None:
+    """Nothing says that the partition will ever have event times. Windows and deduplication reject such records."""
+    run = Run(make)
     try:
         records = [good(NOW, 0), good(None, 1)]
         assert run.batch(records, records) == ([], NOW - 100)

@@ -16,9 +16,9 @@ flow's sources meanwhile, and none is silent before a batch has read what has co
 What records mean for it (the engines decide, see `BaseEngine._note_times`; docs: state.md):
 
 - A record with an event time counts for its partition, also one that is late, or a duplicate.
-- A record without one that is processed says that its partition may never have any: a partition with only such records
-  is not waited for.
-- A record that is rejected, for whatever reason, has no effect. Nor has one that a query drops before the step. Until
+- A record without one, processed or rejected for that, says that its partition may never have any: a partition with
+  only such records is not waited for.
+- A record that is rejected for another reason has no effect. Nor has one that a query drops before the step. Until
   they are read, both are records that arrive.
 """
 

@@ -253,28 +253,32 @@ class BaseEngine:
         keys, values = batch.column("key").to_pylist(), batch.column("value").to_pylist()
         return list(map(Record, keys, values, *input_batch.metadata(batch, self._source_topic)))
 
-    def _note_times(self, batch: pa.RecordBatch, times: Any, rejected: Collection[int] = ()) -> None:
+    def _note_times(
+        self, batch: pa.RecordBatch, times: Any, rejected: Collection[int] = (), unread: Collection[int] = ()
+    ) -> None:
         """Note the event times of records, for the watermark.
 
         To be called when it is known which of them are rejected, for whatever reason: a bad record says nothing of
-        event time. A record that is late, or a duplicate, counts. So does one without an event time that is processed:
-        a partition that has only such records is not waited for.
+        event time. A record that is late, or a duplicate, counts. A partition that has only records without an event
+        time is not waited for, whether they are processed or, as by windows, rejected for that.
 
         Args:
             batch: a normalised batch.
             times: int64 Arrow array, null where the time is not known.
             rejected: the positions of records that are rejected.
+            unread: of these, the positions of those whose event time could not be asked for, or was refused itself.
         """
-        if rejected:
-            kept = np.ones(batch.num_rows, dtype=bool)
-            kept[list(rejected)] = False
-            mask = pa.array(kept)
-            batch, times = batch.filter(mask), times.filter(mask)
-        for place, ms in input_batch.latest(batch, times, self._source_topic, self.partition):
+        timed = _all_but(times.is_valid(), rejected)
+        for place, ms in input_batch.latest(
+            batch.filter(timed), times.filter(timed), self._source_topic, self.partition
+        ):
             self.max_event_ms[place] = max(ms, self.max_event_ms.get(place, ms))
         if times.null_count:
-            unknown = batch.filter(times.is_null())
-            self.untimed.update(input_batch.places(unknown, self._source_topic, self.partition))
+            self._note_untimed(batch.filter(_all_but(times.is_null(), unread)))
+
+    def _note_untimed(self, batch: pa.RecordBatch) -> None:
+        """Note the sources of records that have no event time."""
+        self.untimed.update(input_batch.places(batch, self._source_topic, self.partition))
 
     def _set_late_aside(self, batch: pa.RecordBatch, times: Any) -> npt.NDArray[np.bool_] | None:
         """Send late records to the late topic.
@@ -427,3 +431,12 @@ def _last_ms(now_ms: int, max_ahead: str | float | None) -> int:
     if max_ahead is None:
         return timestamps.LATEST_MS
     return min(timestamps.LATEST_MS - 1, now_ms + duration_ms(max_ahead))
+
+
+def _all_but(mask: Any, positions: Collection[int]) -> Any:
+    """A boolean Arrow array that is also false at these positions."""
+    if not positions:
+        return mask
+    kept = np.ones(len(mask), dtype=bool)
+    kept[list(positions)] = False
+    return pc.and_(mask, pa.array(kept))

@@ -58,7 +58,7 @@ class CallEngine(Engine):
         self._goes_ahead = all(calls.order is None for calls in calls_of(processor))
         self._queues: dict[bytes, deque[_Waiting]] = {}
         # Event times of records of which some may yet be rejected, see `_note_processed`.
-        self._times: list[tuple[pa.RecordBatch, Any, set[int]]] = []
+        self._times: list[tuple[pa.RecordBatch, Any, set[int], set[int]]] = []
 
     def start(self) -> None:
         """See `Engine.start`.
@@ -113,9 +113,9 @@ class CallEngine(Engine):
         finally:
             self._close()
 
-    def _note_processed(self, batch: pa.RecordBatch, times: Any, rejected: set[int]) -> None:
+    def _note_processed(self, batch: pa.RecordBatch, times: Any, rejected: set[int], unread: set[int]) -> None:
         """See `Engine`. The records may still wait."""
-        self._times.append((batch, times, rejected))
+        self._times.append((batch, times, rejected, unread))
 
     def _close(self) -> None:
         if self._owns_runner:

@@ -69,6 +69,8 @@ class DedupEngine(BaseEngine):
         bad = ids.is_null() if times is None else pc.or_(ids.is_null(), pc.less(times, 0))
         if (bad_rows := bad.to_numpy(zero_copy_only=False)).any():
             self._reject_all(batch.filter(bad), ids.filter(bad))
+            if times is not None:
+                self._note_untimed(batch.filter(pc.less(times, 0)))
             good = pa.array(~bad_rows)
             batch, ids = batch.filter(good), ids.filter(good)
             times = None if times is None else times.filter(good)

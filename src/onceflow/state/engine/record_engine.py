@@ -199,11 +199,12 @@ class Engine(BaseEngine):
         records = list(map(Record, of_records, values, *input_batch.metadata(batch, self._source_topic)))
         for at, error in bad_keys.items():
             bad.update(dict.fromkeys(range(ends[at] - counts[at], ends[at]), error))
-        times, in_time = None, None
+        times, in_time, unread = None, None, set[int]()
         if self.uses_event_time:
             times = _timestamps(batch)
             if self._own_event_time:
                 times = self._event_times(records, bad)
+                unread = set(bad)
                 in_time = self._set_late_aside(batch, times)
         where: Sequence[int] = range(len(records))
         if bad or in_time is not None:
@@ -217,11 +218,11 @@ class Engine(BaseEngine):
         rejected = set(bad)
         self._process(batch, keys, raw_keys, records, ends, where, rejected)
         if times is not None:
-            self._note_processed(batch, times, rejected)
+            self._note_processed(batch, times, rejected, unread)
 
-    def _note_processed(self, batch: pa.RecordBatch, times: Any, rejected: set[int]) -> None:
+    def _note_processed(self, batch: pa.RecordBatch, times: Any, rejected: set[int], unread: set[int]) -> None:
         """As `_note_times`, when records have been passed to `_process`."""
-        self._note_times(batch, times, rejected)
+        self._note_times(batch, times, rejected, unread)
 
     def _process(
         self,
