@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import hypothesis
 import pytest
 
 from onceflow import hooks
@@ -30,6 +31,10 @@ from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import faults, independent
 from onceflow.testing.s3 import S3Server, running_s3
 from onceflow.testing.waiting import wait_until
+
+# No example fails because it is slow: a machine may be busy at any moment.
+hypothesis.settings.register_profile("onceflow", deadline=None)
+hypothesis.settings.load_profile("onceflow")
 
 # The JVMs of tests live for minutes at most, on few cores: there the second compiler takes more than it gives back.
 QUICK_COMPILER = "-XX:TieredStopAtLevel=1"

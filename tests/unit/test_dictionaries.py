@@ -37,11 +37,19 @@ def test_values_stay_the_same(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 2))):
         missing = data.draw(st.lists(st.booleans(), min_size=len(column), max_size=len(column)))
         mask = pa.array(missing, pa.bool_())
-        if data.draw(st.booleans()):
+        how = data.draw(st.sampled_from(["struct", "list", "large list", "list of one", "map"]))
+        if how == "map":
+            names = pa.array(["k"] * len(column), pa.string())
+            column = pa.MapArray.from_arrays(pa.array([*range(len(column) + 1)], pa.int32()), names, column, mask=mask)
+            expected = [None if gone else [("k", each)] for gone, each in zip(missing, expected, strict=True)]
+        elif how == "list of one":
+            column = pa.FixedSizeListArray.from_arrays(column, 1, mask=mask)
+            expected = [None if gone else [each] for gone, each in zip(missing, expected, strict=True)]
+        elif how == "struct":
             column = pa.StructArray.from_arrays([column], names=["a"], mask=mask)
             expected = [None if gone else {"a": each} for gone, each in zip(missing, expected, strict=True)]
         else:
-            made = pa.ListArray if data.draw(st.booleans()) else pa.LargeListArray
+            made = pa.ListArray if how == "list" else pa.LargeListArray
             column = made.from_arrays([*range(len(column) + 1)], column, mask=mask)
             expected = [None if gone else [each] for gone, each in zip(missing, expected, strict=True)]
     begin = data.draw(st.integers(0, len(column)))

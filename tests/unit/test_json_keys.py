@@ -238,6 +238,23 @@ def test_a_record_looks_up_its_own_key_in_whatever_bytes_it_came(
             table.beside(lambda key=raw: [key]).get(json.loads(other))
 
 
+def test_keys_of_records_are_read_once_for_all_keys_that_are_not_found(tmp_path: Path) -> None:
+    """Not once for each: a batch with many keys that the table does not have would take minutes."""
+    read = []
+
+    def loads(raw: bytes) -> Any:
+        read.append(raw)
+        return json.loads(raw)
+
+    serde = serdes.Serde(OWN.encode, loads, "own")
+    store = MemoryStore.open(tmp_path / "t")
+    MemoryStore.remove(tmp_path / "t")
+    records = [b'{"n":%d}' % n for n in range(100)]
+    table = joined({0: store}, key=serde, own=0, partitions=1).beside(lambda: records)
+    assert [table.get({"n": n}) for n in range(100)] == [None] * 100
+    assert len(read) <= 2 * len(records)
+
+
 documents = st.recursive(
     st.none()
     | st.booleans()

@@ -156,3 +156,11 @@ def test_what_was_written_is_read(
     assert json.loads(line)["offset"] == 9
     expected = None if timestamp_ms < 0 else timestamp_ms
     assert json_object(line.encode()) == Record(key, value, headers=headers, timestamp_ms=expected)
+
+
+@pytest.mark.parametrize("name", ["a", 1, 1.5, True, None])
+def test_names_of_fields_are_texts_as_json_dumps_writes_them(name: Any) -> None:
+    """Also beside a Decimal, which json.dumps cannot write."""
+    assert compact_json({name: Decimal("1.50")}) == json.dumps({name: 1.5}, separators=(",", ":")).replace(
+        "1.5}", "1.50}"
+    )

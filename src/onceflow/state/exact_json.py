@@ -131,11 +131,17 @@ class _WithDecimals:
         if isinstance(value, Decimal):
             return str(_finite(value))
         if isinstance(value, dict):
-            pairs = (f"{self.text(name)}{self.colon}{self.text(each)}" for name, each in value.items())
+            pairs = (f"{self.name(name)}{self.colon}{self.text(each)}" for name, each in value.items())
             return f"{{{self.comma.join(pairs)}}}"
         if isinstance(value, (list, tuple)):
             return f"[{self.comma.join(map(self.text, value))}]"
         return json.dumps(value, **self.options)  # type: ignore[arg-type]
+
+    def name(self, name: Any) -> str:
+        """The name of a field, as `json.dumps` writes it: a text also for a number, a boolean or None."""
+        if not isinstance(name, str | int | float | None):
+            raise TypeError(f"names of fields must be texts, got {type(name).__name__}")
+        return self.text(name if isinstance(name, str) else json.dumps(name))
 
 
 def is_written(value: int | float | Decimal) -> bool:

@@ -14,7 +14,10 @@ import pyarrow.types as kinds
 
 
 def decoded(column: Any) -> Any:
-    """The column without dictionaries, also in lists and structs. Of views it has their texts or bytes."""
+    """The column without dictionaries, also in structs, maps and lists; not in list views, which Arrow casts wrongly.
+
+    Of views it has their texts or bytes. Lists of a fixed size become lists.
+    """
     if not _has_dictionary(column.type):
         return column
     if isinstance(column, pa.ChunkedArray):
@@ -29,6 +32,13 @@ def decoded(column: Any) -> Any:
         parts = [decoded(column.field(at)) for at in range(kind.num_fields)]
         fields = [kind.field(at).with_type(part.type) for at, part in enumerate(parts)]
         return pa.StructArray.from_arrays(parts, fields=fields, mask=column.is_null())
+    if kinds.is_fixed_size_list(kind):
+        return decoded(column.cast(pa.list_(kind.value_field)))
+    if kinds.is_map(kind):
+        entries = pa.struct([kind.key_field, kind.item_field])
+        listed = decoded(column.cast(pa.list_(entries)))
+        keys, items = listed.values.flatten()
+        return pa.MapArray.from_arrays(listed.offsets, keys, items, mask=column.is_null())
     values = decoded(column.flatten())  # without what null lists have
     ends = pc.cumulative_sum(pc.fill_null(pc.list_value_length(column), 0))
     offsets = pa.concat_arrays([pa.array([0], ends.type), ends])
@@ -39,6 +49,8 @@ def decoded(column: Any) -> Any:
 def _has_dictionary(kind: pa.DataType) -> bool:
     if kinds.is_struct(kind):
         return any(_has_dictionary(kind.field(at).type) for at in range(kind.num_fields))
-    if kinds.is_list(kind) or kinds.is_large_list(kind):
+    if kinds.is_map(kind):
+        return _has_dictionary(kind.key_type) or _has_dictionary(kind.item_type)
+    if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
         return _has_dictionary(kind.value_type)
     return bool(kinds.is_dictionary(kind))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -47,15 +47,17 @@ class JoinedTable:
         self._by_value = key == JSON  # documents of the same value in other bytes are the same key
         # Whether a key that was read is the same bytes when it is written; or it is found by its value anyway.
         self._keeps_bytes = key is None or key in (BYTES, DOUBLE, JSON, LONG, STRING)
-        self._record_keys: Callable[[], Iterable[bytes]] = tuple
+        self._record_keys: Callable[[], Sequence[bytes]] = tuple
+        self._own: tuple[Sequence[bytes], dict[bytes, bytes]] = (), {}
         self.position = position
 
-    def beside(self, record_keys: Callable[[], Iterable[bytes]]) -> JoinedTable:
+    def beside(self, record_keys: Callable[[], Sequence[bytes]]) -> JoinedTable:
         """The table as user code gets it together with records.
 
         Args:
-            record_keys: returns the keys of the records, in the bytes in which they came. What a serde writes for such
-                a key may be other bytes, which belong to another partition. It is the record's own key nevertheless.
+            record_keys: returns the keys of the records, in the bytes in which they came; the same object as long as
+                they are the same. What a serde writes for such a key may be other bytes, which belong to another
+                partition. It is the record's own key nevertheless.
         """
         if self._own_partition is None and self._keeps_bytes:
             return self
@@ -161,7 +163,7 @@ class JoinedTable:
             here = (-1, self._own_partition)
             away = {at: place for at, place in zip(missing, places, strict=True) if place not in here}
         asked = away if self._keeps_bytes else missing
-        own = {self._own_form(raw): raw for raw in self._record_keys()} if asked else {}
+        own = self._own_keys() if asked else {}
         for at in asked:
             if (record_key := own.get(self._form(keys[at]))) is not None:
                 found[at] = self._rows.get(record_key)
@@ -170,6 +172,13 @@ class JoinedTable:
                     f"key {keys[at]!r:.100} of table {self._name!r} is in partition {away[at]}, but this task "
                     f"has partition {self._own_partition}: look up the record's own key, or leave co_partitioned out"
                 )
+
+    def _own_keys(self) -> dict[bytes, bytes]:
+        """The keys of the records by their form."""
+        keys = self._record_keys()
+        if self._own[0] is not keys:
+            self._own = keys, {self._own_form(raw): raw for raw in keys}
+        return self._own[1]
 
     def _bytes(self, key: Any) -> bytes:
         if self._key is not None:

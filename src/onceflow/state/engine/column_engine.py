@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -164,7 +165,8 @@ class ColumnEngine(BaseEngine):
         """The context of records with these keys."""
         if not self._scope.tables:
             return self._context
-        tables = {name: table.beside(keys.to_pylist) for name, table in self._scope.tables.items()}
+        record_keys = functools.cache(keys.to_pylist)  # only if a key is not found
+        tables = {name: table.beside(record_keys) for name, table in self._scope.tables.items()}
         return self._context._replace(tables=MappingProxyType(tables))
 
     def _times(self, columns: Mapping[str, Any], count: int) -> Any:
