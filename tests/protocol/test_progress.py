@@ -140,6 +140,24 @@ def test_golden_bytes_of_a_flow_that_names_its_letters() -> None:
     assert decode(b"orders", GOLDEN).letters == {}
 
 
+def test_golden_bytes_of_a_table_with_event_time() -> None:
+    """Of a record without the time as of which event times are, that is its own time, also after it is written again."""
+    times = {("a", 0): EventTime(None, 60), (None, 1): EventTime(40, 70)}
+    golden = GOLDEN.replace(
+        b'"time_ms":',
+        b'"tables":{"t":{"event_times":{"":{"1":[40,70]},"a":{"0":[null,60]}},"event_times_ms":80,"version":0,'
+        b'"watermark_ms":30}},"time_ms":',
+    )
+    progress = replace(PROGRESS, tables={"t": TableProgress(watermark_ms=30, event_times=times, event_times_ms=80)})
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+    earlier = decode(b"orders", golden.replace(b'"event_times_ms":80,', b""))
+    later = decode(*encode(replace(earlier, time_ms=PROGRESS.time_ms + 1)))
+    assert later.tables["t"].event_times_ms == PROGRESS.time_ms
+    with pytest.raises(ProtocolError, match="not a progress record"):
+        decode(b"orders", golden.replace(b'"event_times_ms":80', b'"event_times_ms":null'))
+
+
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.integers(0, 2**62), max_size=4), max_size=3)
 
@@ -165,9 +183,12 @@ offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.intege
                 event_times=st.dictionaries(
                     st.tuples(st.none() | names, st.integers(0, 300)),
                     st.builds(EventTime, st.none() | st.integers(0, 2**60), st.integers(0, 2**60)),
+                    min_size=1,
                     max_size=3,
                 ),
-            ),
+                event_times_ms=st.integers(0, 2**60),
+            )
+            | st.builds(TableProgress, st.integers(0, 99), st.one_of(st.none(), st.integers(0, 2**60))),
             max_size=2,
         ),
         outputs=st.lists(names, max_size=3).map(tuple),
@@ -197,6 +218,7 @@ def of_many(count: int, seed: int = 1) -> Progress:
     times = [
         TableProgress(
             watermark_ms=T,
+            event_times_ms=T,
             event_times={
                 ("in", number): EventTime(T - rng.randrange(3_600_000), since_ms[number]) for number in range(count)
             },
@@ -241,6 +263,7 @@ def test_round_trip_of_many_partitions(data: st.DataObject, count: int) -> None:
     tables = {
         name: replace(
             table,
+            event_times_ms=T if len(gone) < count else 0,
             event_times={
                 (data.draw(st.sampled_from(["in", None])), number): time._replace(
                     latest_ms=None if number in untimed else time.latest_ms

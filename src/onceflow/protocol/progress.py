@@ -102,6 +102,8 @@ class TableProgress:
             due than one batch may fire, or they were registered for a time that had passed.
         processing_timers: whether there was ever a timer in processing time; None: not known.
         event_times: how far event time has come, by partition; empty if the table does not use it.
+        event_times_ms: as of when that is, epoch milliseconds of the driver's clock. The record may be newer: a start
+            and commands commit progress, too, and know nothing new of event time.
     """
 
     version: int = 0
@@ -114,6 +116,7 @@ class TableProgress:
     unfired: tuple[int, ...] = ()
     processing_timers: bool | None = None
     event_times: Mapping[Origin, EventTime] = field(default_factory=dict)
+    event_times_ms: int = 0
 
 
 @dataclass(frozen=True)
@@ -352,6 +355,7 @@ def _table_content(table: TableProgress) -> dict[str, Any]:
         content["processing_timers"] = table.processing_timers
     if table.event_times:
         content["event_times"] = _event_times_content(table.event_times)
+        content["event_times_ms"] = int(table.event_times_ms)
     if table.local is not None:
         last = {
             int(partition): [int(part) for part in commit] for partition, commit in sorted(table.local.last.items())
@@ -388,6 +392,9 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
         if not isinstance(table, dict):
             garbage(flow, f"tables of {topic} is {short(table)}")
         watermark_ms, processing = table.get("watermark_ms"), table.get("processing_timers")
+        times = _event_times(take(table, flow, "event_times", dict), flow) if "event_times" in table else {}
+        # Records of earlier versions have no such time: that of the record is the nearest that is known.
+        times_of = table if "event_times_ms" in table else {"event_times_ms": content.get("time_ms")}
         result[topic] = TableProgress(
             version=take(table, flow, "version", int),
             watermark_ms=None if watermark_ms is None else take(table, flow, "watermark_ms", int),
@@ -397,7 +404,8 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
             soonest=succession.times_of(table, flow, "soonest") if "soonest" in table else {},
             unfired=_partitions(table, flow, "unfired") if "unfired" in table else (),
             processing_timers=processing if isinstance(processing, bool) else None,
-            event_times=_event_times(take(table, flow, "event_times", dict), flow) if "event_times" in table else {},
+            event_times=times,
+            event_times_ms=take(times_of, flow, "event_times_ms", int) if times else 0,
             local=_local(take(table, flow, "local", dict), flow) if "local" in table else None,
         )
     return result
