@@ -43,7 +43,9 @@ __all__ = [
     "progress_partition",
 ]
 
-PROGRESS_FORMAT = 1
+PROGRESS_FORMAT = 2
+"""The highest format that is read. It is written if a field has the form for many partitions
+(`progress_fields.MANY`), which versions that know only format 1 cannot read. Otherwise format 1 is written."""
 
 NO_TIMER = (1 << 63) - 1
 """In place of the time of a timer: there is no timer."""
@@ -183,7 +185,6 @@ class Progress:
         transactional_id: of the flow. Flows may share the key of the record: prefix ``a.`` with name ``b``, and name
             ``a.b`` without a prefix. Their transactional ids differ, so they do not fence each other. "": not known.
         time_ms: when the record was created, epoch milliseconds.
-        format: version of this record's format.
     """
 
     flow: str
@@ -209,7 +210,6 @@ class Progress:
     driver: DriverProcess | None = None
     external: str = ""
     transactional_id: str = ""
-    format: int = PROGRESS_FORMAT
 
 
 def progress_partition(flow: str, partition_count: int) -> int:
@@ -224,7 +224,6 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         "changelogs": plain(progress.changelogs),
         "checkpoint_query_id": None if progress.checkpoint is None else progress.checkpoint.query_id,
         "flow": progress.flow,
-        "format": int(progress.format),
         "offsets": plain(progress.offsets),
         "time_ms": int(progress.time_ms),
         "topic_ids": dict(progress.topic_ids),
@@ -263,6 +262,7 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["transactional_id"] = progress.transactional_id
     if progress.tables:
         content["tables"] = {name: _table_content(table) for name, table in progress.tables.items()}
+    content["format"] = PROGRESS_FORMAT if _is_long(content) else 1
     value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return progress.flow.encode(), value.encode()
 
@@ -281,7 +281,7 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         garbage(name, f"the value is not JSON: {error}")
     if not isinstance(content, dict):
         garbage(name, f"the value is a JSON {type(content).__name__}, not an object")
-    version = _version(content, name)
+    _check_version(content, name)
     flow = take(content, name, "flow", str)
     if flow != name:
         raise ProgressConflictError(
@@ -289,10 +289,26 @@ def decode(key: bytes | None, value: bytes) -> Progress:
             next_step=f"find out who writes to {PROGRESS_TOPIC}; only onceflow may.",
             flow=name,
         )
-    return _progress(content, name, version)
+    return _progress(content, name)
 
 
-def _progress(content: dict[str, Any], name: str, version: int) -> Progress:
+def _is_long(content: dict[str, Any]) -> bool:
+    """Whether a field of a record has the form for many partitions."""
+    forked, handover = content.get("forked", {}), content.get("handover", {})
+    offsets = [
+        *(content.get(name, {}) for name in ("offsets", "changelogs", "joined")),
+        *(forked.get(name, {}) for name in ("offsets", "outputs")),
+        handover.get("offsets", {}),
+    ]
+    times = [table.get("event_times", {}) for table in content.get("tables", {}).values()]
+    return (
+        "leaders" in content
+        or any(isinstance(each, list) for by_topic in offsets for each in by_topic.values())
+        or any("partitions" in each for by_topic in times for each in by_topic.values())
+    )
+
+
+def _progress(content: dict[str, Any], name: str) -> Progress:
     batch_id = take(content, name, "batch_id", int)
     if batch_id < 0:
         garbage(name, f"batch_id is {batch_id}")
@@ -321,11 +337,10 @@ def _progress(content: dict[str, Any], name: str, version: int) -> Progress:
         external=take(content, name, "external", str) if "external" in content else "",
         transactional_id=take(content, name, "transactional_id", str) if "transactional_id" in content else "",
         time_ms=take(content, name, "time_ms", int),
-        format=version,
     )
 
 
-def _version(content: dict[str, Any], flow: str) -> int:
+def _check_version(content: dict[str, Any], flow: str) -> None:
     version: int = take(content, flow, "format", int)
     if version > PROGRESS_FORMAT:
         raise ProgressConflictError(
@@ -336,7 +351,6 @@ def _version(content: dict[str, Any], flow: str) -> int:
         )
     if version < 1:
         garbage(flow, f"format is {version}")
-    return version
 
 
 def _table_content(table: TableProgress) -> dict[str, Any]:
