@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from onceflow.client.deadline import Deadline
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession, check_owner
-from onceflow.errors import OptionError, ProgressConflictError
+from onceflow.errors import FencedError, OptionError, ProgressConflictError
 from onceflow.protocol.names import (
     FLOW_NAME_LENGTH_MAX,
     PREFIX_LENGTH_MAX,
@@ -23,7 +24,7 @@ from onceflow.protocol.names import (
     transactional_id_of_parked,
     validate_flow_name,
 )
-from onceflow.protocol.progress import Progress
+from onceflow.protocol.progress import Progress, decode, encode
 
 LEGAL = "abcXYZ019._-"
 flows = st.text(LEGAL, min_size=1, max_size=40).filter(lambda name: name not in (".", ".."))
@@ -135,3 +136,39 @@ def test_longest_name_and_illegal_prefixes() -> None:
             Names("orders", transactional_id_prefix=prefix)
         with pytest.raises(OptionError):
             Names("orders", group_id_prefix=prefix)
+
+
+def test_every_record_names_its_flow_also_if_the_one_before_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start, a command or an external sink carry over a record of an earlier onceflow, or of the flow it copies."""
+    written: list[Progress] = []
+
+    class Producer:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def send(self, topic: str, partition: int, batch: Any) -> None:
+            self.place = topic, partition
+
+        def flush(self) -> Any:
+            return {self.place: SimpleNamespace(base_offset=5)}
+
+    monkeypatch.setattr(progress_log, "Producer", Producer)
+    monkeypatch.setattr(progress_log, "encode_single", lambda key, value, **_: written.append(decode(key, value)))
+    names = Names("b", transactional_id_prefix="a.")
+    session = DriverSession(None, names)  # type: ignore[arg-type]
+    earlier = Progress("a.b", 7, {"in": {0: 5}}, {"in": "id"}, 0)
+    for before in (earlier, replace(earlier, transactional_id="a.onceflow.copied")):
+        progress_log.write_progress(None, None, names, before, {}, Deadline(5, "a test"))  # type: ignore[arg-type]
+        assert written[-1] == replace(earlier, transactional_id="a.onceflow.b")
+        check_owner(written[-1], names)
+        with pytest.raises(ProgressConflictError, match="Another flow has the progress record"):
+            check_owner(written[-1], Names("a.b"))
+        # This driver knows the record as its own: it does not take it for that of a newer driver.
+        session.committed(before)
+        monkeypatch.setattr(DriverSession, "knows_progress", True)
+        monkeypatch.setattr(progress_log, "read_progress", lambda *_, **__: written[-1])
+        session._sources = {}
+        session._check_progress(Deadline(5, "a test"))
+        monkeypatch.setattr(progress_log, "read_progress", lambda *_, **__: replace(written[-1], batch_id=8))
+        with pytest.raises(FencedError, match="Another driver"):
+            session._check_progress(Deadline(5, "a test"))
+    assert encode(written[0]) == encode(written[1])

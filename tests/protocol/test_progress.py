@@ -20,6 +20,9 @@ from onceflow.protocol.progress import (
     CheckpointProgress,
     DriverProcess,
     EventTime,
+    ForkOrigin,
+    HandOver,
+    Origin,
     Progress,
     TableProgress,
     decode,
@@ -140,6 +143,24 @@ def test_golden_bytes_of_a_flow_that_names_its_letters() -> None:
     assert decode(b"orders", GOLDEN).letters == {}
 
 
+def test_golden_bytes_of_a_table_with_event_time() -> None:
+    """A record of before has no such time: it is that of the record, also after it is written again."""
+    times = {("a", 0): EventTime(None, 60), (None, 1): EventTime(40, 70)}
+    golden = GOLDEN.replace(
+        b'"time_ms":',
+        b'"tables":{"t":{"event_times":{"":{"1":[40,70]},"a":{"0":[null,60]}},"event_times_ms":80,"version":0,'
+        b'"watermark_ms":30}},"time_ms":',
+    )
+    progress = replace(PROGRESS, tables={"t": TableProgress(watermark_ms=30, event_times=times, event_times_ms=80)})
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+    earlier = decode(b"orders", golden.replace(b'"event_times_ms":80,', b""))
+    later = decode(*encode(replace(earlier, time_ms=PROGRESS.time_ms + 1)))
+    assert later.tables["t"].event_times_ms == PROGRESS.time_ms
+    with pytest.raises(ProtocolError, match="not a progress record"):
+        decode(b"orders", golden.replace(b'"event_times_ms":80', b'"event_times_ms":null'))
+
+
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.integers(0, 2**62), max_size=4), max_size=3)
 
@@ -165,9 +186,12 @@ offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.intege
                 event_times=st.dictionaries(
                     st.tuples(st.none() | names, st.integers(0, 300)),
                     st.builds(EventTime, st.none() | st.integers(0, 2**60), st.integers(0, 2**60)),
+                    min_size=1,
                     max_size=3,
                 ),
-            ),
+                event_times_ms=st.integers(0, 2**60),
+            )
+            | st.builds(TableProgress, st.integers(0, 99), st.one_of(st.none(), st.integers(0, 2**60))),
             max_size=2,
         ),
         outputs=st.lists(names, max_size=3).map(tuple),
@@ -197,6 +221,7 @@ def of_many(count: int, seed: int = 1) -> Progress:
     times = [
         TableProgress(
             watermark_ms=T,
+            event_times_ms=T,
             event_times={
                 ("in", number): EventTime(T - rng.randrange(3_600_000), since_ms[number]) for number in range(count)
             },
@@ -241,6 +266,7 @@ def test_round_trip_of_many_partitions(data: st.DataObject, count: int) -> None:
     tables = {
         name: replace(
             table,
+            event_times_ms=T if len(gone) < count else 0,
             event_times={
                 (data.draw(st.sampled_from(["in", None])), number): time._replace(
                     latest_ms=None if number in untimed else time.latest_ms
@@ -255,6 +281,46 @@ def test_round_trip_of_many_partitions(data: st.DataObject, count: int) -> None:
     progress = replace(progress, tables=tables, offsets={"in": offsets}, epochs={"in": epochs} if epochs else {})
     assert decode(*encode(progress)) == progress
     assert encode(decode(*encode(progress))) == encode(progress)
+
+
+def with_many(field: str, numbers: Any) -> Progress:
+    """A flow that knows something of these partitions of a topic."""
+    offsets = {"many": dict.fromkeys(numbers, 7)}
+    times: dict[Origin, EventTime] = {("many", number): EventTime(T, T) for number in numbers}
+    fields: dict[str, dict[str, Any]] = {
+        "event_times": {"tables": {"t": TableProgress(event_times=times, event_times_ms=T)}},
+        "epochs": {
+            "offsets": {"many": dict.fromkeys([*numbers, 10_000], 7)},  # no list: there is a gap
+            "epochs": {"many": dict.fromkeys(numbers, (7, 1))},
+        },
+        "forked": {"forked": ForkOrigin("old", 1, 0, offsets)},
+        "outputs": {"forked": ForkOrigin("old", 1, 0, outputs=offsets)},
+        "handover": {"handover": HandOver(offsets)},
+    }
+    return replace(PROGRESS, **fields.get(field, {field: offsets}))
+
+
+FIELDS_OF_MANY = ["offsets", "changelogs", "joined", "event_times", "epochs", "forked", "outputs", "handover"]
+
+
+@pytest.mark.parametrize("field", FIELDS_OF_MANY)
+def test_a_record_that_earlier_versions_cannot_read_has_a_higher_format(field: str) -> None:
+    """They say that it was written by a newer onceflow, not that it is no progress record."""
+    for numbers, version in ((range(99), 1), (range(100), 2)):
+        progress = with_many(field, numbers)
+        key, value = encode(progress)
+        assert json.loads(value)["format"] == version
+        assert decode(key, value) == progress
+        smaller = replace(decode(key, value), **{name: getattr(PROGRESS, name) for name in vars(PROGRESS)})
+        assert encode(smaller) == (b"orders", GOLDEN), "the format is that of the record, not of the one before"
+        assert decode(key, value.replace(b'"format":2', b'"format":1')) == progress, "as it was written before"
+
+
+@pytest.mark.parametrize("field", ["offsets", "changelogs", "joined", "forked", "outputs", "handover"])
+def test_many_partitions_with_a_gap_can_be_read_by_earlier_versions(field: str) -> None:
+    key, value = encode(with_many(field, [*range(100), 101]))
+    assert json.loads(value)["format"] == 1
+    assert decode(key, value) == with_many(field, [*range(100), 101])
 
 
 @pytest.mark.parametrize(

@@ -132,14 +132,31 @@ def test_records_that_are_lost_are_told_also_if_the_query_ends(problem: Exceptio
 
 
 @pytest.mark.parametrize(
-    "last, cure",
+    "last, told",
     [
-        (None, "remove the cause"),
-        (ValueError("x"), "remove the cause"),
-        (BatchAbortedError("rolled back", next_step="none: the batch is run again"), "remove the cause"),
-        (BatchAbortedError("rolled back", next_step="raise the timeout"), "raise the timeout"),
+        (None, "remove the cause. Then start the flow again: it continues at this batch"),
+        (ValueError("x"), "remove the cause. Then start the flow again: it continues at this batch"),
+        ("none: the batch is run again", "remove the cause. Then start the flow again: it continues at this batch"),
+        ("raise the timeout", "raise the timeout. Then start the flow again: it continues at this batch"),
+        (
+            "look at the log; report this.",
+            "look at the log; report this. Then start the flow again: it continues at this batch",
+        ),
+        ("start the flow again: it continues at this batch", "start the flow again: it continues at this batch"),
+        (
+            "add memory. Start the driver again when it is there",
+            "add memory. Start the driver again when it is there",
+        ),
+        (
+            "check that the brokers are up; a flow that is started again continues from its last committed batch",
+            "check that the brokers are up; a flow that is started again continues from its last committed batch",
+        ),
+        (
+            "call query.stop() before spark.stop(); the next start continues where progress ends",
+            "call query.stop() before spark.stop(); the next start continues where progress ends",
+        ),
     ],
 )
-def test_a_batch_that_is_given_up_has_the_next_step_of_its_last_error(last: Exception | None, cure: str) -> None:
-    error = given_up("orders", 7, 4, last)
-    assert error.next_step == f"{cure}, and start the flow again: it continues at this batch"
+def test_a_batch_that_is_given_up_has_the_next_step_of_its_last_error(last: Any, told: str) -> None:
+    problem = BatchAbortedError("rolled back", next_step=last) if isinstance(last, str) else last
+    assert given_up("orders", 7, 4, problem).next_step == told

@@ -192,7 +192,9 @@ def test_a_row_that_knows_no_epochs_is_not_compared(monkeypatch: pytest.MonkeyPa
     "problem, error, what, next_step",
     [
         (UnavailableError("locked by pid 7", "end pid 7"), DeadlineExceededError, "t cannot be used at the moment",
-         "end pid 7; then start the flow again: it continues where it is"),
+         "end pid 7. Then start the flow again: it continues where it is"),
+        (UnavailableError("locked", "end pid 7 and start the flow again"), DeadlineExceededError,
+         "t cannot be used at the moment", "end pid 7 and start the flow again"),
         (ConnectionError("refused"), DeadlineExceededError, "t cannot be reached",
          "start the flow again when it answers: it continues where it is"),
         (ValueError("wrong password"), EnvironmentUnusableError, "t cannot be used",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import re
@@ -452,6 +453,31 @@ def test_a_restart_knows_how_far_the_step_before_was(tmp_path: Path) -> None:
         table.on_commit([report], moment)
         seen.append((moment.watermark_ms, told.watermark_ms))
     assert seen == [(None, 5_000), (5_000, 5_000), (5_000, 5_000), (5_000, 6_500)]
+
+
+def test_the_time_without_a_flow_is_no_silence_if_a_start_has_committed_since(tmp_path: Path) -> None:
+    """A start may commit where a topic is read from, and commands commit, too: event time is no later then."""
+    spec = Flow(tmp_path).spec
+    ends: dict[str, dict[int, int]] = {key: {} for key in spec.topics.ids}
+    hour_ago = clock_ms() - 3_600_000
+
+    def ran(progress: Progress, latest: dict[Any, int]) -> Progress:
+        table = TableState(spec, progress, source_partitions=[], lateness_ms=0, idle_s=30)
+        table.planned([("in", 0)], {})
+        moment = table.moment(2, Commit(2, 9, 2), 0)
+        report = StateReport("table", 0, "", moment.commit, "", 0, 0.0, None, None, max_event_ms=latest)
+        told = {"table": table.progress_after([report], moment)[1]}
+        return decode(*encode(Progress("flow", 2, {}, {}, clock_ms(), ends, tables=told)))
+
+    first = ran(Progress("flow", 1, {}, {}, clock_ms(), ends), {(None, 0): 1_000, (None, 1): 1_000})
+    content = json.loads(encode(first)[1])
+    content["time_ms"] -= 3_600_000
+    content["tables"]["table"]["event_times"][""] = {"0": [1_000, hour_ago], "1": [1_000, hour_ago]}
+    content["tables"]["table"].pop("event_times_ms", None)  # as before this field
+    then = decode(b"flow", json.dumps(content).encode())
+    of_start = decode(*encode(replace(then, offsets={"new": {0: 0}}, time_ms=clock_ms())))
+    for progress in (then, of_start):
+        assert ran(progress, {(None, 1): 20_000}).tables["table"].watermark_ms == 1_000
 
 
 class Expiring(Processor):

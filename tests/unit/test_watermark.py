@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow.protocol.progress import EventTime
+from onceflow.protocol.progress import EventTime, Progress, TableProgress, decode, encode
+from onceflow.state import table_state
 from onceflow.state.watermark import Origin, Watermark
 
 A: Origin = ("in", 0)
@@ -212,7 +216,7 @@ class Runs:
         watermark.planned([*seen, *arriving])
         watermark.advance()
         value = watermark.after(seen, untimed)
-        self.known = watermark.kept(seen)
+        self.known, _ = watermark.kept(seen)
         watermark.on_commit(seen, value, untimed)
         self.value_ms = value
 
@@ -349,39 +353,44 @@ class ChainedRuns:
     def __init__(self) -> None:
         self.wall_s = 1_795_000_000.0
         self.value_ms: int | None = None
-        self.known: dict[Origin, EventTime] = {}
-        self.as_of_ms = 0
+        self.progress = Progress("flow", 0, {}, {}, self.now_ms(), tables={"table": TableProgress()})
         self.start()
+
+    def now_ms(self) -> int:
+        return round(self.wall_s * 1000)
 
     def start(self) -> None:
         self.clock = Clock()
-        self.watermark = Watermark(
-            [],
-            lateness_ms=100,
-            idle_s=30,
-            value_ms=self.value_ms,
-            known=self.known,
-            known_at_ms=self.as_of_ms,
-            chained=True,
-            clock=self.clock,
-            wall_ms=lambda: round(self.wall_s * 1000),
-        )
+        known = decode(*encode(self.progress)).tables["table"]
+        clocks = partial(Watermark, clock=self.clock, wall_ms=self.now_ms)
+        with mock.patch.object(table_state, "Watermark", clocks):
+            self.watermark = table_state._watermark([], known, lateness_ms=100, idle_s=30)
 
     def batch(self, latest: dict[Origin, int], quiet: Any = MappingProxyType({})) -> tuple[int | None, int | None]:
         """The watermark that the batch sees, and that behind it. The source has records."""
         self.watermark.planned([A], quiet)
         began = self.watermark.advance()
         self.value_ms = self.watermark.after(latest)
-        self.known, self.as_of_ms = self.watermark.kept(latest), round(self.wall_s * 1000)
+        times, times_ms = self.watermark.kept(latest)
+        table = TableProgress(0, self.value_ms, None, event_times=times, event_times_ms=times_ms)
+        self.progress = replace(self.progress, time_ms=self.now_ms(), tables={"table": table})
         self.watermark.on_commit(latest, self.value_ms)
         return began, self.value_ms
+
+    def commit(self) -> None:
+        """A start that reads another topic, or a command, commits progress. It knows nothing new of event time."""
+        self.progress = replace(self.progress, offsets={"new": {0: 0}}, time_ms=self.now_ms())
 
     def later(self, seconds: float) -> None:
         self.wall_s += seconds
         self.clock.now += seconds
 
-    def stopped(self, seconds: float) -> None:
-        self.wall_s += seconds
+    def stopped(self, *seconds: float) -> None:
+        """Nothing runs for so long. Between two of these times, progress is committed."""
+        for number, each in enumerate(seconds):
+            if number:
+                self.commit()
+            self.wall_s += each
         self.start()
 
 
@@ -391,7 +400,7 @@ class ChainedRuns:
         st.tuples(
             st.dictionaries(st.sampled_from(CHAINED), st.integers(0, 100_000), max_size=3),
             st.sampled_from([0.0, 1.0, 14.0, 29.0, 31.0]),
-            st.none() | st.sampled_from([0.0, 31.0, 86_400.0, -10.0]),  # stopped, and started again
+            st.lists(st.sampled_from([0.0, 31.0, 86_400.0, -10.0]), max_size=3),  # stopped, and started again
             st.booleans(),  # the source has more records behind the batch
         ),
         max_size=12,
@@ -403,17 +412,18 @@ def test_a_restart_changes_nothing_of_a_step_behind_another_one(history: list[An
     for latest, seconds, stopped, more in history:
         quiet = {A: -math.inf} if more else {}
         assert one.batch(latest, quiet) == several.batch(latest, quiet)
-        if stopped is not None:
-            several.stopped(stopped)
+        if stopped:
+            several.stopped(*stopped)
         one.later(seconds)
         several.later(seconds)
 
 
-def test_partitions_of_the_step_before_are_waited_for_after_a_restart() -> None:
+@pytest.mark.parametrize("stopped", [(3600,), (3600, 0), (1800, 1800), (0, 3600)])
+def test_partitions_of_the_step_before_are_waited_for_after_a_restart(stopped: tuple[float, ...]) -> None:
     runs = ChainedRuns()
     assert runs.batch({(None, 0): 9_000}) == (None, 8_900)
     assert runs.batch({(None, 1): 9_500}) == (8_900, 8_900)
-    runs.stopped(3600)
+    runs.stopped(*stopped)
     assert runs.batch({(None, 1): 20_000}) == (8_900, 8_900)
     assert runs.batch({(None, 0): 9_100}) == (8_900, 9_000)
     runs.later(31)

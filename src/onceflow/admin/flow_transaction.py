@@ -147,7 +147,6 @@ class FlowTransaction:
                 producer_id=identity.producer_id,
                 producer_epoch=identity.producer_epoch,
                 driver=None,  # a command is no driver
-                transactional_id=names.transactional_id,
                 time_ms=max(found.time_ms, clock_ms()),
             )
             found_offsets = self.group_offsets(progress, deadline) if offsets is None else offsets

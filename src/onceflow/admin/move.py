@@ -238,6 +238,7 @@ def without_state(progress: Progress, ends: Offsets) -> Progress:
             table,
             watermark_ms=None,
             event_times={},
+            event_times_ms=0,
             local=local,
             fired={},
             soonest={},

@@ -56,6 +56,10 @@ _NO_TIME = re.compile(
 )
 # How the texts of errors of ``Flow.map`` begin.
 _MAP = "Flow.map: "
+# How a next step says that the flow is started again.
+_AGAIN = re.compile(
+    r"\bstart (?:(?:the|this) (?:flow|driver) )?again\b|\bstarted again\b|\bnext start\b", re.IGNORECASE
+)
 
 
 def of_task(problem: BaseException) -> OnceflowError | None:
@@ -164,8 +168,20 @@ def given_up(flow: str, batch: int, attempts: int, last: BaseException | None) -
         flow=flow,
         batch=batch,
         detail="" if last is None else in_short(last),
-        next_step=f"{cure}, and start the flow again: it continues at this batch",
+        next_step=then_again(cure, "at this batch"),
     )
+
+
+def then_again(cure: str, where: str) -> str:
+    """The next step of a flow that has ended: what to do first, and that it is started again after that.
+
+    Args:
+        cure: the next step of the error that has ended it. It may say that it is started again, in its own words.
+        where: the flow continues.
+    """
+    if _AGAIN.search(cure):
+        return cure
+    return f"{cure.rstrip('. ')}. Then start the flow again: it continues {where}"
 
 
 def after(problem: OnceflowError, earlier: BaseException) -> OnceflowError:

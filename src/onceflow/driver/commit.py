@@ -314,7 +314,6 @@ class BatchCommit:
             producer_id=attempt.producer.producer_id,
             producer_epoch=attempt.producer.producer_epoch,
             driver=self._driver,
-            transactional_id=self._names.transactional_id,
             time_ms=clock_ms(),
         )
         left = self._state is not None and self._state.leaves_timers()

@@ -71,7 +71,7 @@ class DriverSession:
 
     def committed(self, progress: Progress) -> None:
         """To be called when a transaction with this progress record was committed."""
-        self._committed = progress
+        self._committed = progress_log.named(progress, self.names)
 
     def described(self, deadline: Deadline) -> dict[str, Any]:
         """As `describe_transaction`; with an empty state and no partitions if the coordinator cannot be asked."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from onceflow.client.deadline import Deadline
-from onceflow.driver.batch_errors import in_short
+from onceflow.driver.batch_errors import in_short, then_again
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, OnceflowError
 from onceflow.external.sink import UnavailableError
 
@@ -54,12 +54,12 @@ def _state(error: ConnectionError) -> str:
 
 def _given_up(error: ConnectionError, target: str, flow: str) -> DeadlineExceededError:
     cure = error.next_step if isinstance(error, UnavailableError) else ""
-    again = "start the flow again when it answers: it continues where it is"
+    answers = "start the flow again when it answers: it continues where it is"
     return DeadlineExceededError(
         f"{target} {_state(error)}",
         flow=flow,
         detail=in_short(error),
-        next_step=f"{cure}; then start the flow again: it continues where it is" if cure else again,
+        next_step=then_again(cure, "where it is") if cure else answers,
     )
 
 

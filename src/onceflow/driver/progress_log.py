@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from onceflow.client import offsets as kafka_offsets
@@ -237,6 +238,11 @@ def _undecided(flow: str, partition: int, record: LogRecord, deadline: Deadline)
     )
 
 
+def named(progress: Progress, names: Names) -> Progress:
+    """The record as it is written: it names the flow that it belongs to, whatever the one before it did."""
+    return replace(progress, transactional_id=names.transactional_id)
+
+
 def write_progress(
     cluster: Cluster,
     transactions: Transactions | None,
@@ -248,7 +254,7 @@ def write_progress(
     producer: tuple[ProducerIdAndEpoch, int] = (_PLAIN, 0),
     sequence: int = 0,
 ) -> int:
-    """Step ``progress``: the record, then the group offsets that point to it. Returns the record's offset.
+    """Step ``progress``: the record (see `named`), then the group offsets that point to it. Returns its offset.
 
     Args:
         transactions: both become visible with the transaction; None: at once, in this order.
@@ -262,7 +268,7 @@ def write_progress(
         transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
     transactional_id = None if transactions is None else transactions.transactional_id
     identity, sequence = producer if transactions is None else (transactions.identity, sequence)
-    key, value = records.encode(progress)
+    key, value = records.encode(named(progress, names))
     sender = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
     batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=sequence)
     sender.send(PROGRESS_TOPIC, partition, batch)

@@ -255,8 +255,7 @@ class Startup:
         self._commit(progress, deadline)
 
     def _first_progress(self) -> Progress:
-        names = self.names
-        return Progress(names.progress_key, 0, {}, {}, clock_ms(), transactional_id=names.transactional_id)
+        return Progress(self.names.progress_key, 0, {}, {}, clock_ms())
 
     # ---- process steps -------------------------------------------------------------------------------
 

@@ -43,7 +43,9 @@ __all__ = [
     "progress_partition",
 ]
 
-PROGRESS_FORMAT = 1
+PROGRESS_FORMAT = 2
+"""The highest format that is read. It is written if a field has the form for many partitions
+(`progress_fields.MANY`), which versions that know only format 1 cannot read. Otherwise format 1 is written."""
 
 NO_TIMER = (1 << 63) - 1
 """In place of the time of a timer: there is no timer."""
@@ -102,6 +104,8 @@ class TableProgress:
             due than one batch may fire, or they were registered for a time that had passed.
         processing_timers: whether there was ever a timer in processing time; None: not known.
         event_times: how far event time has come, by partition; empty if the table does not use it.
+        event_times_ms: as of when that is, epoch milliseconds of the driver's clock. The record may be newer: a start
+            and commands commit progress, too, and know nothing new of event time.
     """
 
     version: int = 0
@@ -114,6 +118,7 @@ class TableProgress:
     unfired: tuple[int, ...] = ()
     processing_timers: bool | None = None
     event_times: Mapping[Origin, EventTime] = field(default_factory=dict)
+    event_times_ms: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,6 @@ class Progress:
         transactional_id: of the flow. Flows may share the key of the record: prefix ``a.`` with name ``b``, and name
             ``a.b`` without a prefix. Their transactional ids differ, so they do not fence each other. "": not known.
         time_ms: when the record was created, epoch milliseconds.
-        format: version of this record's format.
     """
 
     flow: str
@@ -206,7 +210,6 @@ class Progress:
     driver: DriverProcess | None = None
     external: str = ""
     transactional_id: str = ""
-    format: int = PROGRESS_FORMAT
 
 
 def progress_partition(flow: str, partition_count: int) -> int:
@@ -221,7 +224,6 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         "changelogs": plain(progress.changelogs),
         "checkpoint_query_id": None if progress.checkpoint is None else progress.checkpoint.query_id,
         "flow": progress.flow,
-        "format": int(progress.format),
         "offsets": plain(progress.offsets),
         "time_ms": int(progress.time_ms),
         "topic_ids": dict(progress.topic_ids),
@@ -260,6 +262,7 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["transactional_id"] = progress.transactional_id
     if progress.tables:
         content["tables"] = {name: _table_content(table) for name, table in progress.tables.items()}
+    content["format"] = PROGRESS_FORMAT if _is_long(content) else 1
     value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return progress.flow.encode(), value.encode()
 
@@ -278,7 +281,7 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         garbage(name, f"the value is not JSON: {error}")
     if not isinstance(content, dict):
         garbage(name, f"the value is a JSON {type(content).__name__}, not an object")
-    version = _version(content, name)
+    _check_version(content, name)
     flow = take(content, name, "flow", str)
     if flow != name:
         raise ProgressConflictError(
@@ -286,10 +289,26 @@ def decode(key: bytes | None, value: bytes) -> Progress:
             next_step=f"find out who writes to {PROGRESS_TOPIC}; only onceflow may.",
             flow=name,
         )
-    return _progress(content, name, version)
+    return _progress(content, name)
 
 
-def _progress(content: dict[str, Any], name: str, version: int) -> Progress:
+def _is_long(content: dict[str, Any]) -> bool:
+    """Whether a field of a record has the form for many partitions."""
+    forked, handover = content.get("forked", {}), content.get("handover", {})
+    offsets = [
+        *(content.get(name, {}) for name in ("offsets", "changelogs", "joined")),
+        *(forked.get(name, {}) for name in ("offsets", "outputs")),
+        handover.get("offsets", {}),
+    ]
+    times = [table.get("event_times", {}) for table in content.get("tables", {}).values()]
+    return (
+        "leaders" in content
+        or any(isinstance(each, list) for by_topic in offsets for each in by_topic.values())
+        or any("partitions" in each for by_topic in times for each in by_topic.values())
+    )
+
+
+def _progress(content: dict[str, Any], name: str) -> Progress:
     batch_id = take(content, name, "batch_id", int)
     if batch_id < 0:
         garbage(name, f"batch_id is {batch_id}")
@@ -318,11 +337,10 @@ def _progress(content: dict[str, Any], name: str, version: int) -> Progress:
         external=take(content, name, "external", str) if "external" in content else "",
         transactional_id=take(content, name, "transactional_id", str) if "transactional_id" in content else "",
         time_ms=take(content, name, "time_ms", int),
-        format=version,
     )
 
 
-def _version(content: dict[str, Any], flow: str) -> int:
+def _check_version(content: dict[str, Any], flow: str) -> None:
     version: int = take(content, flow, "format", int)
     if version > PROGRESS_FORMAT:
         raise ProgressConflictError(
@@ -333,7 +351,6 @@ def _version(content: dict[str, Any], flow: str) -> int:
         )
     if version < 1:
         garbage(flow, f"format is {version}")
-    return version
 
 
 def _table_content(table: TableProgress) -> dict[str, Any]:
@@ -352,6 +369,7 @@ def _table_content(table: TableProgress) -> dict[str, Any]:
         content["processing_timers"] = table.processing_timers
     if table.event_times:
         content["event_times"] = _event_times_content(table.event_times)
+        content["event_times_ms"] = int(table.event_times_ms)
     if table.local is not None:
         last = {
             int(partition): [int(part) for part in commit] for partition, commit in sorted(table.local.last.items())
@@ -388,6 +406,9 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
         if not isinstance(table, dict):
             garbage(flow, f"tables of {topic} is {short(table)}")
         watermark_ms, processing = table.get("watermark_ms"), table.get("processing_timers")
+        times = _event_times(take(table, flow, "event_times", dict), flow) if "event_times" in table else {}
+        # Records of earlier versions have no such time: that of the record is the nearest that is known.
+        times_of = table if "event_times_ms" in table else {"event_times_ms": content.get("time_ms")}
         result[topic] = TableProgress(
             version=take(table, flow, "version", int),
             watermark_ms=None if watermark_ms is None else take(table, flow, "watermark_ms", int),
@@ -397,7 +418,8 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
             soonest=succession.times_of(table, flow, "soonest") if "soonest" in table else {},
             unfired=_partitions(table, flow, "unfired") if "unfired" in table else (),
             processing_timers=processing if isinstance(processing, bool) else None,
-            event_times=_event_times(take(table, flow, "event_times", dict), flow) if "event_times" in table else {},
+            event_times=times,
+            event_times_ms=take(times_of, flow, "event_times_ms", int) if times else 0,
             local=_local(take(table, flow, "local", dict), flow) if "local" in table else None,
         )
     return result

@@ -70,7 +70,7 @@ class TableState:
         self._lost_now = 0  # since the last committed batch
         self._verified: set[tuple[str, int]] = set()
         self._now_ms, self._lateness_ms = progress.time_ms, lateness_ms
-        self.watermark = _watermark(source_partitions, known, progress.time_ms, lateness_ms or 0, idle_s)
+        self.watermark = _watermark(source_partitions, known, lateness_ms or 0, idle_s)
         # Earliest timer per partition and clock. A missing partition was not opened in this run yet.
         self._timers: dict[int, dict[str, int | None]] = {}
         self._left: set[int] = set()
@@ -170,6 +170,7 @@ class TableState:
         version, watermark_ms = self.spec.processor.version, self._watermark_after(reports)
         fired = self._fired_after(reports, moment)
         timers = self._timers_after(reports)
+        times, times_ms = ({}, 0) if self._lateness_ms is None else self.watermark.kept(_latest(reports))
         known = TableProgress(
             version,
             watermark_ms,
@@ -179,7 +180,8 @@ class TableState:
             soonest=self._soonest(timers, fired),
             unfired=self._unfired_in(timers, fired),
             processing_timers=self._processing_timers_after(reports),
-            event_times={} if self._lateness_ms is None else self.watermark.kept(_latest(reports)),
+            event_times=times,
+            event_times_ms=times_ms,
         )
         if self._local is not None:
             changed = {report.partition: report.commit for report in reports if report.changed}
@@ -315,9 +317,7 @@ class TableState:
         return self.watermark.after(_latest(reports), _untimed(reports))
 
 
-def _watermark(
-    source_partitions: Iterable[Origin], known: TableProgress, known_at_ms: int, lateness_ms: int, idle_s: float
-) -> Watermark:
+def _watermark(source_partitions: Iterable[Origin], known: TableProgress, lateness_ms: int, idle_s: float) -> Watermark:
     """As progress knows it."""
     origins = list(source_partitions)
     return Watermark(
@@ -326,7 +326,7 @@ def _watermark(
         idle_s=idle_s,
         value_ms=known.watermark_ms,
         known=known.event_times,
-        known_at_ms=known_at_ms,
+        known_at_ms=known.event_times_ms,
         chained=not origins,
     )
 

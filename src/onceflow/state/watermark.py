@@ -47,7 +47,7 @@ class Watermark:
         idle_s: seconds without records after which a partition is idle.
         value_ms: the committed watermark; None: not known yet.
         known: what earlier runs have committed about partitions.
-        known_at_ms: when that was, epoch milliseconds.
+        known_at_ms: as of when that is (see `kept`), epoch milliseconds.
         chained: whether the step is behind another one: it waits for all partitions that are known.
         clock, wall_ms: monotonic seconds, and the time of day in epoch milliseconds.
     """
@@ -169,14 +169,16 @@ class Watermark:
         self.value_ms = value_ms
         self._arriving = frozenset()
 
-    def kept(self, latest_ms: Mapping[Origin, int]) -> dict[Origin, EventTime]:
-        """What the next run has to know about partitions, after a batch with these latest event times."""
+    def kept(self, latest_ms: Mapping[Origin, int]) -> tuple[dict[Origin, EventTime], int]:
+        """What the next run has to know about partitions, after a batch with these latest event times, and as of when
+        that is, epoch milliseconds."""
         now, now_ms = self._clock(), self._wall_ms()
         seen = {**self._seen, **dict.fromkeys(latest_ms, self._looked)}
-        return {
+        times = {
             origin: EventTime(self._merged(origin, latest_ms), now_ms - max(0, round((now - at) * 1000)))
             for origin, at in seen.items()
         }
+        return times, now_ms
 
     def _merged(self, origin: Origin, latest_ms: Mapping[Origin, int]) -> int | None:
         known, new = self._latest.get(origin), latest_ms.get(origin)
