@@ -275,10 +275,36 @@ def test_a_partition_without_a_leader_does_not_hold_up_the_transaction(monkeypat
     partition.silent = True
     partition.append(5)
     flow.batch()
-    assert flow.progress.epochs == {"in": {0: (25, 1)}}, "the leader is that of the whole batch"
+    assert flow.progress.epochs == {"in": {0: (20, 0)}}, "whether the log has what is before this batch is not known"
     partition.append(5)
     flow.batch(partition.elect)
-    assert flow.progress.epochs == {"in": {0: (25, 1)}}
+    assert flow.progress.epochs == {"in": {0: (20, 0)}}
+    partition.silent = False
+    partition.append(5)
+    flow.batch()
+    assert flow.progress.epochs == {"in": {0: (35, 2)}}
+    assert flow.read == partition.log
+
+
+@pytest.mark.parametrize("see", [Flow.start, Flow.batch])
+def test_a_check_that_could_not_be_done_in_a_batch_is_done_later(see: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader of the whole batch does not say whether it has what was read before. So progress keeps what it knows
+    of that."""
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(10)
+    flow.batch()
+    partition.elect(lost=3)
+    partition.append(9)
+    partition.silent = True
+    flow.batch()
+    assert flow.progress.offsets == {"in": {0: 16}}
+    assert flow.progress.epochs == {"in": {0: (10, 0)}}
+    partition.silent = False
+    partition.append(3)
+    with pytest.raises(DataLossError, match="truncated at offset 7"):
+        see(flow)
 
 
 def test_what_could_not_be_checked_before_the_batch_is_checked_when_it_was_read(
@@ -294,6 +320,18 @@ def test_what_could_not_be_checked_before_the_batch_is_checked_when_it_was_read(
     partition.leaderless = True
     with pytest.raises(DataLossError, match="truncated at offset 6"):
         flow.batch(lambda: setattr(partition, "leaderless", False))
+
+
+def test_progress_that_is_written_before_the_records_are_read_keeps_what_was_not_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with ``at_most_once``."""
+    Cluster(monkeypatch, Partition(epoch=1, silent=True))
+    watch = SourceWatch(None, "f")  # type: ignore[arg-type]
+    source = range_of(10, 16)
+    progress = progress_at(10, epochs={"in": {0: (10, 0)}})
+    watch.planned(source, progress, soon())
+    assert watch.epochs(source, progress.epochs) == {"in": {0: (10, 0)}}
 
 
 def test_a_move_accepts_the_truncation() -> None:

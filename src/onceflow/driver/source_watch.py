@@ -73,7 +73,8 @@ class SourceWatch:
         deadline = _soon(deadline)
         wanted = self._unwatched(source)
         view = self._look(wanted, deadline)
-        self._check_logs(view, self._before, self._start, deadline)  # what could not be checked before
+        found = self._check_logs(view, self._before, self._start, deadline)  # what could not be checked before
+        self._before = {place: pair for place, pair in self._before.items() if place not in found}
         read = {
             place: (source.end[place[0]][place[1]], self._epochs[place]) for place in wanted if place in self._epochs
         }
@@ -83,11 +84,15 @@ class SourceWatch:
                 self._epochs.pop(place, None)
 
     def epochs(self, source: SourceRange, before: Epochs) -> Epochs:
-        """What progress knows of the leaders after the batch."""
+        """What progress knows of the leaders after the batch.
+
+        If the check of what was read before the batch could not be done, it keeps what it knows of that: only this
+        shows later whether the log was truncated there.
+        """
         found = {topic: dict(pairs) for topic, pairs in before.items()}
         for topic, partition in source.news():
             epoch = self._epochs.get((topic, partition), -1)
-            if epoch >= 0:
+            if epoch >= 0 and (topic, partition) not in self._before:
                 found.setdefault(topic, {})[partition] = (source.end[topic][partition], epoch)
         return found
 
