@@ -267,26 +267,31 @@ def test_a_partition_without_a_leader_does_not_hold_up_the_transaction(monkeypat
     partition.append(5)
     flow.batch(lambda: setattr(partition, "leaderless", True))
     assert flow.progress.offsets == {"in": {0: 10}}
-    assert flow.progress.epochs == {"in": {0: (5, 0)}}, "what is known of an earlier offset"
+    assert flow.progress.epochs == {"in": {0: (10, 0)}}, "the leader that had the range when it was planned"
     partition.append(5)
-    flow.batch(lambda: setattr(partition, "leaderless", False))  # not known before it was read
-    assert flow.progress.epochs == {"in": {0: (5, 0)}}
+
+    def elect() -> None:
+        partition.elect()
+        partition.leaderless = False
+
+    flow.batch(elect)  # not known before it was read
+    assert flow.progress.epochs == {"in": {0: (10, 0)}}, "what is known of an earlier offset"
     partition.append(5)
     flow.batch()
-    assert flow.progress.epochs == {"in": {0: (20, 0)}}
+    assert flow.progress.epochs == {"in": {0: (20, 1)}}
     assert flow.read == partition.log
     partition.elect()
     partition.silent = True
     partition.append(5)
     flow.batch()
-    assert flow.progress.epochs == {"in": {0: (20, 0)}}, "whether the log has what is before this batch is not known"
+    assert flow.progress.epochs == {"in": {0: (20, 1)}}, "whether the log has what is before this batch is not known"
     partition.append(5)
     flow.batch(partition.elect)
-    assert flow.progress.epochs == {"in": {0: (20, 0)}}
+    assert flow.progress.epochs == {"in": {0: (20, 1)}}
     partition.silent = False
     partition.append(5)
     flow.batch()
-    assert flow.progress.epochs == {"in": {0: (35, 2)}}
+    assert flow.progress.epochs == {"in": {0: (35, 3)}}
     assert flow.read == partition.log
 
 
@@ -324,6 +329,45 @@ def test_what_could_not_be_checked_before_the_batch_is_checked_when_it_was_read(
     partition.leaderless = True
     with pytest.raises(DataLossError, match="truncated at offset 6"):
         flow.batch(lambda: setattr(partition, "leaderless", False))
+
+
+@pytest.mark.parametrize("answers", ["leaderless", "silent"])
+@pytest.mark.parametrize("see", [Flow.start, Flow.batch])
+def test_what_was_planned_is_known_though_no_leader_answers_after_the_batch(
+    see: Any, answers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of the batch that are lost afterwards are noticed: the leader before it had all of its range."""
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(5)
+    flow.batch()
+    partition.append(5)
+
+    def fall_silent() -> None:
+        partition.elect()
+        setattr(partition, answers, True)
+
+    flow.batch(fall_silent)
+    assert flow.progress.epochs == {"in": {0: (10, 0)}}
+    setattr(partition, answers, False)
+    partition.elect(lost=3)
+    partition.append(9)
+    with pytest.raises(DataLossError, match="truncated at offset 7"):
+        see(flow)
+
+
+def test_a_leader_that_was_silent_before_the_batch_and_is_the_same_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has led all the time, so what is known of it is true of the records of the batch."""
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(5)
+    flow.batch()
+    partition.leaderless = True
+    partition.append(5)
+    flow.batch(lambda: setattr(partition, "leaderless", False))
+    assert flow.progress.epochs == {"in": {0: (10, 0)}}
 
 
 def test_leaders_are_asked_about_logs_even_if_the_look_has_taken_all_of_its_time(

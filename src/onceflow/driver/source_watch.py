@@ -5,8 +5,13 @@ leader election truncates its log, they go on at the same offsets, where other r
 leaders when the range of a batch is known, and again when its records were read. Where the driver itself has fetched
 the records, the leaders have checked both at each Fetch, and the batches of records have their epochs.
 
-A partition whose leader does not answer soon is not checked in this batch. Progress then has no epoch for the end of
-its range, as if the brokers did not have this request; it keeps the one that it had for an earlier offset.
+A partition whose leader does not answer soon is not checked in this batch, but in a later one, or at the next start:
+
+- If the leader has not answered after the batch, progress has the epoch of the one that led before it, and had the
+  range. So records of the range that are lost are noticed later. The same goes for a range of which the leaders before
+  have lost records while it was read, also if the tasks have read what is there now: nobody knows what they have read.
+- If the leader has not told whether it has what was read before the batch, or if nobody knows which leader the range
+  was read from, progress keeps what it knows of an earlier offset.
 """
 
 from __future__ import annotations
@@ -74,15 +79,15 @@ class SourceWatch:
         """Check that the records of the range were those of the logs that `planned` has seen. Errors as of it."""
         wanted = self._unwatched(source)
         view = self._look(wanted, deadline)
-        found = self._check_logs(view, self._before, self._start, deadline)  # what could not be checked before
-        self._before = {place: pair for place, pair in self._before.items() if place not in found}
+        for place, (_, epoch) in self._before.items():
+            if view.epochs.get(place) == epoch:  # it has led since before the batch, also if it was silent then
+                self._epochs.setdefault(place, epoch)
+        checked = self._check_logs(view, self._before, self._start, deadline)  # what could not be checked before
+        self._before = {place: pair for place, pair in self._before.items() if place not in checked}
         read = {
             place: (source.end[place[0]][place[1]], self._epochs[place]) for place in wanted if place in self._epochs
         }
-        checked = self._check_logs(view, read, source.end, deadline)
-        for place in wanted:
-            if place not in checked:
-                self._epochs.pop(place, None)
+        self._check_logs(view, read, source.end, deadline)
 
     def epochs(self, source: SourceRange, before: Epochs) -> Epochs:
         """What progress knows of the leaders after the batch.
