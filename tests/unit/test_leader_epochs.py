@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from kafka.errors import NodeNotReadyError
 from kafka.future import Future
+from kafka.protocol.consumer import OffsetForLeaderEpochRequest
+from kafka.protocol.metadata import MetadataRequest
 
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.connections import ConnectionFailedError
 from onceflow.client.deadline import Deadline
-from onceflow.client.leader_epochs import look_at_leaders
+from onceflow.client.leader_epochs import epoch_ends, look_at_leaders
 from onceflow.client.settings import ClientSettings
+from onceflow.errors import DeadlineExceededError
 
 Place = tuple[str, int]
 
@@ -37,20 +40,53 @@ class Leaders:
     def known_topic(self, name: str) -> TopicInfo | None:
         return self.known.get(name)
 
-    def topics(self, names: Iterable[str], deadline: Deadline, *, patient: bool, leaderless: bool) -> None:
-        assert leaderless, "a partition without a leader must not be waited for here"
+    def topics(
+        self, names: Iterable[str], deadline: Deadline, *, patient: bool = False, leaderless: bool = False
+    ) -> None:
+        assert leaderless or not patient, "a partition without a leader must not be waited for here"
         for name in names:
             leaders = {partition: node for (topic, partition), node in self.led.items() if topic == name}
             self.known[name] = TopicInfo(name, f"id of {name}", leaders)
 
     def exchange_all(self, requests: Mapping[int, Any], deadline: Deadline) -> dict[int, Any]:
-        self.asked.append({node: [topic.name for topic in request.topics] for node, request in requests.items()})
+        self.asked.append(
+            {
+                node: [topic.name for topic in request.topics if isinstance(request, MetadataRequest)]
+                for node, request in requests.items()
+            }
+        )
         return {
             node: ConnectionFailedError("no answer") if node in self.silent else self._answer(request)
             for node, request in requests.items()
         }
 
+    def connect(self, deadline: Deadline) -> None:
+        pass
+
+    def version(self, request: Any, *, min_version: int, max_version: int) -> int:
+        return max_version
+
+    def leader(self, topic: str, partition: int, deadline: Deadline) -> int:
+        if topic not in self.known:
+            self.topics([topic], deadline, patient=True, leaderless=True)
+        while (node := self.known[topic].leaders[partition]) < 0:
+            deadline.pause(5, "no leader")
+        return node
+
     def _answer(self, request: Any) -> Any:
+        if isinstance(request, OffsetForLeaderEpochRequest):
+            return SimpleNamespace(
+                topics=[
+                    SimpleNamespace(
+                        topic=topic.topic,
+                        partitions=[
+                            SimpleNamespace(partition=each.partition, error_code=0, end_offset=10 * each.leader_epoch)
+                            for each in topic.partitions
+                        ],
+                    )
+                    for topic in request.topics
+                ]
+            )
         return SimpleNamespace(topics=[self._of(topic.name) for topic in request.topics])
 
     def _of(self, name: str) -> Any:
@@ -93,6 +129,17 @@ def test_a_new_leader_is_found_before_the_deadline() -> None:
     assert cluster.now < 2
 
 
+@pytest.mark.parametrize("node, silent", [(-1, ()), (2, (2,))], ids=["no leader", "no answer"])
+def test_ends_of_epochs_are_those_that_leaders_have_told(node: int, silent: tuple[int, ...]) -> None:
+    """One leader that does not answer does not hide what the others have told."""
+    places = {("a", 0): 3, ("b", 0): 4, ("b", 1): 5}
+    cluster: Any = Leaders({("a", 0): 1, ("b", 0): node, ("b", 1): 1}, silent)
+    assert epoch_ends(cluster, places, cluster.deadline(3), partial=True) == {("a", 0): 30, ("b", 1): 50}
+    assert 3 <= cluster.now < 3.5
+    with pytest.raises(DeadlineExceededError):
+        epoch_ends(cluster, places, cluster.deadline(3))
+
+
 @pytest.fixture
 def cluster() -> Any:
     made = Cluster(ClientSettings("127.0.0.1:1"))
@@ -118,3 +165,20 @@ def test_requests_to_several_brokers_are_under_way_at_once(cluster: Any, monkeyp
     assert found == {1: "x", 2: "y"}
     assert isinstance(lost, ConnectionFailedError)
     assert "broker 3: NodeNotReadyError" in str(lost)
+
+
+def test_a_request_has_some_time_even_if_its_deadline_has_passed(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kafka-python closes a connection whose broker has not answered in time: 1 ms would close one that is healthy."""
+    given: list[int] = []
+
+    def connection(node: int, timeout_ms: int) -> Any:
+        given.append(timeout_ms)
+        raise NodeNotReadyError("made up")
+
+    monkeypatch.setattr(cluster.manager, "get_connection", connection)
+    for seconds in (0.0, 0.0005, 20.0, 100.0):
+        with pytest.raises(ConnectionFailedError):
+            cluster.exchange("x", 1, Deadline(seconds, "a test"))
+    assert given[0] == given[1] == 100
+    assert 10_000 < given[2] <= 20_000
+    assert given[3] == 30_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,9 +76,12 @@ class Cluster:
             return LeaderView({}, {})
         return LeaderView({"in": self.partition.topic_id}, {PLACE: self.partition.epoch})
 
-    def _ends(self, cluster: Any, epochs: Mapping[TopicPartition, int], deadline: Any) -> dict[TopicPartition, int]:
-        if self.partition.silent and epochs:
-            raise deadline.error("made up")
+    def _ends(
+        self, cluster: Any, epochs: Mapping[TopicPartition, int], deadline: Any, *, partial: bool
+    ) -> dict[TopicPartition, int]:
+        assert partial
+        if self.partition.silent:
+            return {}
         return {place: self.partition.end_of(epoch) for place, epoch in epochs.items()}
 
 
@@ -263,22 +267,53 @@ def test_a_partition_without_a_leader_does_not_hold_up_the_transaction(monkeypat
     partition.append(5)
     flow.batch(lambda: setattr(partition, "leaderless", True))
     assert flow.progress.offsets == {"in": {0: 10}}
-    assert flow.progress.epochs == {"in": {0: (5, 0)}}, "what is known of an earlier offset"
+    assert flow.progress.epochs == {"in": {0: (10, 0)}}, "the leader that had the range when it was planned"
     partition.append(5)
-    flow.batch(lambda: setattr(partition, "leaderless", False))  # not known before it was read
-    assert flow.progress.epochs == {"in": {0: (5, 0)}}
+
+    def elect() -> None:
+        partition.elect()
+        partition.leaderless = False
+
+    flow.batch(elect)  # not known before it was read
+    assert flow.progress.epochs == {"in": {0: (10, 0)}}, "what is known of an earlier offset"
     partition.append(5)
     flow.batch()
-    assert flow.progress.epochs == {"in": {0: (20, 0)}}
+    assert flow.progress.epochs == {"in": {0: (20, 1)}}
     assert flow.read == partition.log
     partition.elect()
     partition.silent = True
     partition.append(5)
     flow.batch()
-    assert flow.progress.epochs == {"in": {0: (25, 1)}}, "the leader is that of the whole batch"
+    assert flow.progress.epochs == {"in": {0: (20, 1)}}, "whether the log has what is before this batch is not known"
     partition.append(5)
     flow.batch(partition.elect)
-    assert flow.progress.epochs == {"in": {0: (25, 1)}}
+    assert flow.progress.epochs == {"in": {0: (20, 1)}}
+    partition.silent = False
+    partition.append(5)
+    flow.batch()
+    assert flow.progress.epochs == {"in": {0: (35, 3)}}
+    assert flow.read == partition.log
+
+
+@pytest.mark.parametrize("see", [Flow.start, Flow.batch])
+def test_a_check_that_could_not_be_done_in_a_batch_is_done_later(see: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader of the whole batch does not say whether it has what was read before. So progress keeps what it knows
+    of that."""
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(10)
+    flow.batch()
+    partition.elect(lost=3)
+    partition.append(9)
+    partition.silent = True
+    flow.batch()
+    assert flow.progress.offsets == {"in": {0: 16}}
+    assert flow.progress.epochs == {"in": {0: (10, 0)}}
+    partition.silent = False
+    partition.append(3)
+    with pytest.raises(DataLossError, match="truncated at offset 7"):
+        see(flow)
 
 
 def test_what_could_not_be_checked_before_the_batch_is_checked_when_it_was_read(
@@ -294,6 +329,81 @@ def test_what_could_not_be_checked_before_the_batch_is_checked_when_it_was_read(
     partition.leaderless = True
     with pytest.raises(DataLossError, match="truncated at offset 6"):
         flow.batch(lambda: setattr(partition, "leaderless", False))
+
+
+@pytest.mark.parametrize("answers", ["leaderless", "silent"])
+@pytest.mark.parametrize("see", [Flow.start, Flow.batch])
+def test_what_was_planned_is_known_though_no_leader_answers_after_the_batch(
+    see: Any, answers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of the batch that are lost afterwards are noticed: the leader before it had all of its range."""
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(5)
+    flow.batch()
+    partition.append(5)
+
+    def fall_silent() -> None:
+        partition.elect()
+        setattr(partition, answers, True)
+
+    flow.batch(fall_silent)
+    assert flow.progress.epochs == {"in": {0: (10, 0)}}
+    setattr(partition, answers, False)
+    partition.elect(lost=3)
+    partition.append(9)
+    with pytest.raises(DataLossError, match="truncated at offset 7"):
+        see(flow)
+
+
+def test_a_leader_that_was_silent_before_the_batch_and_is_the_same_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has led all the time, so what is known of it is true of the records of the batch."""
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(5)
+    flow.batch()
+    partition.leaderless = True
+    partition.append(5)
+    flow.batch(lambda: setattr(partition, "leaderless", False))
+    assert flow.progress.epochs == {"in": {0: (10, 0)}}
+
+
+def test_leaders_are_asked_about_logs_even_if_the_look_has_taken_all_of_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One partition has no leader. The leader of the other one has changed, and has lost records."""
+    left: list[float] = []
+
+    def look(cluster: Any, places: Any, deadline: Any) -> LeaderView:
+        time.sleep(deadline.remaining)
+        return LeaderView({"in": "id"}, {("in", 1): 6})
+
+    def ends(cluster: Any, epochs: Any, deadline: Any, *, partial: bool) -> dict[TopicPartition, int]:
+        left.append(deadline.remaining)
+        return {("in", 1): 8}
+
+    monkeypatch.setattr(source_watch, "_LOOK_S", 0.01)
+    monkeypatch.setattr(source_watch, "look_at_leaders", look)
+    monkeypatch.setattr(source_watch, "epoch_ends", ends)
+    source = SourceRange({"in": {0: 10, 1: 10}}, {"in": {0: 20, 1: 20}})
+    progress = Progress("f", 1, source.start, {"in": "id"}, 0, epochs={"in": {0: (10, 5), 1: (10, 5)}})
+    with pytest.raises(DataLossError, match="truncated at offset 8"):
+        SourceWatch(None, "f").planned(source, progress, soon())  # type: ignore[arg-type]
+    assert 0.5 < left[0] <= 1
+
+
+def test_progress_that_is_written_before_the_records_are_read_keeps_what_was_not_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with ``at_most_once``."""
+    Cluster(monkeypatch, Partition(epoch=1, silent=True))
+    watch = SourceWatch(None, "f")  # type: ignore[arg-type]
+    source = range_of(10, 16)
+    progress = progress_at(10, epochs={"in": {0: (10, 0)}})
+    watch.planned(source, progress, soon())
+    assert watch.epochs(source, progress.epochs) == {"in": {0: (10, 0)}}
 
 
 def test_a_move_accepts_the_truncation() -> None:

@@ -36,6 +36,9 @@ log = logging.getLogger("onceflow.client")
 _ENROL = frozenset({EndTxnRequest.API_KEY, TxnOffsetCommitRequest.API_KEY, ProduceRequest.API_KEY})
 _REFRESH_TIMEOUT_S = 5.0
 _REQUEST_TIMEOUT_S = 30.0
+# kafka-python closes a connection whose broker does not answer in time. A healthy broker needs some milliseconds, so
+# a request gets this time even if the deadline comes earlier.
+_LEAST_TIMEOUT_S = 0.1
 _FIRST_TRY_S = 3.0
 
 
@@ -179,7 +182,7 @@ class Connections:
         return found
 
     async def _sent(self, request: Any, node: int, deadline: Deadline) -> Any:
-        timeout_ms = max(1, int(deadline.capped(_REQUEST_TIMEOUT_S) * 1000))
+        timeout_ms = int(max(_LEAST_TIMEOUT_S, deadline.capped(_REQUEST_TIMEOUT_S)) * 1000)
         connection = self.manager.get_connection(node, timeout_ms=timeout_ms)
         await connection
         self._fit(request, connection)

@@ -93,11 +93,17 @@ def _metadata_of(topics: Iterable[str]) -> MetadataRequest:
     return MetadataRequest(topics=wanted, allow_auto_topic_creation=False)
 
 
-def epoch_ends(cluster: Cluster, epochs: Mapping[TopicPartition, int], deadline: Deadline) -> dict[TopicPartition, int]:
-    """Where the log of each partition ends what leaders up to an epoch have appended; -1: the leader does not know.
-    Nothing, if the brokers do not have this request: some that speak Kafka's protocol do not.
+def epoch_ends(
+    cluster: Cluster, epochs: Mapping[TopicPartition, int], deadline: Deadline, *, partial: bool = False
+) -> dict[TopicPartition, int]:
+    """Where the log of each partition ends what leaders up to an epoch have appended; -1: the leader does not know,
+    or the brokers do not have this request: some that speak Kafka's protocol do not.
+
+    Args:
+        partial: at the deadline, return what the leaders have told that have answered.
 
     Raises:
+        DeadlineExceededError: not every leader has answered, and ``partial`` is not set.
         PermissionDeniedError: DESCRIBE on a topic is missing.
     """
     if not epochs:
@@ -107,7 +113,7 @@ def epoch_ends(cluster: Cluster, epochs: Mapping[TopicPartition, int], deadline:
         version = cluster.version(OffsetForLeaderEpochRequest, min_version=2, max_version=4)
     except BrokerUnsupportedError as error:
         log.debug("truncated logs are not noticed: %s", error)
-        return {}
+        return dict.fromkeys(epochs, -1)
 
     def request(wanted: Mapping[str, Sequence[int]]) -> OffsetForLeaderEpochRequest:
         topic_type = OffsetForLeaderEpochRequest.OffsetForLeaderTopic
@@ -139,4 +145,5 @@ def epoch_ends(cluster: Cluster, epochs: Mapping[TopicPartition, int], deadline:
         request=request,
         read=lambda answer: int(answer.end_offset),
         place=place,
+        partial=partial,
     )

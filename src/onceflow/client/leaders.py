@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
+from onceflow.errors import DeadlineExceededError
 from onceflow.protocol import codes
 from onceflow.protocol.names import TopicPartition
 
@@ -23,6 +24,7 @@ def ask_leaders(
     request: Callable[[Mapping[str, Sequence[int]]], Any],
     read: Callable[[Any], T],
     place: Callable[[Any, Any], TopicPartition] = lambda topic, answer: (str(topic.name), int(answer.partition_index)),
+    partial: bool = False,
 ) -> dict[TopicPartition, T]:
     """The result of each partition, from its leader. Sends one request to each leader, to all of them at once; waits
     until leaders exist.
@@ -33,16 +35,23 @@ def ask_leaders(
             ``partitions``, which have ``partition_index`` and ``error_code``.
         read: converts the partition's part of the response into the result.
         place: which partition that is.
+        partial: return the results that there are at the deadline. A partition without a leader delays no other.
 
     Raises:
         OnceflowError: a partition has an error that is not retriable.
+        DeadlineExceededError: not every leader has answered, and ``partial`` is not set.
     """
     missing = {*partitions}
     found: dict[TopicPartition, T] = {}
     attempt = 0
     while missing:
-        problem = ""
-        led = _by_leader(cluster, missing, deadline, fresh=attempt > 0)
+        problem = "its leader does not answer"
+        try:
+            led = _by_leader(cluster, missing, deadline, fresh=attempt > 0, leaderless=partial)
+        except DeadlineExceededError:
+            if partial:
+                break
+            raise
         answers = cluster.exchange_all({node: request(wanted) for node, wanted in led.items()}, deadline)
         for response in answers.values():
             if isinstance(response, ConnectionFailedError):
@@ -60,6 +69,8 @@ def ask_leaders(
                         raise codes.error_for(row.code, api=api, topic=asked[0])
                     problem = f"{asked[0]}-{asked[1]}: {row.name}"
         if missing:
+            if partial and deadline.expired:
+                break
             deadline.pause(attempt + 1, f"{api}: {problem}")
             attempt += 1
     return found
@@ -74,11 +85,20 @@ def by_topic(partitions: Iterable[TopicPartition]) -> dict[str, list[int]]:
 
 
 def _by_leader(
-    cluster: Cluster, partitions: Iterable[TopicPartition], deadline: Deadline, *, fresh: bool
+    cluster: Cluster, partitions: Iterable[TopicPartition], deadline: Deadline, *, fresh: bool, leaderless: bool
 ) -> dict[int, dict[str, list[int]]]:
-    if fresh:
-        cluster.topics({topic for topic, _ in partitions}, deadline)
+    """Partitions by the node id of their leader. ``leaderless``: those that have none now are left out."""
+    unknown = {topic for topic, _ in partitions if fresh or (leaderless and cluster.known_topic(topic) is None)}
+    if unknown:
+        cluster.topics(unknown, deadline, patient=leaderless, leaderless=leaderless)
     led: dict[int, list[TopicPartition]] = {}
     for topic, partition in partitions:
-        led.setdefault(cluster.leader(topic, partition, deadline), []).append((topic, partition))
+        if leaderless:
+            info = cluster.known_topic(topic)
+            node = -1 if info is None else info.leaders.get(partition, -1)
+            if node < 0:
+                continue
+        else:
+            node = cluster.leader(topic, partition, deadline)
+        led.setdefault(node, []).append((topic, partition))
     return {node: by_topic(own) for node, own in led.items()}

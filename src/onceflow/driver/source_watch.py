@@ -5,8 +5,13 @@ leader election truncates its log, they go on at the same offsets, where other r
 leaders when the range of a batch is known, and again when its records were read. Where the driver itself has fetched
 the records, the leaders have checked both at each Fetch, and the batches of records have their epochs.
 
-A partition whose leader does not answer soon is not checked in this batch. Progress then has no epoch for the end of
-its range, as if the brokers did not have this request; it keeps the one that it had for an earlier offset.
+A partition whose leader does not answer soon is not checked in this batch, but in a later one, or at the next start:
+
+- If the leader has not answered after the batch, progress has the epoch of the one that led before it, and had the
+  range. So records of the range that are lost are noticed later. The same goes for a range of which the leaders before
+  have lost records while it was read, also if the tasks have read what is there now: nobody knows what they have read.
+- If the leader has not told whether it has what was read before the batch, or if nobody knows which leader the range
+  was read from, progress keeps what it knows of an earlier offset.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.leader_epochs import LeaderView, epoch_ends, look_at_leaders
 from onceflow.driver.offset_log import SourceRange
-from onceflow.errors import DeadlineExceededError, UnknownTopicError
+from onceflow.errors import UnknownTopicError
 from onceflow.planning.source_starts import check_log
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import Epochs, Progress
@@ -29,6 +34,9 @@ _LOOK_S = 3.0
 """For how long one look waits for leaders. The second one is inside the transaction: while it waits, readers of the
 outputs wait, too, in all of their partitions. A leader answers in milliseconds, and a new one is usually elected in
 less than a second. Whoever waits longer holds up all partitions for one, whose records were read already."""
+_CHECK_S = 1.0
+"""For how long leaders that have just answered are asked about their logs. That is a time of its own: one partition
+without a leader takes all of the look, and what the others have told must be checked all the same."""
 
 
 class SourceWatch:
@@ -54,7 +62,6 @@ class SourceWatch:
             DataLossError: a log was truncated below the range.
         """
         self._topic_ids = progress.topic_ids
-        deadline = _soon(deadline)
         wanted = self._unwatched(source)
         view = self._look(wanted, deadline)
         self._before = {
@@ -70,24 +77,28 @@ class SourceWatch:
 
     def was_read(self, source: SourceRange, deadline: Deadline) -> None:
         """Check that the records of the range were those of the logs that `planned` has seen. Errors as of it."""
-        deadline = _soon(deadline)
         wanted = self._unwatched(source)
         view = self._look(wanted, deadline)
-        self._check_logs(view, self._before, self._start, deadline)  # what could not be checked before
+        for place, (_, epoch) in self._before.items():
+            if view.epochs.get(place) == epoch:  # it has led since before the batch, also if it was silent then
+                self._epochs.setdefault(place, epoch)
+        checked = self._check_logs(view, self._before, self._start, deadline)  # what could not be checked before
+        self._before = {place: pair for place, pair in self._before.items() if place not in checked}
         read = {
             place: (source.end[place[0]][place[1]], self._epochs[place]) for place in wanted if place in self._epochs
         }
-        checked = self._check_logs(view, read, source.end, deadline)
-        for place in wanted:
-            if place not in checked:
-                self._epochs.pop(place, None)
+        self._check_logs(view, read, source.end, deadline)
 
     def epochs(self, source: SourceRange, before: Epochs) -> Epochs:
-        """What progress knows of the leaders after the batch."""
+        """What progress knows of the leaders after the batch.
+
+        If the check of what was read before the batch could not be done, it keeps what it knows of that: only this
+        shows later whether the log was truncated there.
+        """
         found = {topic: dict(pairs) for topic, pairs in before.items()}
         for topic, partition in source.news():
             epoch = self._epochs.get((topic, partition), -1)
-            if epoch >= 0:
+            if epoch >= 0 and (topic, partition) not in self._before:
                 found.setdefault(topic, {})[partition] = (source.end[topic][partition], epoch)
         return found
 
@@ -98,6 +109,7 @@ class SourceWatch:
     def _look(self, places: Collection[TopicPartition], deadline: Deadline) -> LeaderView:
         if not places:
             return LeaderView({}, {})
+        deadline = _soon(deadline, _LOOK_S)
         view = look_at_leaders(self._cluster, places, deadline)
         if silent := sorted({*places} - view.epochs.keys()):
             log.warning(
@@ -132,16 +144,18 @@ class SourceWatch:
         asked = {place: pair for place, pair in known.items() if place in view.epochs}
         # While the same leader leads, it keeps its log.
         changed = {place: epoch for place, (_, epoch) in asked.items() if view.epochs[place] != epoch}
-        try:
-            ends = epoch_ends(self._cluster, changed, deadline)
-        except DeadlineExceededError as late:
-            log.warning("flow %s: %s; the logs of %d partitions are not checked", self._flow, late, len(changed))
-            return asked.keys() - changed.keys()
+        ends = epoch_ends(self._cluster, changed, _soon(deadline, _CHECK_S), partial=True)
+        if silent := sorted(changed.keys() - ends.keys()):
+            log.warning(
+                "flow %s: leaders of %d partitions, such as %s-%d, have not told within %g s what their logs have of "
+                "earlier leaders: whether their logs are still the same is not checked in this batch",
+                *(self._flow, len(silent), *silent[0], _CHECK_S),
+            )
         for (topic, partition), end in ends.items():
             pairs = {partition: known[topic, partition]}
             check_log(topic, {partition: end}, read[topic], pairs, self._flow)
-        return {*asked}
+        return {*asked} - {*silent}
 
 
-def _soon(deadline: Deadline) -> Deadline:
-    return Deadline(deadline.capped(_LOOK_S), deadline.what)
+def _soon(deadline: Deadline, seconds: float) -> Deadline:
+    return Deadline(deadline.capped(seconds), deadline.what)
