@@ -13,6 +13,7 @@ import pytest
 
 from onceflow import BatchAbortedError, PostgresSink, SchemaError
 from onceflow.external import postgres as postgres_sink
+from onceflow.external.postgres_moves import Moves
 from onceflow.external.sink import BatchAttempt
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -146,6 +147,29 @@ def test_a_check_of_an_altered_table_is_cut_off(
         sink.write([{"k": 2, "v": "b"}], schema)
     assert run(dsn, "SELECT k FROM t") == [(1,)]
     sink.sink.close()
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+def test_a_table_is_altered_within_the_transaction(dsn: str, monkeypatch: pytest.MonkeyPatch, isolation: str) -> None:
+    """After it has begun, and before it has written: whatever isolation the role has."""
+    run(dsn, "CREATE TABLE t (k bigint)")
+    sink = PostgresSink(f"{dsn}%20-cdefault_transaction_isolation%3D{isolation.replace(' ', '%5C%20')}", "t")
+    rows = pa.RecordBatch.from_pylist([{"k": 1}], pa.schema([_KEY]))
+    sink.check(rows.schema)
+    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
+    sink.begin(attempt)
+    receipt = sink.write(attempt, "0", iter([rows]))
+    move = Moves.all_or_none
+
+    def altered(self: Moves, *given: Any) -> None:
+        run(dsn, "ALTER TABLE t SET UNLOGGED")
+        move(self, *given)
+
+    monkeypatch.setattr(Moves, "all_or_none", altered)
+    with pytest.raises(BatchAbortedError, match="was altered while a batch was written"):
+        sink.commit(attempt, [receipt], "{}")
+    assert run(dsn, "SELECT * FROM t") == []
+    sink.close()
 
 
 _PARTITIONED = ["CREATE TABLE t (k bigint) PARTITION BY LIST (k)", "CREATE TABLE one PARTITION OF t FOR VALUES IN (1)"]

@@ -44,11 +44,13 @@ from onceflow.external.postgres_columns import (
 )
 from onceflow.external.postgres_connection import (
     Trouble,
+    answers,
     code_of,
     completed,
     connect,
     dataset_of,
     holders,
+    in_line,
     kept_alive,
     may_be_of_a_row,
     pin,
@@ -120,7 +122,8 @@ class PostgresSink(ExternalSink):
     """Writes rows to a table of a PostgreSQL database. It needs the extra ``postgres``.
 
     The user needs ``INSERT`` on the table (``UPDATE``, ``DELETE`` and ``SELECT`` for the other modes), and ``CREATE``
-    on the first schema of its ``search_path``, where the table ``onceflow_progress`` and the staging tables are.
+    on the first schema of its ``search_path``, where the staging tables are. The table ``onceflow_progress`` is made
+    there, too, unless another schema of the path has it.
 
     Args:
         dsn: how to connect, as libpq takes it: ``postgresql://user:password@host/database`` or ``host=... dbname=...``.
@@ -306,7 +309,7 @@ class PostgresSink(ExternalSink):
         return ProgressRow(opened, owner, progress)
 
     def begin(self, attempt: BatchAttempt) -> None:
-        with self._connected() as connection, self._rolled_back(connection, "Staging for"):
+        with self._connected() as connection, self._rolled_back(connection, "Staging for", waits=True):
             self._fit_again(connection)
             self._make_staging(connection, attempt, self._fit)
 
@@ -316,22 +319,19 @@ class PostgresSink(ExternalSink):
         first = next(batches, None)
         if first is None:
             return b""
-        check_driver(self._dsn)
         receipt = f"{attempt}-{task}"
         fit = self._fit
         required = () if fit.key is None or fit.key.nulls_equal else self._write.key
         rows = TaskRows(receipt, fit.columns, fit.record, required=required, encoding=self._encoding)
         try:
+            check_driver(self._dsn)
             with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
                 reader = rows.reader(batches, first)
                 cursor.adbc_ingest(_staging(attempt), reader, mode="append", db_schema_name=self._schema)
                 connection.commit()
         except dbapi.Error as error:
-            text = " ".join(str(error).split())
-            code = code_of(error.sqlstate, text)
-            if not code:
-                raise
-            trouble = trouble_of(code, text)
+            text = in_line(error)
+            trouble = trouble_of(code_of(error.sqlstate, text), text)
             raise BatchAbortedError(
                 f"Rows could not be staged for {self.target}", detail=trouble.what, next_step=trouble.next_step
             ) from error
@@ -394,14 +394,14 @@ class PostgresSink(ExternalSink):
 
     @contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:
-        """The driver's connection; a new one if the last one has failed.
+        """The driver's connection; a new one if the last one has failed, or was ended while it was idle.
 
         Raises:
             ConnectionError: the server cannot be reached, or the connection was lost.
         """
         import psycopg
 
-        if self._connection is None or self._connection.closed:
+        if self._connection is None or not answers(self._connection):
             self._connection = connect(self._dsn)
             weakref.finalize(self, self._connection.close)  # also if a start fails
         try:
@@ -418,7 +418,7 @@ class PostgresSink(ExternalSink):
             lost = self._connection.closed
             self._connection.close()  # what it has begun is rolled back
             if lost and isinstance(error, psycopg.Error):  # some of its limits end a session with an InternalError
-                raise ConnectionError(trouble_of(error.sqlstate, " ".join(str(error).split())).what) from error
+                raise ConnectionError(trouble_of(error.sqlstate, in_line(error)).what) from error
             raise
 
     @contextmanager
@@ -436,7 +436,7 @@ class PostgresSink(ExternalSink):
             try:
                 yield connection
             except dbapi.Error as error:
-                text = " ".join(str(error).split())
+                text = in_line(error)
                 trouble = trouble_of(code_of(error.sqlstate, text), text)
                 if not trouble.passes:
                     raise
@@ -464,10 +464,14 @@ class PostgresSink(ExternalSink):
         return replace(trouble, what=f"{trouble.what}; locks are held by {found}") if found else trouble
 
     @contextmanager
-    def _rolled_back(self, connection: psycopg.Connection[Any], what: str) -> Iterator[None]:
+    def _rolled_back(self, connection: psycopg.Connection[Any], what: str, *, waits: bool = False) -> Iterator[None]:
         """If the server has answered that a statement or the commit failed, all is rolled back.
 
+        Args:
+            waits: whether the driver waits for what passes. Else all attempts of a batch would fail within a second.
+
         Raises:
+            UnavailableError: that is so, and it may be over soon.
             BatchAbortedError: that is so, and another attempt may help.
         """
         import psycopg
@@ -478,6 +482,8 @@ class PostgresSink(ExternalSink):
             if connection.closed or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
                 raise
             trouble = self._trouble(connection, error)
+            if waits and trouble.passes:
+                raise UnavailableError(trouble.what, trouble.next_step) from error
             raise BatchAbortedError(
                 f"{what} {self.target} was rolled back", detail=trouble.what, next_step=trouble.next_step
             ) from error
