@@ -19,11 +19,13 @@ from onceflow import (
     FencedError,
     PostgresSink,
     ProgressConflictError,
+    SchemaError,
 )
 from onceflow.client.deadline import Deadline
-from onceflow.driver.external_waiting import at_start
+from onceflow.driver.external_waiting import at_start, when_reached
 from onceflow.external import postgres as postgres_sink
-from onceflow.external.postgres_connection import trouble_of
+from onceflow.external.postgres_connection import completed, trouble_of
+from onceflow.external.postgres_staging import check_driver
 from onceflow.external.sink import BatchAttempt, UnavailableError
 from onceflow.testing.postgres import LocalPostgres
 
@@ -108,6 +110,32 @@ def test_a_flow_that_has_two_progress_rows(path: tuple[str, str, str]) -> None:
         begun(sink)
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_progress_table_of_an_administrator(path: tuple[str, str, str], hidden: bool) -> None:
+    """In a schema where the user may not create tables; and behind one of other users, which it may not read."""
+    dsn, first, last = path
+    sink = PostgresSink(dsn, "t")
+    write(sink, begun(sink))
+    sink.close()
+    user = f"ada_{last}"
+    run(
+        dsn,
+        f"CREATE ROLE {user} LOGIN",
+        f"CREATE SCHEMA {first}",
+        f"GRANT USAGE, CREATE ON SCHEMA {first} TO {user}",
+        f"GRANT USAGE ON SCHEMA {last} TO {user}",
+        f"GRANT SELECT, INSERT, UPDATE ON {last}.t, {last}.onceflow_progress TO {user}",
+        *[f"CREATE TABLE {first}.onceflow_progress (LIKE {last}.onceflow_progress)"] * hidden,
+    )
+    sink = PostgresSink(f"{dsn}&user={user}", "t")
+    found = sink.progress_row("f") if sink.check(_ROWS.schema) is None else None
+    assert found is not None
+    assert found.progress == "{}"
+    write(sink, begun(sink))
+    assert run(dsn, f"SELECT generation FROM {last}.onceflow_progress") == [(2,)]
+    sink.close()
+
+
 def test_functions_mean_what_they_have_meant_at_the_start(path: tuple[str, str, str]) -> None:
     """Those that triggers call: a schema that comes later has other ones of the same name."""
     dsn, first, last = path
@@ -167,17 +195,44 @@ def test_a_driver_that_is_busy_in_a_transaction(dsn: str, monkeypatch: pytest.Mo
 def test_a_session_that_is_idle_while_tasks_work(dsn: str) -> None:
     """And a task that is: it waits for rows within its COPY."""
     run(dsn, "CREATE TABLE t (k int)")
-    limits = {"idle_session_timeout": "'200ms'", "idle_in_transaction_session_timeout": "'200ms'"}
+    limits = {"idle_session_timeout": "'1s'", "idle_in_transaction_session_timeout": "'1s'"}
     sink = PostgresSink(role_of(dsn, **limits), "t")
     attempt = begun(sink)
 
     def slowly() -> Iterator[pa.RecordBatch]:
         for _ in range(3):
-            time.sleep(0.5)
+            time.sleep(0.8)
             yield _ROWS
 
     sink.commit(attempt, [sink.write(attempt, "0", slowly())], "{}")
     assert run(dsn, "SELECT count(*) FROM t") == [(9,)]
+    sink.close()
+
+
+def test_no_setting_stays_in_a_session(dsn: str) -> None:
+    """A pooler in transaction mode gives the session to other clients."""
+    run(dsn, "CREATE TABLE t (k int)")
+    changed = "SELECT name, setting FROM pg_settings WHERE source = 'session' ORDER BY 1"
+    with psycopg.connect(PostgresSink(dsn, "t")._dsn, autocommit=True) as other:
+        before = other.execute(changed).fetchall()
+    sink = PostgresSink(dsn, "t")
+    write(sink, begun(sink))
+    assert sink._connection is not None
+    assert sink._connection.execute(changed).fetchall() == before
+    sink.close()
+
+
+def test_a_session_that_was_ended_while_it_was_idle(dsn: str) -> None:
+    """By a limit, an administrator, or a restart of the server: the commit has another one."""
+    run(dsn, "CREATE TABLE t (k int)")
+    sink = PostgresSink(dsn, "t")
+    attempt = begun(sink)
+    receipt = sink.write(attempt, "0", iter([_ROWS]))
+    assert sink._connection is not None
+    pid = sink._connection.info.backend_pid
+    run(dsn, f"SELECT pg_terminate_backend({pid}, 10000)")
+    sink.commit(attempt, [receipt], "{}")
+    assert run(dsn, "SELECT count(*) FROM t") == [(3,)]
     sink.close()
 
 
@@ -205,6 +260,71 @@ def test_limits_of_a_role_are_told(dsn: str, setting: str) -> None:
     with pytest.raises(BatchAbortedError, match=rf"(?s){setting} of the role.*ALTER ROLE \.\.\. SET {setting} = 0"):
         sink.write(attempt, "0", slowly())
     sink.close()
+
+
+# ---- errors of a batch -----------------------------------------------------------------------------------
+
+
+def test_a_batch_begins_at_a_server_that_cannot_write(dsn: str) -> None:
+    """It has just become a standby, or its disk is full: the driver waits, as at a start, and does not use up the
+    attempts of the batch."""
+    run(dsn, "CREATE TABLE t (k int)")
+    sink = PostgresSink(dsn, "t")
+    attempt = begun(sink)
+    assert sink._connection is not None
+    sink._connection.execute("SET default_transaction_read_only = on")
+    tried = 0
+
+    def begin() -> None:
+        nonlocal tried
+        tried += 1
+        sink.begin(attempt)
+
+    when_reached(begin, Deadline(20, "reaching it"), sink.target, "orders", is_stopping=lambda: False)
+    assert tried == 2  # with another connection, which may be one to another server
+    write(sink, attempt)
+    sink._connection.execute("SET default_transaction_read_only = on")
+    with pytest.raises(UnavailableError, match=r"read-only transaction.*it is a standby") as raised:
+        sink.begin(attempt)
+    assert "target_session_attrs=read-write" in raised.value.next_step
+    sink.close()
+
+
+def test_a_batch_begins_where_it_cannot(dsn: str) -> None:
+    """What does not pass by itself is not waited for."""
+    run(dsn, "CREATE TABLE t (k int)")
+    sink = PostgresSink(dsn, "t")
+    attempt = begun(sink)
+    ((schema,),) = run(dsn, "SELECT current_schema()")
+    run(dsn, f"ALTER SCHEMA {schema} RENAME TO {schema}_away")
+    with pytest.raises((BatchAbortedError, SchemaError)):
+        sink.begin(attempt)
+    sink.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_task_cannot_connect(dsn: str, first: bool) -> None:
+    """Its first connection in this process, and a later one. The batch is run again, and the reason is told."""
+    run(dsn, "CREATE TABLE t (k int)")
+    ((schema,),) = run(dsn, "SELECT current_schema()")
+    run(dsn, f"CREATE ROLE few_{schema} LOGIN")
+    run(dsn, f"GRANT ALL ON SCHEMA {schema} TO few_{schema}", f"GRANT ALL ON t TO few_{schema}")
+    sink = PostgresSink(f"{dsn}&user=few_{schema}", "t")
+    attempt = begun(sink)
+    if first:
+        check_driver.cache_clear()
+    run(dsn, f"ALTER ROLE few_{schema} CONNECTION LIMIT 1")
+    with pytest.raises(BatchAbortedError, match=r"(?s)could not be staged.*too many connections for role.*raise max_"):
+        sink.write(attempt, "0", iter([_ROWS]))
+    sink.close()
+    away = PostgresSink(dsn, "t")
+    attempt = begun(away)
+    if first:
+        check_driver.cache_clear()
+    away._dsn = completed("host=127.0.0.1 port=1 dbname=postgres user=postgres")
+    with pytest.raises(BatchAbortedError, match=r"(?s)could not be staged.*refused"):
+        away.write(attempt, "0", iter([_ROWS]))
+    away.close()
 
 
 # ---- errors of a start -----------------------------------------------------------------------------------
@@ -259,6 +379,31 @@ def test_what_refuses_a_start(dsn: str) -> None:
     run(dsn, "CREATE TABLE onceflow_progress (flow text, offsets text)")
     with pytest.raises(EnvironmentUnusableError, match=r"(?s)column \"generation\" does not exist.*other columns"):
         start(PostgresSink(dsn, "t"))
+
+
+@pytest.mark.parametrize("attrs", ["", "any", "read-write"])
+@pytest.mark.parametrize("given", ["dsn", "environment"])
+def test_a_connection_that_fails_once(dsn: str, monkeypatch: pytest.MonkeyPatch, attrs: str, given: str) -> None:
+    """It is tried again. Nobody looks for a standby where any server will do."""
+    if attrs and given == "environment":
+        monkeypatch.setenv("PGTARGETSESSIONATTRS", attrs)
+    elif attrs:
+        dsn += f"&target_session_attrs={attrs}"
+    run(dsn, "CREATE TABLE t (k int)")
+    connect, failures = psycopg.connect, iter(["server closed the connection unexpectedly"])
+
+    def once(*given: Any, **options: Any) -> psycopg.Connection[Any]:
+        for text in failures:
+            raise psycopg.OperationalError(text)
+        return connect(*given, **options)
+
+    monkeypatch.setattr(psycopg, "connect", once)
+    sink = PostgresSink(dsn, "t")
+    with pytest.raises(UnavailableError, match="server closed the connection unexpectedly") as raised:
+        sink.check(_ROWS.schema)
+    assert ("it is a standby" in str(raised.value)) == (attrs == "read-write")
+    sink.check(_ROWS.schema)
+    sink.close()
 
 
 def test_all_classes_of_errors_have_a_next_step() -> None:

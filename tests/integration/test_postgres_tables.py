@@ -7,10 +7,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 import pytest
 
 from onceflow import BatchAbortedError, PostgresSink, SchemaError
+from onceflow.external import postgres as postgres_sink
+from onceflow.external.postgres_moves import Moves
 from onceflow.external.sink import BatchAttempt
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -103,6 +106,132 @@ def test_a_table_is_altered_while_a_batch_is_written(dsn: str, sets_aside: bool)
     assert attempt(4) == []
     assert run(dsn, "SELECT k, v FROM t") == [(1, "a")]
     sink.close()
+
+
+@pytest.mark.parametrize(
+    "step, change, message",
+    [
+        ("check_lasting", "ALTER TABLE t SET UNLOGGED", "t is UNLOGGED"),
+        (
+            "columns_of",
+            "ALTER TABLE t ADD n int NOT NULL DEFAULT 1; ALTER TABLE t ALTER n DROP DEFAULT",
+            "Columns n of",
+        ),
+        ("shows_order", "ALTER TABLE t ADD topic text", "other columns are written to it"),
+        (
+            "key_of",
+            "ALTER TABLE t DROP CONSTRAINT t_pkey, ADD UNIQUE (k) DEFERRABLE",
+            "t_k_key of table t is DEFERRABLE",
+        ),
+    ],
+)
+def test_a_check_of_an_altered_table_is_cut_off(
+    dsn: str, monkeypatch: pytest.MonkeyPatch, step: str, change: str, message: str
+) -> None:
+    """Its connection is lost, for example. The next attempt checks all of it, whatever had been checked by then."""
+    run(dsn, "CREATE TABLE t (k bigint PRIMARY KEY, v text)")
+    sink = Written(dsn, mode="upsert", key="k")
+    schema = pa.schema([_KEY, _TEXT, ("topic", pa.string())])
+    sink.write([{"k": 1, "v": "a"}], schema)
+    run(dsn, *change.split(";"))
+
+    def lost(connection: psycopg.Connection[Any], *_: Any) -> None:
+        run(dsn, f"SELECT pg_terminate_backend({connection.info.backend_pid})")
+        connection.execute("SELECT")
+
+    monkeypatch.setattr(postgres_sink, step, lost)
+    with pytest.raises(ConnectionError, match="terminating connection"):
+        sink.write([{"k": 2, "v": "b"}], schema)
+    monkeypatch.undo()
+    with pytest.raises(SchemaError, match=message):
+        sink.write([{"k": 2, "v": "b"}], schema)
+    assert run(dsn, "SELECT k FROM t") == [(1,)]
+    sink.sink.close()
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+def test_a_table_is_altered_within_the_transaction(dsn: str, monkeypatch: pytest.MonkeyPatch, isolation: str) -> None:
+    """After it has begun, and before it has written: whatever isolation the role has."""
+    run(dsn, "CREATE TABLE t (k bigint)")
+    sink = PostgresSink(f"{dsn}%20-cdefault_transaction_isolation%3D{isolation.replace(' ', '%5C%20')}", "t")
+    rows = pa.RecordBatch.from_pylist([{"k": 1}], pa.schema([_KEY]))
+    sink.check(rows.schema)
+    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
+    sink.begin(attempt)
+    receipt = sink.write(attempt, "0", iter([rows]))
+    move = Moves.all_or_none
+
+    def altered(self: Moves, *given: Any) -> None:
+        run(dsn, "ALTER TABLE t SET UNLOGGED")
+        move(self, *given)
+
+    monkeypatch.setattr(Moves, "all_or_none", altered)
+    with pytest.raises(BatchAbortedError, match="was altered while a batch was written"):
+        sink.commit(attempt, [receipt], "{}")
+    assert run(dsn, "SELECT * FROM t") == []
+    sink.close()
+
+
+_PARTITIONED = ["CREATE TABLE t (k bigint) PARTITION BY LIST (k)", "CREATE TABLE one PARTITION OF t FOR VALUES IN (1)"]
+_WRAPPER = "CREATE FOREIGN DATA WRAPPER w_{0}; CREATE SERVER s_{0} FOREIGN DATA WRAPPER w_{0}"
+_VIEW = ["CREATE TABLE u (k bigint)", "CREATE VIEW t AS SELECT * FROM u"]
+
+
+@pytest.mark.parametrize(
+    "statements, change, message",
+    [
+        (_PARTITIONED, "CREATE UNLOGGED TABLE two PARTITION OF t FOR VALUES IN (2)", "two is UNLOGGED"),
+        (_PARTITIONED, "ALTER TABLE one SET UNLOGGED", "one is UNLOGGED"),
+        (
+            _PARTITIONED,
+            f"{_WRAPPER}; CREATE FOREIGN TABLE two PARTITION OF t FOR VALUES IN (2) SERVER s_{{0}}",
+            "two is a foreign table",
+        ),
+        (_VIEW, "ALTER TABLE u SET UNLOGGED", "u is UNLOGGED"),
+        (
+            ["CREATE TABLE u (k bigint) PARTITION BY LIST (k)", "CREATE TABLE one PARTITION OF u FOR VALUES IN (1)",
+             "CREATE VIEW v AS SELECT * FROM u", "CREATE VIEW t AS SELECT * FROM v"],
+            "CREATE UNLOGGED TABLE two PARTITION OF u FOR VALUES IN (2)",
+            "two is UNLOGGED",
+        ),
+        (_VIEW, "CREATE UNLOGGED TABLE w (k bigint); CREATE OR REPLACE VIEW t AS SELECT * FROM w", "w is UNLOGGED"),
+    ],
+)  # fmt: skip
+def test_a_table_below_is_altered(dsn: str, statements: list[str], change: str, message: str) -> None:
+    """A partition, or the table of a view. The batch that is written meanwhile is run again, and the next one meets it
+    as it is now."""
+    ((schema,),) = run(dsn, "SELECT current_schema()")
+    run(dsn, *statements)
+    sink = PostgresSink(dsn, "t")
+    rows = pa.RecordBatch.from_pylist([{"k": 1}], pa.schema([_KEY]))
+    sink.check(rows.schema)
+    generation = sink.open("f", "o", None).generation
+    attempts = [BatchAttempt("f", "o", generation, 1, number) for number in (1, 2, 3)]
+    for attempt in attempts[:2]:
+        sink.begin(attempt)
+        receipt = sink.write(attempt, "0", iter([rows]))
+        if attempt.attempt == 1:
+            sink.commit(attempt, [receipt], "{}")
+    run(dsn, *change.format(schema).split(";"))
+    with pytest.raises(BatchAbortedError, match="was altered while a batch was written"):
+        sink.commit(attempts[1], [receipt], "{}")
+    with pytest.raises(SchemaError, match=message):
+        sink.begin(attempts[2])
+    sink.close()
+
+
+def test_an_index_below_a_view_is_replaced(dsn: str) -> None:
+    """The one that is there decides which rows have the same key."""
+    run(dsn, "CREATE TABLE u (k bigint UNIQUE, v text)", "CREATE VIEW t AS SELECT * FROM u")
+    sink = Written(dsn, mode="upsert", key="k")
+    schema = pa.schema([_KEY, _TEXT])
+    sink.write([{"k": None, "v": "a"}], schema)
+    assert [each.kind for each in sink.refused] == ["NotNullViolation"]
+    run(dsn, "ALTER TABLE u DROP CONSTRAINT u_k_key, ADD UNIQUE NULLS NOT DISTINCT (k)")
+    sink.write([{"k": None, "v": "b"}, {"k": None, "v": "c"}], schema)
+    assert len(sink.refused) == 1
+    assert run(dsn, "SELECT * FROM u") == [(None, "c")]
+    sink.sink.close()
 
 
 @pytest.mark.parametrize(

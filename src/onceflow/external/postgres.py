@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -44,11 +44,13 @@ from onceflow.external.postgres_columns import (
 )
 from onceflow.external.postgres_connection import (
     Trouble,
+    answers,
     code_of,
     completed,
     connect,
     dataset_of,
     holders,
+    in_line,
     kept_alive,
     may_be_of_a_row,
     pin,
@@ -91,11 +93,37 @@ _CHECK_S = 2  # how long the check of a start waits for the table
 _CLEAN_MS = 200
 
 
+@dataclass(frozen=True)
+class _Fit:
+    """How rows fit the table. It is exchanged as a whole, when all checks have passed.
+
+    Args:
+        definition: of the table for which that was found.
+        columns: of the table, as far as they are written; in mode ``delete-by-flag`` also the flag.
+        record: of the records, for dead letters.
+        key: how the key of rows is compared; None: they have none.
+        ordered: whether one can see in which order rows were inserted.
+    """
+
+    relation: Relation
+    definition: tuple[Any, ...]
+    columns: Sequence[Column]
+    record: Sequence[Column]
+    key: Key | None
+    ordered: bool
+
+    @property
+    def staged(self) -> list[tuple[str, str, str]]:
+        """The columns of the staging table."""
+        return [(each.name, each.staged_as, each.staged_in) for each in [*self.columns, *self.record]]
+
+
 class PostgresSink(ExternalSink):
     """Writes rows to a table of a PostgreSQL database. It needs the extra ``postgres``.
 
     The user needs ``INSERT`` on the table (``UPDATE``, ``DELETE`` and ``SELECT`` for the other modes), and ``CREATE``
-    on the first schema of its ``search_path``, where the table ``onceflow_progress`` and the staging tables are.
+    on the first schema of its ``search_path``, where the staging tables are. The table ``onceflow_progress`` is made
+    there, too, unless another schema of the path has it.
 
     Args:
         dsn: how to connect, as libpq takes it: ``postgresql://user:password@host/database`` or ``host=... dbname=...``.
@@ -132,11 +160,7 @@ class PostgresSink(ExternalSink):
         self._encoding = "utf-8"  # of the database
         self._relation: Relation | None = None
         self._rows: pa.Schema = pa.schema([])
-        self._definition: tuple[Any, ...] = ()  # of the table
-        self._columns: list[Column] = []
-        self._key: Key | None = None
-        self._ordered = True
-        self._record: list[Column] = []  # of the records, for dead letters
+        self._found: _Fit | None = None
         self._connection: psycopg.Connection[Any] | None = None
         self._progress: dict[str, str | None] = {}  # the progress row of a flow, as this driver has left it
 
@@ -165,11 +189,16 @@ class PostgresSink(ExternalSink):
         self._relation, self._rows = relation_of(connection, self._write.table), schema
         self._find_session(connection)
         check_driver(self._dsn)
-        self._fit(connection, self._relation, schema)
+        self._found = self._fit_of(connection, self._relation, schema)
 
-    def _fit(self, connection: psycopg.Connection[Any], relation: Relation, schema: pa.Schema) -> None:
-        """Find how rows fit the table, as it is now."""
-        self._definition = definition_of(connection, relation)
+    def _fit_of(self, connection: psycopg.Connection[Any], relation: Relation, schema: pa.Schema) -> _Fit:
+        """How rows fit the table, as it is now.
+
+        Raises:
+            SchemaError: they do not.
+        """
+        definition = definition_of(connection, relation)  # first: what is altered from here on is noticed later
+        relation = replace(relation, oid=definition[0])
         check_lasting(connection, relation)
         columns = columns_of(connection, relation)
         known = {name: column for name, column in columns.items() if not column.always}
@@ -188,15 +217,21 @@ class PostgresSink(ExternalSink):
             )
         staged = staged_types(rows)
         check_digits(known, staged, written, self._write.table)
-        self._columns = [known[name].staged(staged[name], f"c{number}") for number, name in enumerate(written)]
-        self._ordered = shows_order(connection, relation, written)
-        self._key = key_of(connection, relation, self._write.key, self._write.table) if self._write.key else None
+        fitting = [known[name].staged(staged[name], f"c{number}") for number, name in enumerate(written)]
         if self._write.mode == DELETE_BY_FLAG:
-            self._columns.append(only_staged(self._write.flag, "boolean", "flag"))
+            fitting.append(only_staged(self._write.flag, "boolean", "flag"))
         kinds = staged_types(pa.schema([schema.field(name) for name in record if name != "headers"]))
         kinds.update(HEADERS if "headers" in record else {})
-        self._record = record_columns(kinds)
-        self._check_moves(connection)
+        found = _Fit(
+            relation,
+            definition,
+            fitting,
+            record_columns(kinds),
+            key_of(connection, relation, self._write.key, self._write.table) if self._write.key else None,
+            shows_order(connection, relation, written),
+        )
+        self._check_moves(connection, found)
+        return found
 
     def _fit_again(self, connection: psycopg.Connection[Any]) -> None:
         """The same, if the table has been altered since.
@@ -204,22 +239,22 @@ class PostgresSink(ExternalSink):
         Raises:
             SchemaError: rows do not fit it any more.
         """
-        assert self._relation is not None, "check comes first"
-        definition = definition_of(connection, self._relation)
-        if definition == self._definition:
+        before = self._fit
+        if definition_of(connection, before.relation) == before.definition:
             return
         log.info("%s has been altered", self.target)
-        staged = self._staged_columns()
-        self._relation = replace(self._relation, oid=definition[0])
-        self._fit(connection, self._relation, self._rows)
-        if self._staged_columns() != staged:
+        found = self._fit_of(connection, before.relation, self._rows)
+        if found.staged != before.staged:
             raise SchemaError(
                 f"Table {self._write.table} was altered while the flow was running: other columns are written to it",
                 next_step="start the flow again: it continues at this batch",
             )
+        self._found = found  # if anything has failed before, the next attempt checks all of it again
 
-    def _staged_columns(self) -> list[tuple[str, str, str]]:
-        return [(each.name, each.staged_as, each.staged_in) for each in [*self._columns, *self._record]]
+    @property
+    def _fit(self) -> _Fit:
+        assert self._found is not None, "check comes first"
+        return self._found
 
     def _check_unaltered(self, connection: psycopg.Connection[Any]) -> None:
         """Check that the table is what the attempt's rows were checked for. The locks of its statements keep it so.
@@ -227,8 +262,7 @@ class PostgresSink(ExternalSink):
         Raises:
             BatchAbortedError: it is not.
         """
-        assert self._relation is not None, "check comes first"
-        if definition_of(connection, self._relation) != self._definition:
+        if definition_of(connection, self._fit.relation) != self._fit.definition:
             raise BatchAbortedError(
                 f"{self.target} was altered while a batch was written", next_step="none: the batch is run again"
             )
@@ -275,9 +309,9 @@ class PostgresSink(ExternalSink):
         return ProgressRow(opened, owner, progress)
 
     def begin(self, attempt: BatchAttempt) -> None:
-        with self._connected() as connection, self._rolled_back(connection, "Staging for"):
+        with self._connected() as connection, self._rolled_back(connection, "Staging for", waits=True):
             self._fit_again(connection)
-            self._make_staging(connection, attempt)
+            self._make_staging(connection, attempt, self._fit)
 
     def write(self, attempt: BatchAttempt, task: str, batches: Iterator[pa.RecordBatch]) -> bytes:
         from adbc_driver_postgresql import dbapi
@@ -285,21 +319,19 @@ class PostgresSink(ExternalSink):
         first = next(batches, None)
         if first is None:
             return b""
-        check_driver(self._dsn)
         receipt = f"{attempt}-{task}"
-        required = () if self._key is None or self._key.nulls_equal else self._write.key
-        rows = TaskRows(receipt, self._columns, self._record, required=required, encoding=self._encoding)
+        fit = self._fit
+        required = () if fit.key is None or fit.key.nulls_equal else self._write.key
+        rows = TaskRows(receipt, fit.columns, fit.record, required=required, encoding=self._encoding)
         try:
+            check_driver(self._dsn)
             with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
                 reader = rows.reader(batches, first)
                 cursor.adbc_ingest(_staging(attempt), reader, mode="append", db_schema_name=self._schema)
                 connection.commit()
         except dbapi.Error as error:
-            text = " ".join(str(error).split())
-            code = code_of(error.sqlstate, text)
-            if not code:
-                raise
-            trouble = trouble_of(code, text)
+            text = in_line(error)
+            trouble = trouble_of(code_of(error.sqlstate, text), text)
             raise BatchAbortedError(
                 f"Rows could not be staged for {self.target}", detail=trouble.what, next_step=trouble.next_step
             ) from error
@@ -308,7 +340,7 @@ class PostgresSink(ExternalSink):
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
         def move(connection: psycopg.Connection[Any], staged: Staged) -> list[RefusedRow]:
             try:
-                self._moves.all_or_none(connection, staged)
+                self._moves(self._fit).all_or_none(connection, staged)
             except BadRecordError:
                 self._check_unaltered(connection)
                 raise
@@ -319,7 +351,7 @@ class PostgresSink(ExternalSink):
     def commit_accepted(
         self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: Callable[[Sequence[RefusedRow]], str]
     ) -> None:
-        self._commit(attempt, receipts, self._moves.all_accepted, progress)
+        self._commit(attempt, receipts, self._moves(self._fit).all_accepted, progress)
 
     def _commit(
         self,
@@ -357,21 +389,19 @@ class PostgresSink(ExternalSink):
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    @property
-    def _moves(self) -> Moves:
-        assert self._relation is not None, "check comes first"
-        return Moves(self._write, self._relation, self._columns, self._record, key=self._key, ordered=self._ordered)
+    def _moves(self, fit: _Fit) -> Moves:
+        return Moves(self._write, fit.relation, fit.columns, fit.record, key=fit.key, ordered=fit.ordered)
 
     @contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:
-        """The driver's connection; a new one if the last one has failed.
+        """The driver's connection; a new one if the last one has failed, or was ended while it was idle.
 
         Raises:
             ConnectionError: the server cannot be reached, or the connection was lost.
         """
         import psycopg
 
-        if self._connection is None or self._connection.closed:
+        if self._connection is None or not answers(self._connection):
             self._connection = connect(self._dsn)
             weakref.finalize(self, self._connection.close)  # also if a start fails
         try:
@@ -388,7 +418,7 @@ class PostgresSink(ExternalSink):
             lost = self._connection.closed
             self._connection.close()  # what it has begun is rolled back
             if lost and isinstance(error, psycopg.Error):  # some of its limits end a session with an InternalError
-                raise ConnectionError(trouble_of(error.sqlstate, " ".join(str(error).split())).what) from error
+                raise ConnectionError(trouble_of(error.sqlstate, in_line(error)).what) from error
             raise
 
     @contextmanager
@@ -406,7 +436,7 @@ class PostgresSink(ExternalSink):
             try:
                 yield connection
             except dbapi.Error as error:
-                text = " ".join(str(error).split())
+                text = in_line(error)
                 trouble = trouble_of(code_of(error.sqlstate, text), text)
                 if not trouble.passes:
                     raise
@@ -434,10 +464,14 @@ class PostgresSink(ExternalSink):
         return replace(trouble, what=f"{trouble.what}; locks are held by {found}") if found else trouble
 
     @contextmanager
-    def _rolled_back(self, connection: psycopg.Connection[Any], what: str) -> Iterator[None]:
+    def _rolled_back(self, connection: psycopg.Connection[Any], what: str, *, waits: bool = False) -> Iterator[None]:
         """If the server has answered that a statement or the commit failed, all is rolled back.
 
+        Args:
+            waits: whether the driver waits for what passes. Else all attempts of a batch would fail within a second.
+
         Raises:
+            UnavailableError: that is so, and it may be over soon.
             BatchAbortedError: that is so, and another attempt may help.
         """
         import psycopg
@@ -448,6 +482,8 @@ class PostgresSink(ExternalSink):
             if connection.closed or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
                 raise
             trouble = self._trouble(connection, error)
+            if waits and trouble.passes:
+                raise UnavailableError(trouble.what, trouble.next_step) from error
             raise BatchAbortedError(
                 f"{what} {self.target} was rolled back", detail=trouble.what, next_step=trouble.next_step
             ) from error
@@ -460,7 +496,7 @@ class PostgresSink(ExternalSink):
             pin(connection, {**self._pinned, **limits})
             yield
 
-    def _check_moves(self, connection: psycopg.Connection[Any]) -> None:
+    def _check_moves(self, connection: psycopg.Connection[Any], fit: _Fit) -> None:
         """Try everything without rows: it needs the same permissions, types and index."""
         import psycopg
 
@@ -468,8 +504,8 @@ class PostgresSink(ExternalSink):
         try:
             with connection.transaction(force_rollback=True):
                 pin(connection, {**self._pinned, "lock_timeout": f"{_CHECK_S}s"})
-                self._make_staging(connection, attempt)
-                self._moves.all_of(connection, Staged(self._schema, _staging(attempt), []))
+                self._make_staging(connection, attempt, fit)
+                self._moves(fit).all_of(connection, Staged(self._schema, _staging(attempt), []))
         except psycopg.errors.LockNotAvailable:
             log.warning("%s is locked by another session; it is not tried before the first batch", self.target)
         except psycopg.errors.InvalidColumnReference as error:
@@ -504,12 +540,12 @@ class PostgresSink(ExternalSink):
             raise RuntimeError(f"{expected} rows were staged, and {rows} are there")
         return replace(staged, problems=problems)
 
-    def _make_staging(self, connection: psycopg.Connection[Any], attempt: BatchAttempt) -> None:
+    def _make_staging(self, connection: psycopg.Connection[Any], attempt: BatchAttempt, fit: _Fit) -> None:
         from psycopg import sql
 
         columns = [
             sql.SQL("{} {}").format(sql.Identifier(each.staged_in), sql.SQL(each.staged_as))
-            for each in [*self._columns, *self._record]
+            for each in [*fit.columns, *fit.record]
         ]
         connection.execute(
             sql.SQL("CREATE UNLOGGED TABLE IF NOT EXISTS {} ({} text, {} bigint, {} text, {})").format(

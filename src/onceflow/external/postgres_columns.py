@@ -181,41 +181,66 @@ def relation_of(connection: psycopg.Connection[Any], table: str) -> Relation:
     return Relation(*found)
 
 
+#: The table or view that a view selects from, if it is one.
+_BELOW_A_VIEW = """
+SELECT min(d.refobjid::bigint)::oid AS oid FROM pg_class AS v JOIN pg_rewrite AS r ON r.ev_class = v.oid
+JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
+WHERE v.oid = {view} AND v.relkind = 'v' AND d.refobjid <> v.oid HAVING count(DISTINCT d.refobjid) = 1
+"""
+#: A table, and those that get its rows: its partitions, and that of a view.
+_BELOW = f"""
+WITH RECURSIVE named AS (SELECT {{table}}::oid AS oid),
+below AS (SELECT oid FROM named UNION SELECT next.oid FROM below CROSS JOIN LATERAL (
+    SELECT inhrelid AS oid FROM pg_inherits JOIN pg_class AS p ON p.oid = inhparent
+    WHERE inhparent = below.oid AND p.relkind = 'p'
+    UNION ALL {_BELOW_A_VIEW.format(view="below.oid")}
+) AS next)
+"""
+#: Every row of the catalog that says what such a table is, with the transaction that has written it.
+_PARTS = """
+SELECT 'table' AS kind, c.oid, 0 AS place, c.xmin FROM below JOIN pg_class AS c USING (oid)
+UNION ALL SELECT 'column', attrelid, attnum, a.xmin FROM below JOIN pg_attribute AS a ON attrelid = below.oid
+UNION ALL SELECT 'index', indexrelid, 0, i.xmin FROM below JOIN pg_index AS i ON indrelid = below.oid
+UNION ALL SELECT 'rule', r.oid, 0, r.xmin FROM below JOIN pg_rewrite AS r ON ev_class = below.oid
+UNION ALL SELECT 'trigger', t.oid, 0, t.xmin FROM below JOIN pg_trigger AS t ON tgrelid = below.oid
+"""
+_NAMED = (
+    "(SELECT c.oid FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace "
+    "WHERE nspname = %s AND relname = %s)"
+)
+#: As a digest: a table may have thousands of partitions.
+_DEFINITION = f"""
+{_BELOW.format(table=_NAMED)}
+SELECT (SELECT oid FROM named), encode(sha256(string_agg(part, ',' ORDER BY part)::bytea), 'hex')
+FROM (SELECT concat_ws(' ', kind, oid, place, xmin) AS part FROM ({_PARTS}) AS parts) AS texts
+"""
+#: Tables that do not keep rows, or do not commit them with the progress row.
+_NOT_LASTING = f"""
+{_BELOW.format(table="%s")}
+SELECT c.oid::regclass::text, relkind = 'f' FROM below JOIN pg_class AS c USING (oid)
+WHERE relkind = 'f' OR relpersistence = 'u' ORDER BY 1
+"""
+
+
 def definition_of(connection: psycopg.Connection[Any], relation: Relation) -> tuple[Any, ...]:
-    """What is different if the table of this name has been altered, or is another one. Its first part is the number of
-    the table.
+    """What is different if the table of this name, or one that gets its rows, has been altered, or is another one. Its
+    first part is the number of the table.
 
     Raises:
         SchemaError: there is no such table any more.
     """
-    found: tuple[Any, ...] | None = connection.execute(
-        "SELECT c.oid, c.xmin::text, "
-        "(SELECT string_agg(attnum || ' ' || a.xmin, ',' ORDER BY attnum) FROM pg_attribute AS a "
-        "WHERE attrelid = c.oid), "
-        "(SELECT string_agg(indexrelid || ' ' || i.xmin, ',' ORDER BY indexrelid) FROM pg_index AS i "
-        "WHERE indrelid = c.oid), "
-        "(SELECT string_agg(t.oid || ' ' || t.xmin, ',' ORDER BY t.oid) FROM pg_trigger AS t WHERE tgrelid = c.oid) "
-        "FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace WHERE nspname = %s AND relname = %s",
-        [relation.schema, relation.name],
-    ).fetchone()
-    if found is None:
+    found: tuple[Any, ...] | None = connection.execute(_DEFINITION, [relation.schema, relation.name]).fetchone()
+    if found is None or found[0] is None:
         raise _no_table(connection, f"{relation.schema}.{relation.name}")
     return found
 
 
-#: Tables that get the rows of a table: its partitions, and that of a view.
-_WRITTEN = """
-WITH RECURSIVE below AS (SELECT %s::oid AS oid UNION SELECT next.oid FROM below CROSS JOIN LATERAL (
-    SELECT inhrelid AS oid FROM pg_inherits JOIN pg_class AS p ON p.oid = inhparent
-    WHERE inhparent = below.oid AND p.relkind = 'p'
-    UNION ALL SELECT min(d.refobjid::bigint)::oid FROM pg_class AS v JOIN pg_rewrite AS r ON r.ev_class = v.oid
-    JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid
-        AND d.refclassid = 'pg_class'::regclass
-    WHERE v.oid = below.oid AND v.relkind = 'v' AND d.refobjid <> v.oid HAVING count(DISTINCT d.refobjid) = 1
-) AS next)
-SELECT c.oid::regclass::text, relkind = 'f' FROM below JOIN pg_class AS c USING (oid)
-WHERE relkind = 'f' OR relpersistence = 'u' ORDER BY 1
-"""
+def below_views(connection: psycopg.Connection[Any], oid: int) -> int:
+    """The table below a view; of a table, itself."""
+    below: Any = (oid,)
+    while below:
+        oid, below = below[0], connection.execute(_BELOW_A_VIEW.format(view="%s"), below).fetchone()
+    return oid
 
 
 def check_lasting(connection: psycopg.Connection[Any], relation: Relation) -> None:
@@ -224,7 +249,7 @@ def check_lasting(connection: psycopg.Connection[Any], relation: Relation) -> No
     Raises:
         SchemaError: the table, or one that gets its rows, is a foreign one, or a crash of the server empties it.
     """
-    found = connection.execute(_WRITTEN, [relation.oid]).fetchone()
+    found = connection.execute(_NOT_LASTING, [relation.oid]).fetchone()
     if found is None:
         return
     name, is_foreign = found

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from onceflow.errors import OptionError
@@ -40,8 +41,6 @@ _PINNED = {
     "xmloption": "content",
     "standard_conforming_strings": "on",
 }
-#: The driver's session is idle while tasks work. (Servers before 14 do not have it.)
-_IDLE = {"idle_session_timeout": "0"}
 
 #: Classes of errors (of SQLSTATE) that no row is to blame for: the connection, the state of the transaction, conflicts
 #: with other transactions, resources, operators, the system, its configuration, and faults of the server.
@@ -117,9 +116,8 @@ def connect(dsn: str) -> psycopg.Connection[Any]:
 
     try:
         connection = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)  # a pooler may change the session
-        _set(connection, _IDLE, local=False)
     except psycopg.OperationalError as error:
-        text = " ".join(str(error).split())
+        text = in_line(error)
         # A server that takes connections, but not this one, will not change its mind soon.
         if psycopg.pq.PGconn.ping(dsn.encode()) != Ping.OK:
             raise ConnectionError(text) from error
@@ -127,6 +125,8 @@ def connect(dsn: str) -> psycopg.Connection[Any]:
         if trouble is None:
             raise
         raise UnavailableError(trouble.what, trouble.next_step) from error
+    # Whatever the role has: a statement must see what was altered since the transaction began.
+    connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     return connection
 
 
@@ -139,8 +139,38 @@ def _refused(dsn: str, text: str) -> Trouble | None:
         return trouble_of(code_of(None, text), text)
     with suppress(psycopg.OperationalError):
         psycopg.connect(conninfo.make_conninfo(dsn, target_session_attrs="any")).close()
-        return trouble_of("25006", text)
+        return trouble_of("08" if _asked_for(dsn) == "any" else "25006", text)
     return None
+
+
+def _asked_for(dsn: str) -> str:
+    """Which servers will do: libpq's ``target_session_attrs``, from the DSN or the environment."""
+    from psycopg import conninfo
+    from psycopg.pq import Conninfo
+
+    defaults = {each.keyword: each.val for each in Conninfo.get_defaults()}
+    given = conninfo.conninfo_to_dict(dsn).get("target_session_attrs")
+    return str(given or (defaults.get(b"target_session_attrs") or b"any").decode())
+
+
+def answers(connection: psycopg.Connection[Any]) -> bool:
+    """Whether a connection that was idle can be used.
+
+    A role may have an ``idle_session_timeout``, and the driver's session is idle while tasks work. It cannot be set for
+    the session: a pooler in transaction mode gives that to other clients. A server that ends a session sends why. So it
+    is asked only if there is something to read.
+    """
+    import psycopg
+
+    if connection.closed:
+        return False
+    if not wait([connection.fileno()], 0):
+        return True
+    with suppress(psycopg.OperationalError):
+        connection.execute("SELECT")
+        return True
+    connection.close()
+    return False
 
 
 def pin(connection: psycopg.Connection[Any], settings: Mapping[str, str]) -> None:
@@ -148,15 +178,11 @@ def pin(connection: psycopg.Connection[Any], settings: Mapping[str, str]) -> Non
 
     Not for the session: a pooler may give the next transaction another one, and this one to other clients.
     """
-    _set(connection, {**_PINNED, **settings}, local=True)
-
-
-def _set(connection: psycopg.Connection[Any], wanted: Mapping[str, str], *, local: bool) -> None:
-    """Set settings, unless the server is too old to have them."""
+    wanted = {**_PINNED, **settings}
     connection.execute(
-        "SELECT set_config(name, value, %s) FROM unnest(%s::text[], %s::text[]) AS pinned (name, value) "
-        "WHERE current_setting(name, true) IS NOT NULL",
-        [local, [*wanted], [*wanted.values()]],
+        "SELECT set_config(name, value, true) FROM unnest(%s::text[], %s::text[]) AS pinned (name, value) "
+        "WHERE current_setting(name, true) IS NOT NULL",  # unless the server is too old to have it
+        [[*wanted], [*wanted.values()]],
     )
 
 
@@ -238,8 +264,12 @@ def trouble_of(code: str | None, text: str) -> Trouble:
 
 def said(error: psycopg.Error) -> str:
     """What the server has said, in one line."""
-    text = "; ".join(filter(None, [error.diag.message_primary or str(error), error.diag.message_detail]))
-    return " ".join(text.split())
+    return in_line("; ".join(filter(None, [error.diag.message_primary or str(error), error.diag.message_detail])))
+
+
+def in_line(text: object) -> str:
+    """A text, or that of an error, in one line."""
+    return " ".join(str(text).split())
 
 
 def holders(connection: psycopg.Connection[Any], tables: Sequence[tuple[str, str]]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from onceflow.errors import SchemaError
-from onceflow.external.postgres_columns import Relation, named, plain
+from onceflow.external.postgres_columns import Relation, below_views, named, plain
 
 if TYPE_CHECKING:
     import psycopg
@@ -42,12 +42,6 @@ LEFT JOIN pg_attribute AS a ON a.attrelid = i.indrelid AND a.attnum = k.attnum A
 LEFT JOIN pg_collation AS co ON co.oid = k.coll LEFT JOIN pg_namespace AS cn ON cn.oid = co.collnamespace
 WHERE i.indrelid = %s AND i.indisunique AND i.indisvalid AND am.amname = 'btree' AND k.place <= i.indnkeyatts
 ORDER BY c.relname, k.place
-"""
-#: The table or view that a view selects from, if it is one.
-_BELOW = """
-SELECT min(d.refobjid::bigint) FROM pg_class AS c JOIN pg_rewrite AS r ON r.ev_class = c.oid
-JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
-WHERE c.oid = %s AND c.relkind = 'v' AND d.refobjid <> c.oid HAVING count(DISTINCT d.refobjid) = 1
 """
 _DEFAULT_COLLATION = ("pg_catalog", "default")
 
@@ -109,10 +103,7 @@ def key_of(connection: psycopg.Connection[Any], relation: Relation, names: Seque
     Raises:
         SchemaError: an index cannot be used, or two of them compare differently.
     """
-    below: Any = (relation.oid,)
-    while below:
-        oid, below = below[0], connection.execute(_BELOW, below).fetchone()
-    fitting = _fitting(connection, oid, names)
+    fitting = _fitting(connection, below_views(connection, relation.oid), names)
     for index, parts in fitting.items():
         if not parts[0].immediate:  # ON CONFLICT does not take it
             raise SchemaError(

@@ -34,7 +34,13 @@ class ProgressTable:
         return named(self.schema, self.name)
 
     def create(self, connection: psycopg.Connection[Any]) -> None:
-        """Make the table, if it does not exist."""
+        """Make the table, if it does not exist.
+
+        ``CREATE TABLE IF NOT EXISTS`` alone would ask for CREATE on the schema also where the table is.
+        """
+        exists = "SELECT c.oid FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace "
+        if connection.execute(exists + "WHERE nspname = %s AND relname = %s", [self.schema, self.name]).fetchone():
+            return
         columns = "flow text PRIMARY KEY, generation bigint NOT NULL, owner text NOT NULL, progress text"
         with suppress_race():
             connection.execute(self._statement(f"CREATE TABLE IF NOT EXISTS {{}} ({columns})"), ())
@@ -73,7 +79,8 @@ class ProgressTable:
 
 
 def progress_table_of(connection: psycopg.Connection[Any], flow: str, path: Sequence[str]) -> ProgressTable | None:
-    """The table that has the row of a flow. If none has, the first one; None: there is no such table.
+    """The table that has the row of a flow. If none has, the first one that may be read, or else the first one; None:
+    there is no such table.
 
     Args:
         path: the schemas in which to look.
@@ -97,4 +104,4 @@ def progress_table_of(connection: psycopg.Connection[Any], flow: str, path: Sequ
             detail=f"in the tables {_NAME} of the schemas {', '.join(table.schema for table in having)}",
             next_step="delete those that are not the flow's: usually only one of them still changes",
         )
-    return next(iter([*having, *tables]), None)
+    return next(iter([*having, *readable, *tables]), None)
