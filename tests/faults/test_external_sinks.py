@@ -222,11 +222,7 @@ def known_to_collections(servers: str) -> set[str]:
         """Other tests leave such records."""
 
     with closing(Cluster(ClientSettings(servers))) as cluster:
-        deadline = Deadline(60, "reading progress")
-        found = [
-            *tables.all_progress(cluster, deadline),
-            *tables.undecided_progress(cluster, deadline, unreadable=unreadable),
-        ]
+        found = tables.possible_progress(cluster, Deadline(60, "reading progress"), unreadable=unreadable)
         return {each.flow for each in found if each.external}
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from onceflow.admin.tables import all_progress, undecided_progress
+from onceflow.admin.tables import possible_progress
 from onceflow.claim_check.objects import ObjectStore, Remembered
 from onceflow.claim_check.reference import REFERS
 from onceflow.claim_check.scan import Found, scan, scan_stream
@@ -207,8 +207,7 @@ class Collector:
         there = cluster.topics(None, deadline)
         if self._topics:
             find_topics(cluster, dict.fromkeys(self._topics, ""), deadline)
-        flows = list(all_progress(cluster, deadline, strict=True, unreadable=self._unreadable))
-        flows += undecided_progress(cluster, deadline, unreadable=self._unreadable)
+        flows = possible_progress(cluster, deadline, unreadable=self._unreadable)
         if self._every:
             named = [name for name, info in there.items() if not info.internal and name not in self._without]
         else:

@@ -213,10 +213,10 @@ def all_progress(
                 log.debug("a record of %s cannot be read: %s", PROGRESS_TOPIC, error)
 
 
-def undecided_progress(
+def possible_progress(
     cluster: Cluster, deadline: Deadline, *, unreadable: Callable[[str, OnceflowError], None]
-) -> Iterator[Progress]:
-    """Progress that an open transaction hides from `all_progress`, whether it will be committed or not.
+) -> list[Progress]:
+    """As strict `all_progress`, and the progress that an open transaction hides, whether it will be committed or not.
 
     One flow may have several records. A transaction of another flow may hide a record that is committed, for as long
     as it is open; without limit if nobody ends it.
@@ -224,6 +224,16 @@ def undecided_progress(
     Args:
         unreadable: see `all_progress`.
     """
+    # In this order: the last stable offset may move between the two, and what it passes is then read twice. The other
+    # way round, nobody would have read it.
+    undecided = list(_undecided_progress(cluster, deadline, unreadable))
+    return [*all_progress(cluster, deadline, strict=True, unreadable=unreadable), *undecided]
+
+
+def _undecided_progress(
+    cluster: Cluster, deadline: Deadline, unreadable: Callable[[str, OnceflowError], None]
+) -> Iterator[Progress]:
+    """Progress from the last stable offset on."""
     info = find_topic(cluster, PROGRESS_TOPIC, "READ", deadline)
     if info is None:
         return
