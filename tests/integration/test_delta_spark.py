@@ -51,7 +51,18 @@ def run(*statements: str) -> list[list[dict[str, Any]]]:
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def test_spark_reads_writes_and_compacts_the_table(tmp_path: Path) -> None:
+def partitioned(root: Path, texts: list[str | None]) -> str:
+    """A table whose files are divided by these texts."""
+    sink = DeltaSink(root, partition_by="text")
+    sink.check(SCHEMA)
+    attempt = BatchAttempt(FLOW, "o", sink.open(FLOW, "o", None).generation, 1, 1)
+    sink.begin(attempt)
+    rows = pa.RecordBatch.from_pylist([{"id": n, "text": text} for n, text in enumerate(texts)], SCHEMA)
+    sink.commit(attempt, [sink.write(attempt, "0", iter([rows]))], "{}")
+    return f"delta.`{root}`"
+
+
+def test_spark_reads_writes_and_compacts_the_table(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     sink = DeltaSink(tmp_path)
     sink.check(SCHEMA)
     writer = Writer(sink).open()
@@ -62,14 +73,19 @@ def test_spark_reads_writes_and_compacts_the_table(tmp_path: Path) -> None:
         expected += writer.rows(attempt)
     aborted, _ = writer.staged()
     table = f"delta.`{tmp_path}`"
-    before, *_, rows = run(
+    texts = ["a", "b c", "a%20", "\u00e4", "a/b", "x:y", "q?w#", "..", None]
+    odd = partitioned(tmp_path_factory.mktemp("odd"), texts)
+    before, divided, one, *_, rows = run(
         f"SELECT count(*) AS n FROM {table}",
+        f"SELECT text FROM {odd} ORDER BY id",
+        f"SELECT id FROM {odd} WHERE text = 'a%20'",
         f"INSERT INTO {table} VALUES (7, 'spark')",
         f"OPTIMIZE {table}",
         f"VACUUM {table} RETAIN 0 HOURS",
         f"SELECT * FROM {table} ORDER BY id",
     )
     assert before == [{"n": 80}]
+    assert ([row["text"] for row in divided], one) == (texts, [{"id": 2}])
     assert rows == [{"id": 7, "text": "spark"}, *expected]
     assert not list(tmp_path.glob(f"onceflow/*/{aborted}/*.parquet")), "Delta's VACUUM removes what is not committed"
     writer.commit(*writer.staged())
