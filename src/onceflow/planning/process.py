@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from onceflow.column_names import did_you_mean
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError
 from onceflow.planning.local_state import check_local
@@ -94,6 +95,7 @@ def check_options(
             flow=flow,
             next_step="give an instance of your subclass: Balance(), not Balance",
         )
+    _check_defined(processor, flow)
     check_windows(processor, flow, late_topic=options.late_topic is not None)
     _check_table(options.table, flow, sources, tables)
     _check_dead_letters(options, processor, flow)
@@ -113,6 +115,18 @@ def check_options(
         of_topics = {name: getattr(options, name) for name in ("adopt_existing", "snapshot_per_partition")}
         check_local(options.changelog, options.store, processor, flow, **of_topics)
     return processor
+
+
+def _check_defined(processor: Processor | ColumnProcessor, flow: str) -> None:
+    """Check that the class defines process(). Without it every record would become a dead letter."""
+    given = getattr(processor.process, "__func__", processor.process)
+    if given in (Processor.process, ColumnProcessor.process) and not isinstance(processor, Deduplication):
+        own = [name for name in vars(type(processor)) if not name.startswith("_")]
+        raise OptionError(
+            f"{type(processor).__name__} does not define process()",
+            flow=flow,
+            next_step=f"{did_you_mean('process', own)}Define it: Flow.process calls it with the records of each key",
+        )
 
 
 def _check_table(table: str, flow: str, sources: Iterable[str], tables: Iterable[str]) -> None:
