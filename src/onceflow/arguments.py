@@ -26,8 +26,11 @@ def known_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for name in kwargs.keys() - known:
+            # Methods of Flow are defined in its base classes, of which users need not know.
+            owner = type(args[0]).__name__ if args else function.__qualname__.partition(".")[0]
+            called = owner if function.__name__ == "__init__" else f"{owner}.{function.__name__}"
             raise OptionError(
-                f"{function.__qualname__.replace('.__init__', '')} has no argument {name!r}",
+                f"{called} has no argument {name!r}",
                 flow=getattr(args[0], "name", None) if args else None,
                 next_step=f"{did_you_mean(name, names)}Its arguments are {', '.join(names)}",
             )

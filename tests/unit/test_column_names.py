@@ -208,7 +208,7 @@ def test_options_of_read_that_are_almost_known() -> None:
     ],
 )
 def test_arguments_that_are_almost_known(call: str, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(OptionError, match=f"{call} has no argument '{next(iter(given))}'") as caught:
+    with pytest.raises(OptionError, match=f"Named.{call} has no argument '{next(iter(given))}'") as caught:
         getattr(Flow, call)(type("Named", (), {"name": "f"})(), **given)
     assert said in caught.value.next_step
     assert caught.value.flow == "f"

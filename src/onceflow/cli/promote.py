@@ -93,8 +93,8 @@ def _plan(planned: Promoted) -> list[str]:
         "until it has read them (see --wait)."
     )
     behind = (
-        f"{planned.new} is at most {counted(planned.gap, 'record')} behind. Its first batch as {planned.flow} "
-        "processes these without writing outputs."
+        f"{planned.new} is at most {counted(planned.gap, 'record')} behind. Its first batches as {planned.flow} "
+        "process these without writing outputs."
     )
     told = [ahead] if planned.ahead else []
     told += [behind] if planned.gap else []
