@@ -146,6 +146,20 @@ def test_a_topic_that_is_gone_is_not_waited_for_again(
     assert clock.now - before < 1
 
 
+def test_a_topic_is_unknown_also_if_no_broker_answers_just_before_a_short_deadline(
+    cluster: Cluster, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(request: Any, api: str, deadline: Deadline) -> Any:
+        if deadline.expired:
+            raise deadline.error("no answer")
+        return metadata("t", 3)
+
+    monkeypatch.setattr(cluster, "ask", ask)
+    with pytest.raises(UnknownTopicError, match="'t' does not exist"):
+        cluster.topics(["t"], clock.deadline(3), patient=True)
+    assert 102 < clock.now <= 103
+
+
 # ---- brokers of different versions -------------------------------------------------------------------------
 
 

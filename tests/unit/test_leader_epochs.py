@@ -17,7 +17,7 @@ from onceflow.client.connections import ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.client.leader_epochs import epoch_ends, look_at_leaders
 from onceflow.client.settings import ClientSettings
-from onceflow.errors import DeadlineExceededError
+from onceflow.errors import DeadlineExceededError, UnknownTopicError
 
 Place = tuple[str, int]
 
@@ -28,6 +28,7 @@ class Leaders:
     def __init__(self, led: Mapping[Place, int], silent: Iterable[int] = ()) -> None:
         self.led, self.silent = dict(led), {*silent}
         self.known: dict[str, TopicInfo] = {}
+        self.gone: set[str] = set()
         self.asked: list[dict[int, list[str]]] = []
         self.now = 0.0
 
@@ -44,6 +45,8 @@ class Leaders:
         self, names: Iterable[str], deadline: Deadline, *, patient: bool = False, leaderless: bool = False
     ) -> None:
         assert leaderless or not patient, "a partition without a leader must not be waited for here"
+        if self.gone and deadline.expired:
+            raise deadline.error("no answer in a very short time")
         for name in names:
             leaders = {partition: node for (topic, partition), node in self.led.items() if topic == name}
             self.known[name] = TopicInfo(name, f"id of {name}", leaders)
@@ -93,9 +96,11 @@ class Leaders:
         parts = [
             SimpleNamespace(partition_index=partition, leader_id=node, leader_epoch=7)
             for (topic, partition), node in self.led.items()
-            if topic == name
+            if topic == name and name not in self.gone
         ]
-        return SimpleNamespace(name=name, topic_id=f"id of {name}", partitions=parts)
+        return SimpleNamespace(
+            name=name, error_code=3 if name in self.gone else 0, topic_id=f"id of {name}", partitions=parts
+        )
 
 
 def test_each_leader_is_asked_for_the_topics_of_its_partitions_only() -> None:
@@ -127,6 +132,15 @@ def test_a_new_leader_is_found_before_the_deadline() -> None:
     view = look_at_leaders(cluster, [("a", 0), ("b", 0)], cluster.deadline(3))
     assert view.epochs == {("a", 0): 7, ("b", 0): 7}
     assert cluster.now < 2
+
+
+def test_a_topic_that_its_leader_does_not_know_any_more_does_not_exist() -> None:
+    """Another broker still mentions it. It is not a leader that does not answer."""
+    cluster: Any = Leaders({("a", 0): 1, ("b", 0): 1})
+    cluster.gone.add("b")
+    with pytest.raises(UnknownTopicError, match="'b' does not exist"):
+        look_at_leaders(cluster, [("a", 0), ("b", 0)], cluster.deadline(3))
+    assert 3 <= cluster.now < 3.5
 
 
 @pytest.mark.parametrize("node, silent", [(-1, ()), (2, (2,))], ids=["no leader", "no answer"])
@@ -165,6 +179,17 @@ def test_requests_to_several_brokers_are_under_way_at_once(cluster: Any, monkeyp
     assert found == {1: "x", 2: "y"}
     assert isinstance(lost, ConnectionFailedError)
     assert "broker 3: NodeNotReadyError" in str(lost)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_a_cluster_that_is_closed_has_lost_its_connections(nodes: int) -> None:
+    closed = Cluster(ClientSettings("127.0.0.1:1"))
+    closed.close()
+    found = closed.exchange_all(dict.fromkeys(range(nodes), "x"), Deadline(20, "a test"))
+    assert [*found] == [*range(nodes)]
+    for node, lost in found.items():
+        assert isinstance(lost, ConnectionFailedError)
+        assert f"broker {node}: " in str(lost)
 
 
 def test_a_request_has_some_time_even_if_its_deadline_has_passed(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import Progress
 
-PLACE = ("in", 0)
 Record = tuple[int, int]
 NUMBERS = itertools.count()
 
@@ -60,29 +59,27 @@ class Partition:
 
 
 class Cluster:
-    """Its leaders answer about one partition."""
+    """Its leaders answer about the partitions of one topic."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, partition: Partition) -> None:
-        self.partition = partition
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *partitions: Partition) -> None:
+        self.partitions = {("in", number): partition for number, partition in enumerate(partitions)}
         self.looks = 0
         monkeypatch.setattr(source_watch, "look_at_leaders", self._look)
         monkeypatch.setattr(source_watch, "epoch_ends", self._ends)
 
     def _look(self, cluster: Any, places: Any, deadline: Any) -> LeaderView:
-        assert list(places) == [PLACE]
         assert deadline.seconds <= source_watch._LOOK_S
         self.looks += 1
-        if self.partition.leaderless:
-            return LeaderView({}, {})
-        return LeaderView({"in": self.partition.topic_id}, {PLACE: self.partition.epoch})
+        led = {place: self.partitions[place] for place in places if not self.partitions[place].leaderless}
+        ids = {topic: self.partitions[topic, number].topic_id for topic, number in led}
+        return LeaderView(ids, {place: partition.epoch for place, partition in led.items()})
 
     def _ends(
         self, cluster: Any, epochs: Mapping[TopicPartition, int], deadline: Any, *, partial: bool
     ) -> dict[TopicPartition, int]:
         assert partial
-        if self.partition.silent:
-            return {}
-        return {place: self.partition.end_of(epoch) for place, epoch in epochs.items()}
+        led = {place: epoch for place, epoch in epochs.items() if not self.partitions[place].silent}
+        return {place: self.partitions[place].end_of(epoch) for place, epoch in led.items()}
 
 
 def range_of(start: int, end: int, **more: Any) -> SourceRange:
@@ -96,71 +93,124 @@ def progress_at(offset: int, **more: Any) -> Progress:
 class Flow:
     """Batches whose records tasks read."""
 
-    def __init__(self, partition: Partition) -> None:
-        self.partition = partition
-        self.progress = progress_at(0)
+    def __init__(self, *partitions: Partition) -> None:
+        self.partitions = partitions
+        self.progress = Progress("f", 1, {"in": dict.fromkeys(range(len(partitions)), 0)}, {"in": "id"}, 0)
         self.watch = SourceWatch(None, "f")  # type: ignore[arg-type]
-        self.read: list[Record] = []
-        self.planned_to = 0
+        self.reads: list[list[Record]] = [[] for _ in partitions]
+        self.unknown: list[set[int]] = [set() for _ in partitions]  # offsets of which progress does not know the leader
+        self.planned_to = [0 for _ in partitions]
+
+    @property
+    def read(self) -> list[Record]:
+        return self.reads[0]
 
     def batch(self, during: Any = lambda: None) -> None:
-        start = self.progress.offsets["in"][0]
-        end = len(self.partition.log)
-        if end <= start:
+        start = dict(self.progress.offsets["in"])
+        end = {number: max(start[number], len(each.log)) for number, each in enumerate(self.partitions)}
+        if end == start:
             return
-        source = range_of(start, end)
-        self.planned_to = end
+        source = SourceRange({"in": start}, {"in": end})
+        self.planned_to = [*end.values()]
+        unknown = [each.leaderless for each in self.partitions]
+        known = self.progress.epochs.get("in", {})
+        unchecked = [  # one pair of progress has no place for two ranges
+            each.silent and number in known and known[number][1] != each.epoch
+            for number, each in enumerate(self.partitions)
+        ]
         self.watch.planned(source, self.progress, soon())
         during()
-        found = self.partition.log[start:end]
+        if any(len(each.log) < end[number] for number, each in enumerate(self.partitions)):
+            return  # tasks wait for records that are gone, until the batch is aborted
+        found = [each.log[start[number] : end[number]] for number, each in enumerate(self.partitions)]
         self.watch.was_read(source, soon())
-        self.read += found
-        self.progress = progress_at(end, epochs=self.watch.epochs(source, self.progress.epochs))
+        for number, records in enumerate(found):
+            self.reads[number] += records
+            partition = self.partitions[number]
+            if unknown[number] or (unchecked[number] and (partition.leaderless or partition.silent)):
+                self.unknown[number] |= {*range(start[number], end[number])}
+        self.progress = replace(
+            self.progress, offsets={"in": end}, epochs=self.watch.epochs(source, self.progress.epochs)
+        )
 
     def start(self) -> None:
-        """A start: the decision of `source_starts`, with the answer of the leader."""
+        """A start: the decision of `source_starts`, with the answers of the leaders."""
         known = self.progress.epochs.get("in", {})
-        ends = {number: self.partition.end_of(epoch) for number, (_, epoch) in known.items()}
-        topic = SourceTopic("in", "id", {0: 0}, {0: max(len(self.partition.log), self.progress.offsets["in"][0])}, ends)
+        offsets = self.progress.offsets["in"]
+        topic = SourceTopic(
+            "in",
+            "id",
+            dict.fromkeys(offsets, 0),
+            {number: max(len(self.partitions[number].log), offset) for number, offset in offsets.items()},
+            {number: self.partitions[number].end_of(epoch) for number, (_, epoch) in known.items()},
+        )
         source_starts.plan(topic, self.progress, starting_offsets="earliest", fail_on_data_loss=True, flow="f")
 
+    def check_read(self) -> None:
+        """What was read is the log, but where leaders have not answered before it was read (see the module)."""
+        for number, partition in enumerate(self.partitions):
+            for offset, record in enumerate(self.reads[number]):
+                assert partition.log[offset : offset + 1] == [record] or offset in self.unknown[number], (
+                    number,
+                    offset,
+                )
 
-_MOVES = st.one_of(
-    st.tuples(st.just("append"), st.integers(1, 6)),
-    st.tuples(st.just("elect"), st.sampled_from([0, 0, 1, 3, 7])),
+
+_MOVES = st.tuples(
+    st.integers(0, 1),
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 6)),
+        st.tuples(st.just("elect"), st.sampled_from([0, 0, 1, 3, 7])),
+        st.tuples(st.sampled_from(["leaderless", "silent"]), st.just(0)),
+    ),
 )
+_Moves = list[tuple[int, tuple[str, int]]]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["between", "during", "stopped"]), st.lists(_MOVES, max_size=4)), max_size=8))
-def test_no_record_is_read_in_place_of_another_one(rounds: list[tuple[str, list[tuple[str, int]]]]) -> None:
-    """What a batch has committed is the log up to there. It is only refused if a record of it is gone."""
-    partition = Partition()
+def _happen(partitions: Sequence[Partition], moves: _Moves) -> None:
+    for number, (kind, count) in moves:
+        partition = partitions[number]
+        if kind == "append":
+            partition.append(count)
+        elif kind == "elect":
+            partition.elect(lost=count)
+        else:
+            setattr(partition, kind, not getattr(partition, kind))
 
-    def happen(moves: list[tuple[str, int]]) -> None:
-        for kind, count in moves:
-            if kind == "append":
-                partition.append(count)
-            else:
-                partition.elect(lost=count)
 
+_SOME_MOVES = st.lists(_MOVES, max_size=4)
+
+
+@given(st.lists(st.tuples(_SOME_MOVES, st.booleans(), _SOME_MOVES), max_size=6), st.booleans())
+def test_no_record_is_read_in_place_of_another_one(rounds: list[tuple[_Moves, bool, _Moves]], starts: bool) -> None:
+    """What a batch has committed is the log up to there, or the next batch or start is refused as soon as the leaders
+    answer. It is only refused if a record of it is gone.
+
+    Args:
+        rounds: what happens before a batch, whether the flow was stopped then, and what happens during the batch.
+        starts: whether the flow is started again at the end, or has another batch.
+    """
+    partitions = (Partition(), Partition())
     with pytest.MonkeyPatch.context() as patched:
-        Cluster(patched, partition)
-        flow = Flow(partition)
-        for when, moves in rounds:
-            try:
-                if when != "during":
-                    happen(moves)
-                if when == "stopped":
+        Cluster(patched, *partitions)
+        flow = Flow(*partitions)
+        try:
+            for before, stopped, during in rounds:
+                _happen(partitions, before)
+                if stopped and not any(each.leaderless or each.silent for each in partitions):
                     flow.start()
-                    assert flow.read == partition.log[: len(flow.read)]
-                before = len(flow.read)
-                flow.batch((lambda moves=moves: happen(moves)) if when == "during" else lambda: None)
-            except DataLossError:
-                assert partition.truncated_at < flow.planned_to
-                return
-            if len(flow.read) > before:
-                assert flow.read == partition.log[: len(flow.read)]
-            assert len(flow.read) == flow.progress.offsets["in"][0]
+                    flow.check_read()
+                flow.batch(lambda during=during: _happen(partitions, during))
+                assert [len(found) for found in flow.reads] == [*flow.progress.offsets["in"].values()]
+            for partition in partitions:
+                partition.leaderless = partition.silent = False
+                partition.append(20)
+            (flow.start if starts else flow.batch)()
+        except DataLossError:
+            lost = zip(partitions, flow.planned_to, strict=True)
+            assert any(partition.truncated_at < planned_to for partition, planned_to in lost)
+            return
+        flow.check_read()
 
 
 def test_clean_elections_are_no_truncation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +288,7 @@ def test_a_topic_that_is_created_again_while_a_batch_is_read(monkeypatch: pytest
 def test_what_the_driver_has_fetched_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, Partition(epoch=7))
     watch = SourceWatch(None, "f")  # type: ignore[arg-type]
-    source = range_of(4, 9, epochs={PLACE: 3})
+    source = range_of(4, 9, epochs={("in", 0): 3})
     before = {"in": {0: (4, 2), 1: (8, 1)}}
     watch.planned(source, progress_at(4), soon())
     watch.was_read(source, soon())

@@ -13,7 +13,7 @@ from onceflow.client.connections import ConnectionFailedError, Connections
 from onceflow.client.deadline import Deadline
 from onceflow.client.first_connection import REFUSED_S
 from onceflow.client.settings import ClientSettings
-from onceflow.errors import UnknownTopicError
+from onceflow.errors import DeadlineExceededError, UnknownTopicError
 from onceflow.protocol import codes
 
 __all__ = ["GROUP", "TRANSACTION", "Cluster", "ConnectionFailedError", "TopicInfo", "unknown_topic"]
@@ -98,14 +98,21 @@ class Cluster(Connections):
         wanted = None if names is None else sorted(set(names))
         unknown_until = time.monotonic() + deadline.capped(UNKNOWN_TOPIC_S)
         attempt = 0
+        unknown = ""
         while True:
             listed = None if wanted is None else [MetadataRequest.MetadataRequestTopic(name=name) for name in wanted]
             request = MetadataRequest(topics=listed, allow_auto_topic_creation=False)
-            response = self.ask(request, "Metadata", deadline)
+            try:
+                response = self.ask(request, "Metadata", deadline)
+            except DeadlineExceededError as late:
+                if unknown:
+                    raise unknown_topic(unknown) from late
+                raise
             found: dict[str, TopicInfo] = {}
-            unsettled = ""
+            unsettled = unknown = ""
             for topic in response.topics:
                 if topic.error_code == _UNKNOWN_TOPIC:
+                    unknown = str(topic.name)
                     waits = (patient or topic.name in self._topics) and time.monotonic() < unknown_until
                     if (once or attempt >= _UNKNOWN_ATTEMPTS) and not waits:
                         self._topics.pop(topic.name, None)
@@ -119,6 +126,8 @@ class Cluster(Connections):
                 unsettled = "the response does not mention every topic asked for"
             if wanted is None or not unsettled:
                 return found
+            if unknown and deadline.expired:
+                raise unknown_topic(unknown)
             deadline.pause(attempt + 3, unsettled)
             attempt += 1
 

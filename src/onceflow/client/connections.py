@@ -169,9 +169,12 @@ class Connections:
                     found[node] = error
 
         with self.lock:
-            self._log_in_again()
-            with muted():
-                self.net.run(run)
+            try:
+                self._log_in_again()
+                with muted():
+                    self.net.run(run)
+            except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
+                found = {**dict.fromkeys(requests, error), **found}
             for node, answer in found.items():
                 if isinstance(answer, Exception):
                     found[node] = self._failure(answer, node, deadline)

@@ -15,13 +15,14 @@ from typing import Any
 from kafka.protocol.consumer import OffsetForLeaderEpochRequest
 from kafka.protocol.metadata import MetadataRequest
 
-from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.cluster import Cluster, ConnectionFailedError, unknown_topic
 from onceflow.client.deadline import Deadline
 from onceflow.client.leaders import ask_leaders
 from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError
 from onceflow.protocol.names import TopicPartition
 
 log = logging.getLogger("onceflow.client")
+_UNKNOWN_TOPIC = 3  # error code UNKNOWN_TOPIC_OR_PARTITION
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def look_at_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], dead
     missing = {*partitions}
     topic_ids: dict[str, str] = {}
     epochs: dict[TopicPartition, int] = {}
+    unknown: set[str] = set()  # topics that the leaders do not know (any more)
     attempt = 0
     while missing:
         led: dict[int, set[str]] = {}
@@ -63,6 +65,8 @@ def look_at_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], dead
                 problem = str(response)
                 continue
             for topic in response.topics:
+                if topic.error_code == _UNKNOWN_TOPIC:
+                    unknown.add(str(topic.name))
                 for each in topic.partitions:
                     place = (str(topic.name), int(each.partition_index))
                     if int(each.leader_id) == node and place in missing:
@@ -75,9 +79,12 @@ def look_at_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], dead
                     deadline.pause(attempt, problem)
                 cluster.topics({topic for topic, _ in missing}, deadline, patient=True, leaderless=True)
             except DeadlineExceededError as late:
+                if gone := sorted(unknown & {topic for topic, _ in missing}):
+                    raise unknown_topic(gone[0]) from late
                 waits = "{}-{}".format(*min(missing))
                 log.debug("leaders of %d partitions have not answered: %s: %s: %s", len(missing), waits, problem, late)
                 break
+            unknown.clear()  # that broker knows them: a leader may have known them not yet
             attempt += 1
     return LeaderView(topic_ids, epochs)
 
