@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow import ClaimCheck
+from onceflow.claim_check import scan as scan_module
 from onceflow.claim_check.reference import PREFIX, REFERS, Reference
 from onceflow.claim_check.scan import refers, scan, scan_stream
+from onceflow.errors import ClaimCheckError
 
 
 def reference(number: int, *, refers: bool = False) -> Reference:
@@ -35,6 +37,19 @@ def _net(text: str) -> bytes:
     """As JSON of programs that write some characters as their numbers."""
     escaped = {"+": "\\u002B", "/": "\\u002f", "\n": "\\u000A"}
     return f'"{"".join(escaped.get(letter, letter) for letter in text)}"'.encode()
+
+
+def _column(digits: str, line: str, goes_on: str = "+", width: int = 76) -> bytes:
+    """As a column of `psql`; the text of a line is what it prints there."""
+    parts = [digits[at : at + width] for at in range(0, len(digits), width)] or [""]
+    width = max(map(len, parts))
+    lines = [
+        line.format(
+            "金 é" if at == 0 else "    ", part + (goes_on if at < len(parts) - 1 else " ") + " " * (width - len(part))
+        )
+        for at, part in enumerate(parts)
+    ]
+    return "\n".join(["", *lines, ""]).encode()
 
 
 #: Names of forms, and how each makes bytes of bytes.
@@ -61,23 +76,43 @@ FORMS: dict[str, Callable[[bytes], bytes]] = {
     "literal of Python": lambda raw: repr(raw).encode(),
 }
 
+#: What programs print: the same, around all other forms.
+PRINTED: dict[str, Callable[[bytes], bytes]] = {
+    "itself": bytes,
+    "HTML": lambda raw: base64.encodebytes(raw).replace(b"\n", b"<br />\n"),
+    "a column": lambda raw: _column(base64.b64encode(raw).decode(), " {} | {}| end"),
+    "the last column": lambda raw: _column(base64.b64encode(raw).decode(), " {} | {}"),
+    "a column of a table": lambda raw: _column(base64.b64encode(raw).decode(), "| {} | {}|     |"),
+    "a column in lines of Unicode": lambda raw: _column(base64.b64encode(raw).decode(), "│ {} │ {}│   │", "↵"),
+    "a wrapped column": lambda raw: _column(base64.b64encode(raw).decode(), " {} | {}|", "."),
+    "a column in the old form": lambda raw: _column(base64.b64encode(raw).decode(), " {} : {} ", " "),
+    "digits in a column": lambda raw: _column(raw.hex(), " {} | {}| end"),
+    "digits in a narrow column": lambda raw: _column(raw.hex(), " {} | {}| end", ".", 31),
+    "a bytea in a narrow column": lambda raw: _column("\\x" + raw.hex(), " {} | {}|", ".", 42),
+    "two columns": lambda raw: _column(
+        base64.b64encode(raw).decode(), " {} | " + "ABC/" * 19 + "+| {}| " + "abcd" * 16 + "+"
+    ),
+}
+
 
 @settings(max_examples=150, deadline=None)
 @given(
     number=st.integers(1, 2**200),
+    printed=st.sampled_from(list(PRINTED)),
     of_referring=st.booleans(),
     forms=st.lists(st.sampled_from(list(FORMS)), max_size=3),
     around=st.lists(st.tuples(st.binary(max_size=40), st.binary(max_size=40)), min_size=4, max_size=4),
     cut=st.integers(300, 1000),
 )
 def test_a_reference_is_found_in_any_form(
-    number: int, of_referring: bool, forms: list[str], around: list[tuple[bytes, bytes]], cut: int
+    number: int, printed: str, of_referring: bool, forms: list[str], around: list[tuple[bytes, bytes]], cut: int
 ) -> None:
     """Each form may contain another one, with anything around it."""
     found = reference(number, refers=of_referring)
     raw: bytes = bytes(found)
     for (before, after), form in zip(around, [*forms, "itself"], strict=False):
         raw = FORMS[form](before.replace(PREFIX, b"") + raw + (b"." + after).replace(PREFIX, b""))
+    raw = PRINTED[printed](raw)
     cuts = [raw[at : at + cut] for at in range(0, len(raw), cut)]
     assert found.name in scan(raw).names
     assert found.name in [name for each in scan_stream(cuts) for name in each.names]
@@ -87,9 +122,9 @@ def test_a_reference_is_found_in_any_form(
 
 
 def test_a_value_with_references_in_any_two_forms_refers() -> None:
-    for outer, inner in itertools.product(FORMS, FORMS):
+    for (outer, print_), inner in itertools.product([*FORMS.items(), *PRINTED.items()], FORMS):
         for around in (b"", b"a", b"ab"):
-            raw = FORMS[outer](around + FORMS[inner](around + reference(2**200)))
+            raw = print_(around + FORMS[inner](around + reference(2**200)))
             assert refers([raw]), (outer, inner)
 
 
@@ -103,12 +138,14 @@ def test_a_value_with_references_in_any_two_forms_refers() -> None:
         max_size=8,
     ),
     forms=st.lists(st.sampled_from(list(FORMS)), max_size=3),
+    printed=st.sampled_from(list(PRINTED)),
     cut=st.integers(1, 500),
 )
-def test_whatever_a_scan_finds_refers(parts: list[bytes], forms: list[str], cut: int) -> None:
+def test_whatever_a_scan_finds_refers(parts: list[bytes], forms: list[str], printed: str, cut: int) -> None:
     raw = b"".join(parts)
     for form in forms:
         raw = FORMS[form](raw)
+    raw = PRINTED[printed](raw)
     found = scan(raw)
     cuts = [raw[at : at + cut] for at in range(0, len(raw), cut)]
     assert refers(cuts) == refers([raw]) == bool(found.names or found.newer)
@@ -158,6 +195,14 @@ def test_what_only_begins_like_a_reference_is_none(odd: bytes) -> None:
     assert not refers([odd])
 
 
+@pytest.mark.parametrize(
+    "damage", [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 100_000, b" " * 600, b"[" * 400, b'{"name":' * 40]
+)
+def test_what_is_long_or_nested_deeply_is_a_damaged_reference(damage: bytes) -> None:
+    with pytest.raises(ClaimCheckError, match="damaged"):
+        Reference.parse(PREFIX + b"1 " + damage)
+
+
 def test_a_reference_that_another_program_has_written() -> None:
     """JSON has many spellings, and all that `Reference.parse` reads are found."""
     name, digits = reference(7).name, reference(7).sha256
@@ -182,14 +227,56 @@ def test_bytes_without_references_have_none(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "filling", [b"\\", b"\\n", b"\n ", b" ", b"%", b"7", b"V", PREFIX, PREFIX + b"1 {", b"\\u00", b"2026-"]
-)
+    "filling",
+    [
+        b"\\", b"\\n", b"\n ", b" ", b"%", b"7", b"V", PREFIX, PREFIX + b"1 {", b"\\u00", b"2026-", b"<br />",
+        b" 7777777777777777\n", b"\n | 7777777777777777 | VVVVVVVVVVVVVVVV+", "\n │ 7777777777777777".encode(),
+    ],
+)  # fmt: skip
 def test_no_value_takes_for_ever(filling: bytes) -> None:
     """Whoever writes to a topic could stop all collections otherwise."""
     raw = filling * (300_000 // len(filling)) + b"." + reference(1)
     started = time.process_time()
     assert reference(1).name in scan(raw).names
     assert time.process_time() - started < 10
+
+
+def _decoded_bytes(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many bytes a scan decodes."""
+    count = 0
+    for name in ("_from_hex", "_from_base64"):
+        real = getattr(scan_module, name)
+
+        def counted(digits: bytes, real: Callable[[bytes], bytes] = real) -> bytes:
+            nonlocal count
+            count += len(digits)
+            return real(digits)
+
+        monkeypatch.setattr(scan_module, name, counted)
+    scan(raw)
+    monkeypatch.undo()
+    return count
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    period=st.sampled_from([b"3", b"MzMz", b"33", b"4d", b"TVRN", b"TWpBeU5p"])
+    | st.text("0123456789abcdef", min_size=1, max_size=6).map(str.encode)
+    | st.text("MTzNQxYWVUd0123+/", min_size=1, max_size=8).map(str.encode),
+    forms=st.lists(st.sampled_from(["base64", "digits", "base64 in lines"]), max_size=3),
+    printed=st.sampled_from(list(PRINTED)),
+    rest=st.binary(max_size=3),
+)
+def test_periodic_values_are_not_decoded_again_and_again(
+    period: bytes, forms: list[str], printed: str, rest: bytes
+) -> None:
+    """Writers scan a value within the transaction of its batch. Some values decode to themselves."""
+    raw = period * (6_000 // len(period))
+    for form in forms:
+        raw = FORMS[form](raw)
+    raw = PRINTED[printed](raw)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert _decoded_bytes(raw + rest, monkeypatch) < 40 * len(raw)
 
 
 def test_a_value_that_refers_is_stored_under_a_name_that_says_so(tmp_path: Path) -> None:

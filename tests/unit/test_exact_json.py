@@ -262,11 +262,19 @@ def test_documents_that_are_nested_deeply_are_read_or_refused(number: str, level
     for read in (exact_json.loads, exact_json.canonical):
         with contextlib.suppress(ValueError):
             read(raw)
-    value: Any = Decimal(1)
-    for _ in range(5_000):
-        value = [value]
-    with pytest.raises((TypeError, ValueError)):
-        exact_json.dumps(value)
+
+
+@pytest.mark.parametrize("leaf", [1, Decimal(1), 1 << 70])
+@pytest.mark.parametrize("levels", [255, 300, 990, 5000])
+def test_values_that_are_nested_too_deeply_are_a_value_error(leaf: Any, levels: int) -> None:
+    for nest in (lambda value: [value], lambda value: {"a": value}):
+        value = leaf
+        for _ in range(levels):
+            value = nest(value)
+        with pytest.raises(ValueError, match="nested too deeply"):
+            exact_json.dumps(value)
+    with pytest.raises(TypeError):
+        exact_json.dumps([object()])
 
 
 @given(st.lists(st.floats() | st.integers(0, 1 << 65) | st.text('a"\\ é\n', max_size=4)), st.sampled_from([None, 0, 1]))

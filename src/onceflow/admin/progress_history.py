@@ -21,7 +21,8 @@ _CALL_S = 60.0
 
 
 def read_history(cluster: Cluster, names: Names, check: Callable[[], None] = lambda: None) -> list[LogRecord]:
-    """The committed progress records of a flow, and their tombstones; waits until each of its records is decided.
+    """The committed progress records of a flow, and their tombstones; waits until each that is there at the call is
+    decided. Those of batches that the flow begins meanwhile are not waited for.
 
     Args:
         check: called while it waits. It may raise, to end the wait.

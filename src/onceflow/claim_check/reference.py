@@ -63,17 +63,18 @@ class Reference(bytes):
         """
         if not raw.startswith(PREFIX + VERSION):
             raise unreadable(raw, "it is of a version of the format that this onceflow does not know")
+        if len(raw) >= MAX_BYTES:
+            raise unreadable(raw, "it is damaged: it is too long")
         try:
             document = json.loads(raw[len(PREFIX) + len(VERSION) :])
             name, size, sha256 = document["name"], document["size"], document["sha256"]
             whole = (
-                len(raw) < MAX_BYTES
-                and NAME.fullmatch(name)
+                NAME.fullmatch(name)
                 and name.removesuffix(REFERS).endswith(f"/{sha256}")
                 and type(size) is int
                 and size >= 0
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise unreadable(raw, f"it is damaged ({type(error).__name__})") from None
         if not whole:
             raise unreadable(raw, "it is damaged")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,8 +39,8 @@ _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _LINE_ENDS = b"\r\n"
 
 #: What programs put between the digits: escaped ends of lines, indented lines, and other spellings of `+` and `/`.
-_ADDED_MARKS = (b"\\", b"%", b"\n ", b"\n\t", b"\r ", b"\r\t")
-_ADDED = re.compile(rb"\\(?:[rn][ \t]*|u000[aAdD]|u00(2[bBfF])|(?=/))|%0[aAdD]|%(2[bBfF])|(?<=[\r\n])[ \t]+")
+_ADDED_MARKS = (b"\\", b"%", b"<", b"\n ", b"\n\t", b"\r ", b"\r\t")
+_ADDED = re.compile(rb"\\(?:[rn][ \t]*|u000[aAdD]|u00(2[bBfF])|(?=/))|%0[aAdD]|%(2[bBfF])|<br ?/?>|(?<=[\r\n])[ \t]+")
 #: JSON in JSON has more of them.
 _BACKSLASHES = re.compile(rb"\\{2,}")
 _SPELLED = {b"2b": b"+", b"2f": b"/", b"": b""}
@@ -57,8 +57,18 @@ _OF_HASH = _class_of(_DIGITS)
 _OF_HEX = _class_of(_DIGITS + _LINE_ENDS)
 _OF_BASE64 = _class_of(_LETTERS + _LINE_ENDS)
 #: All of which names and digits consist, with everything that `_ADDED` takes away.
-_OF_TEXT = _class_of(_LETTERS + _LINE_ENDS + b"\\% \t")
+_OF_TEXT = _class_of(_LETTERS + _LINE_ENDS + b"\\% \t<>")
 
+#: The digits in a cell of a table that is printed in columns, also those of a bytea, and those in its next lines.
+_CELL = re.compile(rb"(?<=[ |.?])(?:\\x)?[0-9A-Za-z+/_-]{16,}")
+_CELL_GOES_ON = re.compile(rb"[0-9A-Za-z+/_-]+")
+#: Characters that take two columns.
+_WIDE = re.compile(
+    "[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\U0001f300-\U0003fffd]"
+)
+
+#: What is encoded is looked for so many times in what was decoded.
+LEVELS = 5
 #: So many bytes of a stream are looked at twice, so that no name is cut in two, whatever form it has.
 _OVERLAP = 1 << 16
 _APART = b"\0"
@@ -114,30 +124,91 @@ def pieces_of(data: bytes) -> Iterator[bytes]:
 
 
 def _look(raw: bytes, found: Found, *, cut: bool) -> None:
-    """Look into bytes, and into what is encoded in them. What is decoded is shorter than that, so this ends.
+    """Look into bytes, and into what is encoded in them, level by level. What was read before is not read again: bytes
+    of few different digits have many readings that are nearly the same.
 
     Args:
         cut: whether the bytes do not end here. Then a reference at their end may not be there as a whole.
     """
-    _look_for_references(raw, found, cut=cut)
-    runs = _runs(raw, _OF_TEXT, _NAME_BYTES)
-    if not runs:
-        return
-    cut = cut and runs[-1][1] == len(raw)
-    text = _APART.join(raw[start:end] for start, end in runs)
-    if any(mark in text for mark in _ADDED_MARKS):
-        text = _ADDED.sub(_spelled, _BACKSLASHES.sub(rb"\\", text))
-    found.names += _names(text)
+    level, known = [(raw, cut)], [(raw, cut)]
+    for depth in range(LEVELS + 1):
+        decoded: list[tuple[bytes, bool]] = []
+        for each, each_cut in level:
+            _look_for_references(each, found, cut=each_cut)
+            for text, text_cut in _texts(each, each_cut):
+                found.names += _names(text)
+                for reading in _decoded(text, text_cut) if depth < LEVELS else ():
+                    if not any(reading[0] in other and other_cut <= reading[1] for other, other_cut in known):
+                        decoded.append(reading)
+                        known.append(reading)
+        level = decoded
+
+
+def _texts(raw: bytes, cut: bool) -> Iterator[tuple[bytes, bool]]:
+    """All that may be names and digits in some bytes, without what is between the digits; and whether it is cut."""
+    if runs := _runs(raw, _OF_TEXT, _NAME_BYTES):
+        text = _APART.join(raw[start:end] for start, end in runs)
+        if any(mark in text for mark in _ADDED_MARKS):
+            text = _ADDED.sub(_spelled, _BACKSLASHES.sub(rb"\\", text))
+        yield text, cut and runs[-1][1] == len(raw)
+    if b"\n" in raw and _CELL.search(raw if raw.isascii() else _in_columns(raw)):
+        yield from _cells(raw, cut)
+
+
+def _decoded(text: bytes, cut: bool) -> Iterator[tuple[bytes, bool]]:
+    """What the digits in a text encode, wherever they begin."""
     if runs := _runs(text, _OF_HEX, _HEX_DIGITS):
+        cut_here = cut and runs[-1][1] == len(text)
         digits = [text[start:end].translate(None, _LINE_ENDS) for start, end in runs]
         for shift in (0, 1):
-            decoded = _APART.join(_from_hex(each[shift:]) for each in digits)
-            _look(decoded, found, cut=cut and runs[-1][1] == len(text))
+            yield _APART.join(_from_hex(each[shift:]) for each in digits), cut_here
     if runs := _runs(text, _OF_BASE64, _BASE64_DIGITS):
+        cut_here = cut and runs[-1][1] == len(text)
         letters = [text[start:end].translate(_URL_SAFE, _LINE_ENDS) for start, end in runs]
         for shift in range(4):
-            decoded = _APART.join(_from_base64(each[shift:]) for each in letters)
-            _look(decoded, found, cut=cut and runs[-1][1] == len(text))
+            yield _APART.join(_from_base64(each[shift:]) for each in letters), cut_here
+
+
+def _cells(raw: bytes, cut: bool) -> Iterator[tuple[bytes, bool]]:
+    """What may be in the cells of a table that is printed in columns: the digits in one column of successive lines.
+
+    Digits in the next row of the table are taken for a part of the cell, too. That does no harm, because digits are
+    decoded wherever they begin.
+    """
+    whole: list[bytes] = []
+    cells: dict[int, list[bytes]] = {}
+    lines = raw.split(b"\n")
+    for number, line in enumerate(lines):
+        shown = line if line.isascii() else _in_columns(line)
+        digits = {each.start(): each[0].removeprefix(b"\\x") for each in _CELL.finditer(shown)}
+        for column in cells.keys() - digits.keys():
+            if goes_on := _CELL_GOES_ON.match(shown, column):
+                digits[column] = goes_on[0]
+            elif number < len(lines) - 1:  # the last line may be cut
+                whole += _of_lines(cells.pop(column))
+        for column, each in digits.items():
+            # At the end of a cell, `+` may be a digit, or say that the cell goes on.
+            is_digit = shown.startswith((b".", b"?"), column + len(each))
+            cells.setdefault(column, []).append(each + _APART if each.endswith(b"+") and not is_digit else each)
+    if whole:
+        yield _APART.join(whole), False
+    for parts in cells.values():
+        for text in _of_lines(parts):
+            yield text, cut
+
+
+def _of_lines(parts: Sequence[bytes]) -> list[bytes]:
+    """The two readings of a cell; none if it has one line, which is read anyway."""
+    if len(parts) == 1:
+        return []
+    kept = b"".join(part.rstrip(_APART) for part in parts)
+    without = b"".join(part.removesuffix(b"+" + _APART) for part in parts)
+    return [kept] if kept == without else [kept, without]
+
+
+def _in_columns(text: bytes) -> bytes:
+    """One byte for each column that a text takes in a terminal."""
+    return _WIDE.sub("??", text.decode(errors="replace")).encode("ascii", "replace")
 
 
 def _look_for_references(raw: bytes, found: Found, *, cut: bool) -> None:

@@ -30,6 +30,7 @@ _LONG, _SMALL = b"0" * 16, b"0e-000"
 _SMALL_NUMBER = re.compile(rb"0e-000+(?![0xe-])")  # not a part of a text, for example of a UUID
 _LONG_NUMBER = re.compile(rb"[0-9.]{16,}(?:[eE][+-]?[0-9]+)?")  # those in texts do no harm
 _BLANKS = b" \t\r\n"
+_TOO_DEEP = "Recursion limit reached"  # what `orjson` says, in a TypeError, of more than 254 levels
 _dumps, _loads = orjson.dumps, orjson.loads  # a global variable is found sooner than an attribute
 _NO_INTEGER = re.compile(rb"[0-9][.eE]")  # as every number has that is none
 _SMALLEST = 2.2250738585072014e-308
@@ -95,6 +96,10 @@ def dumps(value: Any) -> bytes:
             return orjson.dumps(_writable(value), default=_decimal)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
+        except TypeError as error:
+            if _TOO_DEEP in str(error):
+                raise ValueError("it is nested too deeply") from None
+            raise
     if raw.rfind(b"null") >= 0 and not _has_nulls(value, raw.count(b"null")):
         _check(value)
     return raw
