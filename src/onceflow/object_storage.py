@@ -148,7 +148,7 @@ class Folder(Storage):
         target = self.root / name
         if not target.parent.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
-            sync_folder(target.parent.parent)
+            sync(target.parent.parent)
         draft = target.with_name(f".unfinished-{uuid.uuid4().hex}")
         try:
             with draft.open("wb") as file:
@@ -159,7 +159,7 @@ class Folder(Storage):
             yield draft
         finally:
             draft.unlink(missing_ok=True)
-        sync_folder(target.parent)
+        sync(target.parent)
 
     def entries(self, folder: str) -> list[Entry]:
         found = []
@@ -181,7 +181,7 @@ class Folder(Storage):
                 parent.rmdir()
 
     def settle(self, name: str) -> None:
-        sync_folder((self.root / name).parent)
+        sync((self.root / name).parent)
 
 
 class Bucket(Storage):
@@ -311,9 +311,9 @@ def said(error: BaseException, options: Mapping[str, Any]) -> str:
     return text
 
 
-def sync_folder(folder: Path) -> None:
-    """A new name in a folder survives a crash of the machine only then."""
-    number = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Let a file, or the names in a folder, survive a crash of the machine."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:

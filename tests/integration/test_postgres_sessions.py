@@ -128,7 +128,8 @@ def test_a_progress_table_of_an_administrator(path: tuple[str, str, str], hidden
         *[f"CREATE TABLE {first}.onceflow_progress (LIKE {last}.onceflow_progress)"] * hidden,
     )
     sink = PostgresSink(f"{dsn}&user={user}", "t")
-    found = sink.progress_row("f") if sink.check(_ROWS.schema) is None else None
+    sink.check(_ROWS.schema)
+    found = sink.progress_row("f")
     assert found is not None
     assert found.progress == "{}"
     write(sink, begun(sink))

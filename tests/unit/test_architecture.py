@@ -25,7 +25,7 @@ ALLOWED = {
     "host": {"errors"},
     "client": {"clock", "errors", "protocol"},
     "calls": {"durations", "errors"},
-    "external": {"durations", "errors"},
+    "external": {"durations", "errors", "object_storage"},
     "claim_check": {"clock", "column_names", "errors", "object_storage", "sizes", "spark", "state"},
     "messages": {"client", "errors", "protocol", "state", "user_code"},
     "task": {

@@ -18,7 +18,8 @@ from onceflow.external.delta_storage import DeltaStorage
 
 #: Rows are kept in memory until there are so many bytes; then each open file gets a row group.
 _BUFFER_BYTES = 64 << 20
-_NULL = "__HIVE_DEFAULT_PARTITION__"
+#: How Delta's readers write null as a value of a partition column.
+NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 #: Bytes of the name of one folder, and of all that a file is in. File systems take 255 in a name, S3 1,024 in a path.
 _NAME_MAX, _NAMES_MAX = 250, 500
 
@@ -153,7 +154,7 @@ def can_divide_by(kind: pa.DataType) -> bool:
 def _folders(partition: Mapping[str, str | None]) -> list[str]:
     """Folders with the values, as Hive names them; none if the names would be too long for file systems and stores."""
     named = [
-        f"{quote(name, safe='')}={_NULL if value is None else quote(value, safe='')}"
+        f"{quote(name, safe='')}={NULL_PARTITION if value is None else quote(value, safe='')}"
         for name, value in partition.items()
     ]
     fits = all(len(each) <= _NAME_MAX for each in named) and len("/".join(named)) <= _NAMES_MAX

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.types as types
 
 from onceflow.errors import OptionError, SchemaError
-from onceflow.external.delta_files import can_divide_by
+from onceflow.external.delta_files import NULL_PARTITION, can_divide_by
 from onceflow.external.delta_storage import load_deltalake
 
 #: What a table may ask of its writers, so that files can be added after a look at their rows, and that deltalake
@@ -50,7 +50,6 @@ _IDENTITY = "delta.identity."
 _FIRST_DAY, _LAST_DAY = -719_162, 2_932_896  # 0001-01-01 and 9999-12-31, in days since 1970
 _ODD = frozenset(" ,;{}()\n\t=")
 _OS_ERROR = re.compile(r"\(os error \d+\)")  # how Rust writes errors of the system
-_NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 #: Number of a row, and why it is refused: the class of the error, and its text.
 Refused = tuple[int, str, str]
@@ -468,9 +467,9 @@ def _check_partition(array: Any, column: str, found: dict[int, tuple[str, str]])
         wrong = np.asarray(pc.or_(pc.less(days, _FIRST_DAY), pc.greater(days, _LAST_DAY)))
         _note(found, rows[wrong], "InvalidPartitionValue", f"{column} is outside of the years 1 to 9999")
     elif types.is_string(array.type) or types.is_large_string(array.type):
-        values = pa.array(["", _NO_PARTITION], array.type)
+        values = pa.array(["", NULL_PARTITION], array.type)
         wrong = np.asarray(pc.is_in(array.fill_null("valid"), value_set=values))
-        text = f"{column} is '' or {_NO_PARTITION}: in a partition column, both would be read as null"
+        text = f"{column} is '' or {NULL_PARTITION}: in a partition column, both would be read as null"
         _note(found, rows[wrong], "InvalidPartitionValue", text)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from onceflow.errors import EnvironmentUnusableError, OptionError, PermissionDeniedError
+from onceflow.object_storage import sync
 
 _SECRET = re.compile(r"secret|key|token|sas|password|credential|account", re.IGNORECASE)
 _SECRET_LENGTH = 6  # shorter values are no secrets, and would hide parts of other words
@@ -130,11 +131,7 @@ class DeltaStorage:
         """Make a file of a folder last through a power failure: deltalake does not."""
         full, parts = Path(self.root, path), Path(path).parts
         for each in (full, *full.parents[: len(parts)]):
-            handle = os.open(each, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            sync(each)
 
     def read(self, path: str) -> bytes | None:
         """The content; None: there is no such file."""
