@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
+
+_COMMIT = re.compile(rb"COMMIT(?!TED)")  # not BEGIN ISOLATION LEVEL READ COMMITTED
 
 HOST = "127.0.0.1"
 
@@ -51,7 +54,7 @@ class PostgresProxy:
     def _requests(self, client: socket.socket, server: socket.socket, lost: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while data := client.recv(1 << 16):
-                when = self._take() if b"COMMIT" in data else None
+                when = self._take() if _COMMIT.search(data) else None
                 if when == "before":
                     break
                 if when == "after":
