@@ -155,7 +155,8 @@ class Driver:
         self.session = DriverSession(cluster, names)
         ensure_topic(cluster, soon())
         self.session.init(soon())
-        self.progress = self.session.progress({}, soon()) or Progress(names.progress_key, 0, {}, {}, 0)
+        empty = Progress(names.progress_key, 0, {}, {}, 0, transactional_id=names.transactional_id)
+        self.progress = self.session.progress({}, soon()) or empty
         self.delivery = ExactlyOnce(self.session, [])
 
     def batch(self) -> Outcome:
