@@ -180,7 +180,7 @@ def swaps_results(patch: pytest.MonkeyPatch) -> None:
     "mutant",
     [
         pytest.param(keeps_outputs, marks=pytest.mark.long),
-        swaps_results,
+        pytest.param(swaps_results, marks=pytest.mark.long),
         pytest.param(keeps_changes, marks=pytest.mark.long),
         pytest.param(None, marks=pytest.mark.long),
     ],

@@ -229,8 +229,8 @@ def known_to_collections(servers: str) -> set[str]:
 @pytest.mark.parametrize(
     "kind, steps",
     [
-        (External, ("write", "commit", "progress", "settle", "commit first")),
-        pytest.param(External, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
+        (External, ("commit first", "commit", "progress", "settle")),
+        pytest.param(External, (*hooks.EXTERNAL_STEPS, "commit first"), marks=pytest.mark.long),
         pytest.param(Delta, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
         pytest.param(Bucket, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
     ],

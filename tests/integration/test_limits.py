@@ -289,6 +289,7 @@ def test_too_few_replicas_in_sync_for_a_while(three_wanted: Any) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 def test_the_error_tells_why_a_batch_was_refused(three_wanted: Any) -> None:
     pipe = three_wanted
     cluster = Cluster(ClientSettings(pipe.bootstrap))
