@@ -447,7 +447,8 @@ def create_again(bootstrap: str, topic: str) -> None:
     wait_until(created, 30, "the topic is deleted")
 
 
-@pytest.mark.parametrize("what", ["compacted", pytest.param("created again", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["compacted", "created again"])
 def test_a_batch_that_cannot_be_drained(joined: Joined, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """The error says what has happened and what can be done; with an empty checkpoint the flow goes on."""
     monkeypatch.setattr(checkpoint_location, "COMPLETE_COMMIT_LOG", False)

@@ -105,6 +105,7 @@ def removed(folder: Path) -> None:
         forget(partition)
 
 
+@pytest.mark.long
 def test_at_least_once_with_state(make_state_pipe: Any, inject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the driver, then by tasks, one of which fails when everything is acknowledged."""
     monkeypatch.setattr(placement, "TASK_ROWS", 400)
