@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from onceflow.admin import tables
+from onceflow.client import decided
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord
 from onceflow.client.offsets import EARLIEST
@@ -67,6 +68,7 @@ def test_a_transaction_that_ends_meanwhile_hides_no_flow(monkeypatch: pytest.Mon
     log = Log({50: "before", 100: "hanging", 150: "hidden", 299: "last"}, ends_at)
     for name in ("find_topic", "list_offsets", "read_log"):
         monkeypatch.setattr(tables, name, getattr(log, name))
+    monkeypatch.setattr(decided, "list_offsets", log.list_offsets)
     monkeypatch.setattr(tables, "CommittedReader", lambda *_: log)
     found = tables.possible_progress(None, Deadline(60, "test"), unreadable=unreadable)  # type: ignore[arg-type]
     assert {each.flow for each in found} == {"before", "hanging", "hidden", "last"}

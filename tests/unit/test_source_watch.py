@@ -181,6 +181,16 @@ def _happen(partitions: Sequence[Partition], moves: _Moves) -> None:
 _SOME_MOVES = st.lists(_MOVES, max_size=4)
 
 
+def after_a_batch(monkeypatch: pytest.MonkeyPatch, records: int) -> tuple[Partition, Flow]:
+    """A source partition, and a flow that has read so many records of it in one batch."""
+    partition = Partition()
+    Cluster(monkeypatch, partition)
+    flow = Flow(partition)
+    partition.append(records)
+    flow.batch()
+    return partition, flow
+
+
 @given(st.lists(st.tuples(_SOME_MOVES, st.booleans(), _SOME_MOVES), max_size=6), st.booleans())
 def test_no_record_is_read_in_place_of_another_one(rounds: list[tuple[_Moves, bool, _Moves]], starts: bool) -> None:
     """What a batch has committed is the log up to there, or the next batch or start is refused as soon as the leaders
@@ -228,11 +238,7 @@ def test_clean_elections_are_no_truncation(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("lost, noticed", [(0, False), (2, True)])
 def test_a_start_after_an_election(lost: int, noticed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    partition = Partition()
-    Cluster(monkeypatch, partition)
-    flow = Flow(partition)
-    partition.append(10)
-    flow.batch()
+    partition, flow = after_a_batch(monkeypatch, 10)
     partition.elect(lost=lost)
     partition.append(20)
     if not noticed:
@@ -249,11 +255,7 @@ def test_a_start_after_an_election(lost: int, noticed: bool, monkeypatch: pytest
 
 def test_a_log_that_is_replaced_while_a_batch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows which of the records were read. The batch is aborted, so the next start reads what is there now."""
-    partition = Partition()
-    Cluster(monkeypatch, partition)
-    flow = Flow(partition)
-    partition.append(5)
-    flow.batch()
+    partition, flow = after_a_batch(monkeypatch, 5)
     partition.append(5)
 
     def replace_end() -> None:
@@ -308,11 +310,7 @@ def test_progress_of_an_earlier_onceflow_knows_no_epochs(monkeypatch: pytest.Mon
 
 def test_a_partition_without_a_leader_does_not_hold_up_the_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not known then who has led it to the end of the batch. The next batch is checked again."""
-    partition = Partition()
-    Cluster(monkeypatch, partition)
-    flow = Flow(partition)
-    partition.append(5)
-    flow.batch()
+    partition, flow = after_a_batch(monkeypatch, 5)
     assert flow.progress.epochs == {"in": {0: (5, 0)}}
     partition.append(5)
     flow.batch(lambda: setattr(partition, "leaderless", True))
@@ -349,11 +347,7 @@ def test_a_partition_without_a_leader_does_not_hold_up_the_transaction(monkeypat
 def test_a_check_that_could_not_be_done_in_a_batch_is_done_later(see: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader of the whole batch does not say whether it has what was read before. So progress keeps what it knows
     of that."""
-    partition = Partition()
-    Cluster(monkeypatch, partition)
-    flow = Flow(partition)
-    partition.append(10)
-    flow.batch()
+    partition, flow = after_a_batch(monkeypatch, 10)
     partition.elect(lost=3)
     partition.append(9)
     partition.silent = True
@@ -369,11 +363,7 @@ def test_a_check_that_could_not_be_done_in_a_batch_is_done_later(see: Any, monke
 def test_what_could_not_be_checked_before_the_batch_is_checked_when_it_was_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    partition = Partition()
-    Cluster(monkeypatch, partition)
-    flow = Flow(partition)
-    partition.append(10)
-    flow.batch()
+    partition, flow = after_a_batch(monkeypatch, 10)
     partition.elect(lost=4)
     partition.append(9)
     partition.leaderless = True
@@ -387,11 +377,7 @@ def test_what_was_planned_is_known_though_no_leader_answers_after_the_batch(
     see: Any, answers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records of the batch that are lost afterwards are noticed: the leader before it had all of its range."""
-    partition = Partition()
-    Cluster(monkeypatch, partition)
-    flow = Flow(partition)
-    partition.append(5)
-    flow.batch()
+    partition, flow = after_a_batch(monkeypatch, 5)
     partition.append(5)
 
     def fall_silent() -> None:
@@ -409,11 +395,7 @@ def test_what_was_planned_is_known_though_no_leader_answers_after_the_batch(
 
 def test_a_leader_that_was_silent_before_the_batch_and_is_the_same_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has led all the time, so what is known of it is true of the records of the batch."""
-    partition = Partition()
-    Cluster(monkeypatch, partition)
-    flow = Flow(partition)
-    partition.append(5)
-    flow.batch()
+    partition, flow = after_a_batch(monkeypatch, 5)
     partition.leaderless = True
     partition.append(5)
     flow.batch(lambda: setattr(partition, "leaderless", False))

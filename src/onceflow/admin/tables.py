@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
+from onceflow.client.decided import ends_of
 from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.topics import find_topic, find_topics, topic_configs
@@ -237,13 +238,10 @@ def _undecided_progress(
     info = find_topic(cluster, PROGRESS_TOPIC, "READ", deadline)
     if info is None:
         return
-    span = {PROGRESS_TOPIC: sorted(info.leaders)}
-    stable = list_offsets(cluster, span, LATEST, deadline)[PROGRESS_TOPIC]
-    ends = list_offsets(cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC]
-    for partition, end in ends.items():
-        if stable[partition] >= end:
+    for partition, (stable, end) in ends_of(cluster, PROGRESS_TOPIC, sorted(info.leaders), deadline).items():
+        if stable >= end:
             continue
-        for item in read_log(cluster, PROGRESS_TOPIC, partition, stable[partition], end, deadline):
+        for item in read_log(cluster, PROGRESS_TOPIC, partition, stable, end, deadline):
             if isinstance(item, LogRecord) and item.key and item.value is not None:
                 try:
                     yield records.decode(item.key, item.value)

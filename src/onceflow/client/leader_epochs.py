@@ -17,7 +17,7 @@ from kafka.protocol.metadata import MetadataRequest
 
 from onceflow.client.cluster import Cluster, ConnectionFailedError, unknown_topic
 from onceflow.client.deadline import Deadline
-from onceflow.client.leaders import ask_leaders
+from onceflow.client.leaders import ask_leaders, known_leader
 from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError
 from onceflow.protocol.names import TopicPartition
 
@@ -56,7 +56,7 @@ def look_at_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], dead
     while missing:
         led: dict[int, set[str]] = {}
         for topic, partition in missing:
-            node = _leader(cluster, topic, partition)
+            node = known_leader(cluster, topic, partition)
             if node >= 0:
                 led.setdefault(node, set()).add(topic)
         problem = "its leader does not know that it leads" if led else "it has no leader"
@@ -87,12 +87,6 @@ def look_at_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], dead
             unknown.clear()  # that broker knows them: a leader may have known them not yet
             attempt += 1
     return LeaderView(topic_ids, epochs)
-
-
-def _leader(cluster: Cluster, topic: str, partition: int) -> int:
-    """Node id of the leader, as it was last known; -1: there is none, or it is not known."""
-    info = cluster.known_topic(topic)
-    return -1 if info is None else info.leaders.get(partition, -1)
 
 
 def _metadata_of(topics: Iterable[str]) -> MetadataRequest:

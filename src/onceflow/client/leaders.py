@@ -84,6 +84,12 @@ def by_topic(partitions: Iterable[TopicPartition]) -> dict[str, list[int]]:
     return found
 
 
+def known_leader(cluster: Cluster, topic: str, partition: int) -> int:
+    """Node id of the leader, as it was last known; -1: there is none, or it is not known. Nothing is asked."""
+    info = cluster.known_topic(topic)
+    return -1 if info is None else info.leaders.get(partition, -1)
+
+
 def _by_leader(
     cluster: Cluster, partitions: Iterable[TopicPartition], deadline: Deadline, *, fresh: bool, leaderless: bool
 ) -> dict[int, dict[str, list[int]]]:
@@ -94,8 +100,7 @@ def _by_leader(
     led: dict[int, list[TopicPartition]] = {}
     for topic, partition in partitions:
         if leaderless:
-            info = cluster.known_topic(topic)
-            node = -1 if info is None else info.leaders.get(partition, -1)
+            node = known_leader(cluster, topic, partition)
             if node < 0:
                 continue
         else:

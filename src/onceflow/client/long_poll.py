@@ -22,6 +22,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.fetching import FETCH_BYTES, READ_COMMITTED, fetch_request
 from onceflow.client.followed import Followed
 from onceflow.client.holes import is_hole
+from onceflow.client.leaders import known_leader
 from onceflow.client.library_log import muted
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.poll_result import REQUEST_TIMEOUT_MS, Arrived, PollResult
@@ -214,8 +215,7 @@ class LongPoll(Generic[C]):
         return timeout_s
 
     def _leader(self, each: Followed) -> int | None:
-        info = self._cluster.known_topic(each.topic)
-        node = -1 if info is None else info.leaders.get(each.partition, -1)
+        node = known_leader(self._cluster, each.topic, each.partition)
         return node if node >= 0 else None
 
     def _ask(self, node: int, wanted: list[Followed]) -> None:

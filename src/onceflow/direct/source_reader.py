@@ -14,6 +14,7 @@ from types import MappingProxyType
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.column_chunks import ColumnChunk, ColumnForm
 from onceflow.client.deadline import Deadline
+from onceflow.client.leaders import known_leader
 from onceflow.client.long_poll import LongPoll
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
@@ -253,10 +254,9 @@ class SourceReader:
         """The partitions that have a leader, by its number; -1: nobody knows it yet."""
         led: dict[int, dict[str, list[int]]] = {}
         for topic, offsets in self.arrivals.taken.items():
-            info = self._cluster.known_topic(topic)
             for partition in sorted(offsets):
                 if self._has_leader(topic, partition):
-                    node = -1 if info is None else info.leaders.get(partition, -1)
+                    node = known_leader(self._cluster, topic, partition)
                     led.setdefault(node, {}).setdefault(topic, []).append(partition)
         return led
 
@@ -270,8 +270,7 @@ class SourceReader:
         return ends
 
     def _has_leader(self, topic: str, partition: int) -> bool:
-        info = self._cluster.known_topic(topic)
-        return info is None or info.leaders.get(partition, -1) >= 0
+        return self._cluster.known_topic(topic) is None or known_leader(self._cluster, topic, partition) >= 0
 
     def go_on(self, epochs: Epochs = MappingProxyType({})) -> None:
         """Read here again, from where batches are now.

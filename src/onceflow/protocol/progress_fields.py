@@ -95,7 +95,8 @@ def epochs_of(content: dict[str, Any], flow: str, offsets: Offsets) -> dict[str,
         if not isinstance(part, dict):
             garbage(flow, f"leaders of {topic} is {short(part)}")
         others, unknown = part.get("other", {}), part.get("unknown", [])
-        numbers = [part.get("epoch"), *others.values(), *unknown] if _is(others, dict) and _is(unknown, list) else [-1]
+        legal = isinstance(others, dict) and isinstance(unknown, list)
+        numbers = [part.get("epoch"), *others.values(), *unknown] if legal else [-1]
         if any(type(each) is not int or each < 0 for each in numbers):
             garbage(flow, f"leaders of {topic} is {short(part)}")
         known = found.setdefault(topic, {})
@@ -104,10 +105,6 @@ def epochs_of(content: dict[str, Any], flow: str, offsets: Offsets) -> dict[str,
             if number not in away:
                 known[number] = (offset, others.get(str(number), part["epoch"]))
     return found
-
-
-def _is(value: Any, kind: type) -> bool:
-    return isinstance(value, kind)
 
 
 def _pairs(content: dict[str, Any], flow: str, name: str) -> dict[str, dict[int, tuple[int, int]]]:

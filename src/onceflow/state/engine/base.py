@@ -77,8 +77,8 @@ class BaseEngine:
         fired: by clock, the latest time of a timer that has fired.
         max_event_ms: the latest event time by topic and partition of the source (None and the table's partition if
             those are not known); only if the processor has ``allowed_lateness``.
-        untimed: in the same form, the sources with records whose event time is not known. Both are those of records
-            that were not rejected, see `_note_times`.
+        untimed: in the same form, the sources with records whose event time is not known. See `_note_times` for what
+            rejected records mean for both.
         counts: what happened so far.
         causes: of dead letters, by class of the cause: their number, and a description of the first one.
 
@@ -268,13 +268,15 @@ class BaseEngine:
             rejected: the positions of records that are rejected.
             unread: of these, the positions of those whose event time could not be asked for, or was refused itself.
         """
-        timed = _all_but(times.is_valid(), rejected)
-        for place, ms in input_batch.latest(
-            batch.filter(timed), times.filter(timed), self._source_topic, self.partition
-        ):
+        taken, taken_times = batch, times
+        if rejected:
+            mask = _all_but(len(times), rejected)
+            taken, taken_times = batch.filter(mask), times.filter(mask)
+        for place, ms in input_batch.latest(taken, taken_times, self._source_topic, self.partition):
             self.max_event_ms[place] = max(ms, self.max_event_ms.get(place, ms))
         if times.null_count:
-            self._note_untimed(batch.filter(_all_but(times.is_null(), unread)))
+            unknown = times.is_null()
+            self._note_untimed(batch.filter(pc.and_(unknown, _all_but(len(times), unread)) if unread else unknown))
 
     def _note_untimed(self, batch: pa.RecordBatch) -> None:
         """Note the sources of records that have no event time."""
@@ -433,10 +435,8 @@ def _last_ms(now_ms: int, max_ahead: str | float | None) -> int:
     return min(timestamps.LATEST_MS - 1, now_ms + duration_ms(max_ahead))
 
 
-def _all_but(mask: Any, positions: Collection[int]) -> Any:
-    """A boolean Arrow array that is also false at these positions."""
-    if not positions:
-        return mask
-    kept = np.ones(len(mask), dtype=bool)
+def _all_but(count: int, positions: Collection[int]) -> Any:
+    """A boolean Arrow array that is false at these positions."""
+    kept = np.ones(count, dtype=bool)
     kept[list(positions)] = False
-    return pc.and_(mask, pa.array(kept))
+    return pa.array(kept)
