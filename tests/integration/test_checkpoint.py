@@ -799,9 +799,16 @@ def test_processors_keep_their_state_elsewhere(make_state_pipe: Any, write: dict
     assert caught.value.next_step
 
 
+class Silent(onceflow.Processor):
+    """Sends nothing."""
+
+    def process(self, key: bytes, records: Any, state: Any) -> Iterator[onceflow.Record]:
+        yield from ()
+
+
 def test_a_processor_takes_no_state_in_spark(make_service: Any) -> None:
     service = make_service(totals)
     with closing(onceflow.Flow(service.name, service.spark, bootstrap_servers=service.bootstrap)) as flow:
         sums = totals(parsed(flow.read(service.sources[0])))
         with pytest.raises(onceflow.UnsupportedQueryError, match=r"Flow.process cannot take .*an aggregation"):
-            flow.process(sums, onceflow.Processor(), table="sums")
+            flow.process(sums, Silent(), table="sums")
