@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol, TextIO
 
 from onceflow import json_logs, log_context, uncaught
+from onceflow.arguments import known_arguments
 from onceflow.durations import option_seconds
 from onceflow.errors import OptionError
 from onceflow.flow_writer import FlowWriter
@@ -35,6 +36,7 @@ class _Say(Protocol):
         """Tell people what happens, and to which flow."""
 
 
+@known_arguments
 def serve(
     *queries: FlowQuery | FlowWriter,
     more: Callable[[FlowQuery], dict[str, Any]] | None = None,

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onceflow.arguments import known_arguments
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host import jars
 from onceflow.host.java import find_java
@@ -81,6 +82,7 @@ _SUBMIT_FLAGS = {
 }
 
 
+@known_arguments
 def session(
     app_name: str = "onceflow", master: str | None = None, config: Mapping[str, str] | None = None
 ) -> SparkSession:

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 from onceflow.admin.topic_excerpt import MAX_RECORDS, Excerpt, take
+from onceflow.arguments import known_arguments
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
@@ -34,6 +35,7 @@ _TIMESTAMP_TYPES = {"CreateTime": 0, "LogAppendTime": 1}
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
+@known_arguments
 def peek(
     spark: SparkSession,
     topic: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as T
 
+import onceflow
 from onceflow import Flow, OnceflowError, OptionError, SchemaError, windows
 from onceflow.claim_check.columns import with_column
 from onceflow.column_names import check_reserved, did_you_mean, plain, twice
@@ -218,6 +220,22 @@ def test_arguments_of_a_flow() -> None:
     with pytest.raises(OptionError, match="Flow has no argument 'bootstrap_server'") as caught:
         Flow("f", None, bootstrap_server="localhost:9092")  # type: ignore[call-arg, arg-type]
     assert "did you mean 'bootstrap_servers'?" in caught.value.next_step
+
+
+MADE_BY_USERS = [
+    *(onceflow.Breaker, onceflow.ClaimCheck, onceflow.DeltaSink, onceflow.JoinTable, onceflow.PostgresSink),
+    *(onceflow.Retry, onceflow.Table, onceflow.concurrently, onceflow.peek, onceflow.serve, onceflow.serve_metrics),
+    *(onceflow.session, windows.Count, windows.Hopping, windows.Max, windows.Mean, windows.Min, windows.Session),
+    *(windows.Sliding, windows.Sum, windows.Tumbling),
+]
+
+
+@pytest.mark.parametrize("call", MADE_BY_USERS, ids=lambda call: call.__name__)
+def test_every_call_names_its_arguments(call: Any) -> None:
+    last = [*inspect.signature(call).parameters][-1]
+    with pytest.raises(OptionError, match=f"{call.__name__} has no argument '{last}x'") as caught:
+        call(**{f"{last}x": 1})
+    assert f"did you mean {last!r}?" in caught.value.next_step
 
 
 def test_names_that_windows_and_states_have_themselves() -> None:

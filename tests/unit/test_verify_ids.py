@@ -15,6 +15,7 @@ from onceflow.admin import audit
 from onceflow.admin.audit import Audit, Outputs
 from onceflow.admin.identity import identity_of
 from onceflow.admin.tally import Tally
+from onceflow.admin.verify_report import Report
 from onceflow.client.cluster import TopicInfo
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.log_reader import LogRecord
@@ -22,6 +23,8 @@ from onceflow.client.offsets import EARLIEST
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
+
+SOURCES = ('{"id": 1}', '{"id": 2}', '{"id": 3}')
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,40 @@ def test_outputs_without_an_id_of_the_source(
     told: str,
 ) -> None:
     """That is no loss of all records. But a loss of all records is one."""
-    topics = {"s": ['{"id": 1}', '{"id": 2}', '{"id": 3}'], "out": outputs, "dead": letters}
+    topics = {"s": SOURCES, "out": outputs, "dead": letters}
+    wanted = Outputs(letters=("dead",) if letters else (), ordered=False, **options)
+    report = audited(tmp_path, monkeypatch, topics, id_, wanted)
+    assert report.counts == findings
+    assert {each.kind for each in report.examples} == set(findings)
+    said = [*report.notes, *(f"not checked: {each.removeprefix('records: ')}" for each in report.not_checked)]
+    assert [each[: len(told)] for each in said] == ([told] if told else [])
+    assert all("--replay" in each for each in said)
+    assert report.exact == (not findings and not told)
+
+
+def test_letters_that_are_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are outputs then, and have the id that the other outputs do not have."""
+    topics = {"s": SOURCES, "out": ['{"n": 1}', '{"n": 2}'], "dead": ['{"id": 2}']}
+    report = audited(tmp_path, monkeypatch, topics, "$.id", Outputs(ordered=False), ("out", "dead"))
+    assert report.counts == {}
+    assert "no record of out has $.id, and other outputs have it" in report.not_checked[0]
+    assert "--dead-letter" in report.not_checked[0]
+    assert not report.exact
+
+
+def audited(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    topics: dict[str, Sequence[str]],
+    id_: str,
+    wanted: Outputs,
+    outputs: tuple[str, ...] = ("out",),
+) -> Report:
+    """The report on a flow that has read all of the topic s.
+
+    Args:
+        topics: what is in each topic. outputs: the topics that progress names as outputs.
+    """
 
     def chunks(self: Any, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
         values: list[bytes | None] = [each.encode() for each in topics[topic][start:end]]
@@ -68,22 +104,15 @@ def test_outputs_without_an_id_of_the_source(
         "list_offsets",
         lambda _, span, when, *__, **___: {t: {0: 0 if when == EARLIEST else len(topics[t])} for t in span},
     )
-    begun = Progress("f", 0, {"s": {0: 0}}, {}, 5)
+    begun = Progress("f", 0, {"s": {0: 0}}, {}, 5, outputs=outputs)
     life = [begun, replace(begun, batch_id=1, offsets={"s": {0: 3}})]
     history = [LogRecord(n, *records.encode(each), 5, 7, 0) for n, each in enumerate(life)]
     monkeypatch.setattr(audit, "read_history", lambda *_: history)
     monkeypatch.setattr(Audit, "_check_positions", lambda *_: None)
     monkeypatch.setattr(Audit, "_check_now", lambda *_: None)
-    place = None if id_ == "record" else id_
-    wanted = Outputs(identity_of(id_), ("out",), ("dead",) if letters else (), place=place, ordered=False, **options)
+    wanted = replace(wanted, identity=identity_of(id_), place=None if id_ == "record" else id_)
     with Tally(tmp_path) as made:
-        report = Audit(SimpleNamespace(), Names("f"), wanted, limit=1, tell=lambda *_: None).run(made)  # type: ignore[arg-type]
-    assert report.counts == findings
-    assert {each.kind for each in report.examples} == set(findings)
-    said = [*report.notes, *(f"not checked: {each.removeprefix('records: ')}" for each in report.not_checked)]
-    assert [each[: len(told)] for each in said] == ([told] if told else [])
-    assert all("--replay" in each for each in said)
-    assert report.exact == (not findings and not told)
+        return Audit(SimpleNamespace(), Names("f"), wanted, limit=1, tell=lambda *_: None).run(made)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["[" * 400 + "]" * 400, "15" + "0" * 307, "[" * 999 + "1e-400" + "]" * 999])

@@ -100,7 +100,8 @@ class Audit:
         self._check = check
         self._reader = CommittedReader(cluster, _CALL_S, check=check)
         self.report = Report(limit)
-        self._with_ids: set[int] = set()  # sides
+        self._with_ids: set[tuple[int, str]] = set()  # sides and topics
+        self._without_ids: set[str] = set()  # outputs in which no record has the id that the user has named
 
     def run(self, tally: Tally) -> Report:
         """Check progress, group and tables, and compare the records if an identity is given.
@@ -221,7 +222,7 @@ class Audit:
         for each in tally.differences(in_each=sorted(outputs) if self._outputs.in_each else (), ordered=ordered):
             unjudged += not self._judge(each, whole, written)
         is_lost = self._outputs.filtered or self.report.counts.get(LOST)  # not in the letters either
-        strangers = is_lost and tally.counts[SOURCE] and tally.counts[OUTPUT] and not tally.met
+        strangers = is_lost and tally.counts[SOURCE] and (self._without_ids or (tally.counts[OUTPUT] and not tally.met))
         if strangers and not self._is_judged():
             unjudged = 0
         for pair in tally.reordered() if ordered else ():
@@ -314,13 +315,19 @@ class Audit:
         Probably the flow is not one that --id can check. But if the outputs have an id, all records may really be lost.
         """
         place = self._outputs.place
-        if place is None or OUTPUT in self._with_ids:
+        if not self._without_ids:
             what = "is the same as a source record" if place is None else f"has the {place} of a source record"
             self.report.notes.append(f"no output {what}. {_OF_ID}")
             return True
         self.report.drop(LOST, FOREIGN)
         known = f"no output has {place}, so this flow does not pass it on"
-        if SOURCE not in self._with_ids:
+        sides = {side for side, _ in self._with_ids}
+        if OUTPUT in sides:
+            known = (
+                f"no record of {', '.join(sorted(self._without_ids))} has {place}, and other outputs have it. Name "
+                "those that have it (--output), and the topics of dead letters (--dead-letter)"
+            )
+        elif SOURCE not in sides:
             known = f"neither the sources nor the outputs have {place}"
         self.report.not_checked.append(f"records: {known}. {_OF_ID}")
         return False
@@ -346,12 +353,19 @@ class Audit:
                 rows = zip(offsets, chunk.keys, chunk.values, range(len(offsets)), strict=True)
                 found = ((offset, identity(key, value, chunk.headers.get(row, ()))) for offset, key, value, row in rows)
                 tally.add(side, topic, partition, found, chunk.keys)
-                if self._outputs.place is not None and side not in self._with_ids and _has_ids(chunk, identity):
-                    self._with_ids.add(side)
+                if self._outputs.place is not None and (side, topic) not in self._with_ids:
+                    self._note_ids(side, topic, chunk, identity)
                 if side == OUTPUT and self._outputs.by_key:
                     self._check_places(topic, partition, chunk.keys, offsets, len(spans))
                 done, at = done + chunk.next_offset - at, chunk.next_offset
                 self._tell(f"reading {topic}", done, total)
+
+    def _note_ids(self, side: int, topic: str, chunk: Chunk, identity: Identity) -> None:
+        if _has_ids(chunk, identity):
+            self._with_ids.add((side, topic))
+            self._without_ids.discard(topic)
+        elif side == OUTPUT and len(chunk.keys):
+            self._without_ids.add(topic)
 
     def _check_places(self, topic: str, partition: int, keys: Any, offsets: Sequence[int], count: int) -> None:
         right = key_partitions(pa.array(keys, pa.large_binary()), count)

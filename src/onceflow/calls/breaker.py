@@ -7,10 +7,12 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from onceflow.arguments import with_known_arguments
 from onceflow.calls.options import seconds
 from onceflow.errors import CircuitOpenError, OptionError
 
 
+@with_known_arguments
 @dataclass(frozen=True)
 class Breaker:
     """When calls are refused without being made, because the other side does not work.

@@ -7,6 +7,7 @@ from contextlib import closing
 from itertools import islice
 from typing import Any, TypeVar
 
+from onceflow.arguments import known_arguments
 from onceflow.calls import journal
 from onceflow.calls.breaker import Breaker
 from onceflow.calls.options import TRANSIENT, Transient, check_options, check_transient
@@ -18,6 +19,7 @@ T = TypeVar("T")
 ORDERS = ("key", None)
 
 
+@known_arguments
 def concurrently(
     function: Callable[..., Any],
     *,

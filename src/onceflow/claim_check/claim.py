@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow.arguments import known_arguments
 from onceflow.claim_check.objects import ObjectStore
 from onceflow.claim_check.reference import PREFIX, Reference, is_reference
 from onceflow.claim_check.stored_value import StoredValue
@@ -52,6 +53,7 @@ class ClaimCheck:
         OptionError: an argument cannot be used.
     """
 
+    @known_arguments
     def __init__(
         self,
         store: str | os.PathLike[str],

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from onceflow.arguments import known_arguments
 from onceflow.errors import BadRecordError, BatchAbortedError, EnvironmentUnusableError, OnceflowError, SchemaError
 from onceflow.external.delta_files import DataFile, TaskFiles
 from onceflow.external.delta_log import BATCH, ENTRY, FLOW, DeltaLog, Entry, folder_of, next_entry
@@ -67,6 +68,7 @@ class DeltaSink(ExternalSink):
         OptionError: options with which two drivers could overwrite each other's commits.
     """
 
+    @known_arguments
     def __init__(
         self,
         root: str | Path,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from onceflow.arguments import known_arguments
 from onceflow.errors import (
     BadRecordError,
     BatchAbortedError,
@@ -138,6 +139,7 @@ class PostgresSink(ExternalSink):
         EnvironmentUnusableError: the extra is not installed.
     """
 
+    @known_arguments
     def __init__(
         self, dsn: str, table: str, *, mode: str = INSERT, key: Sequence[str] = (), flag: str = "deleted"
     ) -> None:

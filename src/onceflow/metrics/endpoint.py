@@ -13,6 +13,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+from onceflow.arguments import known_arguments
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.metrics.driver_document import driver_document
 from onceflow.metrics.watch import FlowWatch, WatchedQuery, are_healthy, are_ready
@@ -67,6 +68,7 @@ class MetricsEndpoint:
         self.close()
 
 
+@known_arguments
 def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsEndpoint:
     """Serve metrics of all flows of this process over HTTP, from now on. Call it before the flows start.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from onceflow.state.stores.base import Store
 from onceflow.state.stores.choice import check_store, store_class
 from onceflow.state.topics import TableTopics
 from onceflow.state.windows.processor import check_windows
+
+log = logging.getLogger("onceflow")
 
 ON_ERROR = ("fail", "dead-letter")
 MOVES = (
@@ -96,6 +99,7 @@ def check_options(
             next_step="give an instance of your subclass: Balance(), not Balance",
         )
     _check_defined(processor, flow)
+    _note_misspelled(processor, flow)
     check_windows(processor, flow, late_topic=options.late_topic is not None)
     _check_table(options.table, flow, sources, tables)
     _check_dead_letters(options, processor, flow)
@@ -127,6 +131,23 @@ def _check_defined(processor: Processor | ColumnProcessor, flow: str) -> None:
             flow=flow,
             next_step=f"{did_you_mean('process', own)}Define it: Flow.process calls it with the records of each key",
         )
+
+
+def _note_misspelled(processor: Processor | ColumnProcessor, flow: str) -> None:
+    """Warn of names of the class that are almost those that onceflow uses: ``alowed_lateness`` has no effect.
+
+    It is no error, because an attribute ``values`` of the user's own may be meant.
+    """
+    classes = type(processor).__mro__
+    ours = [each for each in classes if each.__module__.startswith("onceflow.")]
+    known = {name for each in ours for name in vars(each) if not name.startswith("_")} | {"migrate"}
+    given = {name for each in classes[: classes.index(ours[0])] for name in vars(each) if not name.startswith("_")}
+    for name in sorted(given - known):
+        if meant := did_you_mean(name, known - given):
+            log.warning(
+                "flow %s: %s has %r, which onceflow does not use and which has no effect by itself; %s",
+                *(flow, type(processor).__name__, name, meant.strip()),
+            )
 
 
 def _check_table(table: str, flow: str, sources: Iterable[str], tables: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from onceflow.arguments import known_arguments
 from onceflow.durations import duration_ms
 from onceflow.errors import BadRecordError, OptionError, SchemaError
 from onceflow.protocol.timestamps import known_ms
@@ -116,6 +117,7 @@ class Retry(Processor):
     key = STRING
     state = Serde(_encoded, _decoded, "record")
 
+    @known_arguments
     def __init__(
         self,
         *,

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from onceflow.arguments import known_arguments
 from onceflow.clock import clock_ms
 from onceflow.durations import duration_ms
 from onceflow.errors import DeadlineExceededError, OptionError
@@ -76,6 +77,7 @@ class Table(Lookups):
         OptionError: an argument is invalid.
     """
 
+    @known_arguments
     def __init__(
         self,
         topic: str,

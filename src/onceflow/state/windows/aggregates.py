@@ -8,6 +8,7 @@ from decimal import Context, Decimal, Inexact
 from numbers import Integral, Real
 from typing import Any
 
+from onceflow.arguments import known_arguments
 from onceflow.state.api.record import Record
 
 Source = str | Callable[[Record], Any]
@@ -29,6 +30,7 @@ class Aggregate:
         of: the name of a field of the records' values, or a function of the record.
     """
 
+    @known_arguments
     def __init__(self, of: Source) -> None:
         if not (isinstance(of, str) or callable(of)):
             raise ValueError(f"{type(self).__name__}({of!r}): give the name of a field, or a function of the record")
@@ -71,6 +73,7 @@ class Aggregate:
 class Count(Aggregate):
     """The number of records; with an argument, of those where it is not null."""
 
+    @known_arguments
     def __init__(self, of: Source | None = None) -> None:
         super().__init__(_one if of is None else of)
 
@@ -108,6 +111,7 @@ class _Extreme(Aggregate):
         text: whether the values are text, which is compared character by character (by code points).
     """
 
+    @known_arguments
     def __init__(self, of: Source, *, text: bool = False) -> None:
         super().__init__(of)
         self._text = text
