@@ -56,6 +56,10 @@ class TestSqlite(ExternalSinkSuite):
     def rows(self, sink: Any) -> list[dict[str, Any]]:
         return [{"id": number, "text": text} for number, text in rows_of(sink.path, "SELECT id, text FROM ledger")]
 
+    def backup(self, sink: Any) -> Callable[[], Any]:
+        saved = sink.path.read_bytes()
+        return lambda: sink.path.write_bytes(saved)
+
 
 class NeverFences(SqliteSink):
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
@@ -70,6 +74,12 @@ class KnowsOnlyTheGeneration(SqliteSink):
         if generation is not None and found is not None and found.generation != generation:
             raise FencedError("it has another generation")
         return super().open(flow, owner, generation)
+
+
+class NoticesNoRestore(SqliteSink):
+    def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
+        self._progress.clear()
+        super().commit(attempt, receipts, progress)
 
 
 class LooksByTakingOver(SqliteSink):
@@ -115,6 +125,7 @@ class ShowsRowsAtOnce(SqliteSink):
         (MovesAllThatIsStaged, "test_only_rows_with_a_receipt_are_committed"),
         (KnowsOnlyTheGeneration, "test_the_answers_of_takeovers_are_lost"),
         (KnowsOnlyTheGeneration, "test_a_takeover_is_killed_at_any_moment"),
+        (NoticesNoRestore, "test_a_restored_backup_is_not_continued"),
         (LooksByTakingOver, "test_looking_changes_nothing"),
         (KnowsOnlyTheName, "test_flows_of_one_name_do_not_meet"),
         pytest.param(TwoTransactions, "test_processes_are_killed_at_any_moment", marks=pytest.mark.faults),

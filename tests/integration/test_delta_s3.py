@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -43,12 +43,25 @@ class TestS3(ExternalSinkSuite):
 
     @pytest.fixture
     def sink(self, s3: S3Server) -> DeltaSink:
+        self.server = s3
         sink = sink_of(s3)
         sink.check(SCHEMA)
         return sink
 
     def rows(self, sink: Any) -> list[dict[str, Any]]:
         return rows_of(sink)
+
+    def backup(self, sink: Any) -> Callable[[], Any]:
+        files, root = self.server.filesystem(), sink.root.removeprefix("s3://")
+        saved = {name: files.cat_file(name) for name in files.find(root)}
+
+        def restore() -> None:
+            for name in {*files.find(root)} - saved.keys():
+                files.rm_file(name)
+            for name, content in saved.items():
+                files.pipe_file(name, content)
+
+        return restore
 
 
 def test_what_is_left_is_removed(s3: S3Server) -> None:

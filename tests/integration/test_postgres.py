@@ -62,6 +62,12 @@ class TestPostgres(ExternalSinkSuite):
     def rows(self, sink: Any) -> list[dict[str, Any]]:
         return [{"id": number, "text": text} for number, text in run(self.dsn, "SELECT id, text FROM ledger")]
 
+    def backup(self, sink: Any) -> Callable[[], Any]:
+        kept = ("ledger", "onceflow_progress")
+        run(self.dsn, *(f"CREATE TABLE {name}_saved AS TABLE {name}" for name in kept))
+        back = "".join(f"DELETE FROM {name}; INSERT INTO {name} TABLE {name}_saved; " for name in kept)
+        return lambda: run(self.dsn, f"BEGIN; {back}COMMIT")
+
 
 def write(sink: PostgresSink, rows: list[dict[str, Any]]) -> None:
     """Write one batch. A row that is not taken is an error."""

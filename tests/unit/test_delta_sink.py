@@ -55,6 +55,15 @@ class TestDelta(ExternalSinkSuite):
     def rows(self, sink: Any) -> list[dict[str, Any]]:
         return rows_of(sink.root)
 
+    def backup(self, sink: Any) -> Callable[[], Any]:
+        saved = shutil.copytree(sink.root, f"{sink.root}-saved")
+
+        def restore() -> None:
+            shutil.rmtree(sink.root)
+            shutil.copytree(saved, sink.root)
+
+        return restore
+
 
 @pytest.fixture
 def sink(tmp_path: Path) -> DeltaSink:

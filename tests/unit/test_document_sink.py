@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -134,6 +135,10 @@ class TestDocuments(ExternalSinkSuite):
 
     def rows(self, sink: Any) -> list[dict[str, Any]]:
         return list(page.committed(sink.database()))
+
+    def backup(self, sink: Any) -> Callable[[], Any]:
+        saved = sink.path.read_bytes()
+        return lambda: sink.path.write_bytes(saved)
 
 
 def test_rows_are_shown_by_the_next_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@
 
         def rows(self, sink): ...
 
+        def backup(self, sink): ...
+
 They need neither Kafka nor Spark: they call the sink as a driver and its tasks do, in this process and in others, which
 are killed.
 """
@@ -117,6 +119,11 @@ class ExternalSinkSuite:
     def rows(self, sink: ExternalSink) -> list[dict[str, Any]]:
         """What a reader of the target sees, in any order."""
 
+    @abstractmethod
+    def backup(self, sink: ExternalSink) -> Callable[[], Any]:
+        """Keep a copy of the target with its progress rows. Returns a function that restores it."""
+        raise NotImplementedError(f"{type(self).__name__} does not define backup()")
+
     def seen(self, sink: ExternalSink) -> list[dict[str, Any]]:
         return sorted(self.rows(sink), key=lambda row: int(row["id"]))
 
@@ -206,6 +213,23 @@ class ExternalSinkSuite:
         again, receipts = writer.staged()
         writer.commit(again, receipts)
         assert self.seen(sink) == [*(writer.rows(attempt) if committed else []), *writer.rows(again)]
+
+    def test_a_restored_backup_is_not_continued(self, sink: ExternalSink) -> None:
+        """While the driver runs. Its next batch would leave a gap. A new start continues where the copy is."""
+        writer = Writer(sink).open()
+        first, receipts = writer.staged()
+        writer.commit(first, receipts)
+        restore = self.backup(sink)
+        writer.commit(*writer.staged())
+        restore()
+        with pytest.raises(ProgressConflictError):
+            writer.commit(*writer.staged())
+        assert self.seen(sink) == writer.rows(first)
+        again = Writer(sink).open()
+        assert again.batch == 1
+        second, receipts = again.staged()
+        again.commit(second, receipts)
+        assert self.seen(sink) == again.rows(first) + again.rows(second)
 
     # ---- two drivers ---------------------------------------------------------------------------------
 
