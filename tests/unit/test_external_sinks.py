@@ -12,14 +12,17 @@ import pytest
 from onceflow import ExternalSink, ProgressConflictError
 from onceflow.client.deadline import Deadline
 from onceflow.driver import external_run
+from onceflow.driver.batch_errors import in_short
 from onceflow.driver.external_waiting import at_start
 from onceflow.driver.refused_rows import progress_row
-from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, ProtocolError
-from onceflow.external.sink import ProgressRow, UnavailableError, next_generation
+from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, OptionError, ProtocolError
+from onceflow.external.sink import BatchAttempt, ProgressRow, UnavailableError, next_generation
+from onceflow.messages import TaskPlace
 from onceflow.planning.external_start import of_row, plan_external
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
+from onceflow.task.external_task import ExternalOrder, write_external
 from onceflow.task.step_outputs import OUTPUT_SCHEMA
 
 
@@ -210,3 +213,39 @@ def test_why_a_start_fails(problem: Exception, error: type[Exception], what: str
     found: Any = raised.value
     assert (found.what, found.next_step) == (what, next_step)
     assert str(problem) in found.detail
+
+
+class Careless(ExternalSink):
+    """Its methods do what ``does`` says."""
+
+    target = "there"
+
+    def __init__(self, does: Any) -> None:
+        self.does = does
+
+    def write(self, attempt: BatchAttempt, task: str, batches: Any) -> bytes:
+        return self.does()  # type: ignore[no-any-return]
+
+    check = progress_row = open = begin = commit = abort = write  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("returned", [None, "receipt", 7, [b"x"]])
+def test_a_sink_has_to_return_a_receipt(returned: Any) -> None:
+    """Otherwise its commit does not find the rows."""
+    order = ExternalOrder(Careless(lambda: returned), "f", BatchAttempt("f@c", "o", 1, 4, 1))
+    (report,) = write_external(order, TaskPlace("driver", 0, 0, 0), []).written
+    assert isinstance(report.error, OptionError)
+    assert f"Careless.write returned {type(returned).__name__}, not bytes" in str(report.error)
+    assert (report.error.flow, report.error.batch) == ("f", 4)
+
+
+def test_an_error_of_a_sink_has_class_and_place() -> None:
+    """``KeyError('rows')`` alone was told as 'rows'."""
+
+    def fails() -> None:
+        raise KeyError("rows")
+
+    with pytest.raises(KeyError) as caught:
+        Careless(fails).write(BatchAttempt("f@c", "o", 1, 4, 1), "0", [])
+    told = in_short(caught.value)
+    assert told.startswith("KeyError: 'rows' (raised in fails, test_external_sinks.py:")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from onceflow import user_code
 from onceflow.errors import (
     BadRecordError,
     BatchAbortedError,
@@ -118,10 +119,14 @@ def _no_time(text: str) -> BadRecordError | None:
 
 
 def in_short(problem: BaseException) -> str:
-    """The error in one line, for a log."""
+    """The error in one line, for a log. Of an error that code of the user has raised, with class and place."""
     if isinstance(problem, OnceflowError):
         return f"{problem.what} ({problem.detail})" if problem.detail else problem.what
-    return jvm.first_line(problem)
+    text = jvm.first_line(problem)
+    frame = user_code.innermost(user_code.frames_of(problem.__traceback__))
+    if frame is None or not user_code.is_of_user(frame.filename):
+        return text
+    return f"{type(problem).__name__}: {text} (raised in {user_code.place(frame)})"
 
 
 def fenced(flow: str, when: str, detail: str) -> FencedError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from onceflow import hooks, log_context
-from onceflow.errors import BatchAbortedError, OnceflowError
+from onceflow.errors import BatchAbortedError, OnceflowError, OptionError
 from onceflow.external.sink import BatchAttempt, ExternalSink
 from onceflow.messages import Report, TaskPlace, TaskReport, report_row
 from onceflow.task import task_logs
@@ -79,6 +79,13 @@ def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.
             )
         # The stage too: after lost shuffle files Spark may run a task again in another one.
         receipt = order.sink.write(attempt, f"{place.stage}-{place.task}", counted())
+        if not isinstance(receipt, bytes):
+            raise OptionError(
+                f"{type(order.sink).__name__}.write returned {type(receipt).__name__}, not bytes",
+                flow=order.flow,
+                batch=attempt.batch,
+                next_step='return a receipt, with which commit finds the rows of this task; b"" if it needs none',
+            )
         if place.where == "task":  # the driver announces the step itself
             hooks.at("write", where="task", flow=order.flow, batch=attempt.batch, task=place.task)
     except OnceflowError as problem:
