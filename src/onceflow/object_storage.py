@@ -19,7 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
+from onceflow.column_names import did_you_mean
 from onceflow.errors import EnvironmentUnusableError, OptionError
 
 CHUNK_BYTES = 8 << 20
@@ -294,6 +296,42 @@ def is_bucket(url: str) -> bool:
 def schemes() -> list[str]:
     """The beginnings of URLs that are known."""
     return [f"{scheme}://" for scheme in _SCHEMES]
+
+
+def check_place(argument: str, place: str) -> None:
+    """Check that a folder or URL is of a kind in which an object can be created on the condition that there is none.
+
+    Other stores have no such condition: of two drivers, one could overwrite what the other has committed. ``s3:/b`` is
+    what `pathlib.Path` makes of ``s3://b``: it would be a local folder.
+
+    Args:
+        argument: its name, for the error.
+
+    Raises:
+        OptionError: it is not.
+    """
+    scheme, separator, rest = place.partition("://")
+    if separator and urlsplit(place).password is not None:
+        raise OptionError(
+            f"{argument}= contains a password", next_step="give credentials in the environment or in storage_options="
+        )
+    if not separator:
+        start = re.match(r"(\w+)(:/|//)", place)
+        if start is None or start[1].lower() not in _SCHEMES:
+            return
+        scheme = start[1]
+        problem = f"is a local folder, and no URL of a {scheme.lower()} bucket"
+    elif scheme in (*_SCHEMES, "file"):
+        if rest.strip("/"):
+            return
+        problem = "names no folder or bucket"
+    else:
+        problem = f"cannot be used: {scheme}:// is not known to create an object only if there is none"
+    known = [*schemes(), "file://"]
+    raise OptionError(
+        f"{argument}={place!r} {problem}",
+        next_step=f"{did_you_mean(f'{scheme}://', known)}Use one of {', '.join(known)} as text, or a local folder",
+    )
 
 
 def chunks_of(file: IO[bytes]) -> Iterator[bytes]:

@@ -24,9 +24,9 @@ ALLOWED = {
     "protocol": {"errors"},
     "host": {"errors"},
     "client": {"clock", "errors", "protocol"},
-    "calls": {"durations", "errors"},
-    "external": {"durations", "errors", "object_storage"},
-    "claim_check": {"clock", "column_names", "errors", "object_storage", "sizes", "spark", "state"},
+    "calls": {"arguments", "durations", "errors"},
+    "external": {"arguments", "durations", "errors", "object_storage"},
+    "claim_check": {"arguments", "clock", "column_names", "errors", "object_storage", "sizes", "spark", "state"},
     "messages": {"client", "errors", "protocol", "state", "user_code"},
     "task": {
         "calls",
@@ -42,8 +42,8 @@ ALLOWED = {
         "spark",
         "state",
     },
-    "tables": {"client", "clock", "durations", "errors", "protocol", "state"},
-    "metrics": {"_version", "durations", "errors", "hooks", "planning", "state"},
+    "tables": {"arguments", "client", "clock", "durations", "errors", "protocol", "state"},
+    "metrics": {"_version", "arguments", "durations", "errors", "hooks", "planning", "state"},
     "server": {"_version", "client", "clock", "durations", "errors", "protocol", "state", "tables"},
     "planning": {
         "calls",

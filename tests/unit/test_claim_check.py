@@ -177,6 +177,8 @@ def test_references_that_nobody_has_written(claim: ClaimCheck, raw: bytes) -> No
     [
         ({"store": "sftp://host/folder"}, "cannot be used"),
         ({"store": "s3://"}, "names no folder or bucket"),
+        ({"store": "s3:/bucket/prefix"}, "is a local folder, and no URL of a s3 bucket"),
+        ({"store": "S3://bucket/prefix"}, "did you mean 's3://'"),
         ({"store": ""}, "names no folder"),
         ({"store": "s3://user:secret@bucket"}, "contains a password"),
         ({"store": "/tmp/x", "above": "1 megabyte"}, "not a size"),

@@ -982,6 +982,34 @@ def test_options_with_which_drivers_could_overwrite_each_other(monkeypatch: pyte
         DeltaSink("s3://bucket/table")
 
 
+@pytest.mark.parametrize(
+    "root, said",
+    [
+        ("s4://bucket/table", "did you mean 's3://'"),
+        ("S3://bucket/table", "did you mean 's3://'"),
+        ("memory://table", "not known to create an object only if there is none"),
+        ("hdfs://host/table", "not known to create an object only if there is none"),
+        ("s3://", "names no folder or bucket"),
+        ("file:///", "names no folder or bucket"),
+        ("s3://user:hidden@bucket/table", "contains a password"),
+        # A local folder of each machine is no bucket.
+        (Path("s3://bucket/table"), "is a local folder, and no URL of a s3 bucket"),
+        ("s3//bucket/table", "is a local folder, and no URL of a s3 bucket"),
+        ("gs:/bucket/table", "is a local folder, and no URL of a gs bucket"),
+    ],
+)
+def test_places_that_are_refused(root: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(said)) as caught:
+        DeltaSink(root)
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("root", ["s3", "s3a/b", "/s3:/b", "s3.old/t", "s3-b/t", "az/x", "C:/x"])
+def test_folders_that_look_like_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert DeltaSink(root).root == str(Path(root).absolute())
+
+
 @pytest.mark.parametrize("name", ["a b", "a#b", "a?b", "a%b", "é ö", "a'b", "a&b=c", ".a", "x" * 200])
 def test_names_of_folders(tmp_path: Path, name: str) -> None:
     sink = DeltaSink(tmp_path / name)

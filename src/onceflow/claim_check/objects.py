@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-from urllib.parse import urlsplit
 
 from onceflow.claim_check.reference import NAME, REFERS, Reference
 from onceflow.claim_check.scan import PIECE_BYTES, pieces_of, refers
@@ -29,10 +28,10 @@ from onceflow.object_storage import (
     FileChangedError,
     Folder,
     Storage,
+    check_place,
     chunks_of,
     is_bucket,
     said,
-    schemes,
 )
 
 MARKER = "onceflow-claim-check.json"
@@ -320,17 +319,7 @@ def _end_ms(day: str) -> float:
 def _checked(url: str) -> str:
     if url.startswith("local://"):
         url = _FILE + url.removeprefix("local://")
-    _, separator, rest = url.partition("://")
-    if separator and not url.startswith(_FILE) and not is_bucket(url):
-        raise OptionError(
-            f"store={url.partition('://')[0]}://... cannot be used: an object has to appear there as a whole or not at "
-            "all",
-            next_step=f"use one of {', '.join(schemes())}, {_FILE}, or a local folder",
-        )
-    if not (rest if separator else url).strip("/"):
+    check_place("store", url)
+    if not url.strip("/"):
         raise OptionError(f"store={url!r} names no folder or bucket", next_step="for example s3://bucket/prefix")
-    if separator and urlsplit(url).password is not None:
-        raise OptionError(
-            "store= contains a password", next_step="give credentials in the environment or in storage_options="
-        )
-    return url.rstrip("/") if separator else os.path.abspath(url)
+    return url.rstrip("/") if "://" in url else os.path.abspath(url)

@@ -58,14 +58,14 @@ class DeltaSink(ExternalSink):
     which has the progress row. Other applications may write the table meanwhile.
 
     Args:
-        root: the folder of the table, or a URL that deltalake knows, for example ``s3://bucket/table``. A table that
-            does not exist is created with the columns of the rows.
+        root: the folder of the table, or a URL of a bucket, for example ``s3://bucket/table``: of S3, Google or Azure.
+            A table that does not exist is created with the columns of the rows.
         partition_by: partition columns of a table that is created. A table that exists has its own.
         shared: whether the executors of a cluster have this folder, too.
         storage_options: of deltalake, for the object store: for example ``AWS_REGION``, ``AWS_ENDPOINT_URL``.
 
     Raises:
-        OptionError: options with which two drivers could overwrite each other's commits.
+        OptionError: a URL of another kind, or options with which two drivers could overwrite each other's commits.
     """
 
     @known_arguments

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from onceflow.errors import EnvironmentUnusableError, OptionError, PermissionDeniedError
-from onceflow.object_storage import sync
+from onceflow.object_storage import check_place, sync
 
 _SECRET = re.compile(r"secret|key|token|sas|password|credential|account", re.IGNORECASE)
 _SECRET_LENGTH = 6  # shorter values are no secrets, and would hide parts of other words
@@ -45,7 +45,7 @@ class DeltaStorage:
     """The place of a table. Paths are relative to it, and have slashes.
 
     Args:
-        root: a folder, or a URL that deltalake knows. options: its storage options.
+        root: a folder, or a URL of a kind that `check_place` knows. options: its storage options.
 
     Attributes:
         is_local: whether it is a folder.
@@ -53,6 +53,7 @@ class DeltaStorage:
 
     def __init__(self, root: str | Path, options: Mapping[str, str]) -> None:
         given = str(root)
+        check_place("root", given)
         if given.startswith("file://"):
             given = given.removeprefix("file://")
         self.is_local = "://" not in given

@@ -79,13 +79,7 @@ def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.
             )
         # The stage too: after lost shuffle files Spark may run a task again in another one.
         receipt = order.sink.write(attempt, f"{place.stage}-{place.task}", counted())
-        if not isinstance(receipt, bytes):
-            raise OptionError(
-                f"{type(order.sink).__name__}.write returned {type(receipt).__name__}, not bytes",
-                flow=order.flow,
-                batch=attempt.batch,
-                next_step='return a receipt, with which commit finds the rows of this task; b"" if it needs none',
-            )
+        _check_receipt(receipt, order)
         if place.where == "task":  # the driver announces the step itself
             hooks.at("write", where="task", flow=order.flow, batch=attempt.batch, task=place.task)
     except OnceflowError as problem:
@@ -105,3 +99,14 @@ def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.
         error=error,
     )
     return TaskReport((report,), returned=(receipt,))
+
+
+def _check_receipt(receipt: object, order: ExternalOrder) -> None:
+    """Without a receipt, ``commit`` of a sink does not find the rows."""
+    if not isinstance(receipt, bytes):
+        raise OptionError(
+            f"{type(order.sink).__name__}.write returned {type(receipt).__name__}, not bytes",
+            flow=order.flow,
+            batch=order.attempt.batch,
+            next_step='return a receipt, with which commit finds the rows of this task; b"" if it needs none',
+        )
