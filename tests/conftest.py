@@ -46,7 +46,7 @@ if QUICK_COMPILER not in os.environ.get("JAVA_TOOL_OPTIONS", ""):  # as it is wh
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# A shell starts what runs in the background with Ctrl-C ignored, and processes inherit it: no test of Ctrl-C could pass.
+# A shell starts what runs in the background with Ctrl-C ignored, and processes inherit it: tests of Ctrl-C would fail.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
