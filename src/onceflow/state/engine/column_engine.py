@@ -20,7 +20,7 @@ from onceflow.state.api.json_columns import JsonRowError
 from onceflow.state.api.processor import BadRows, ColumnContext, ColumnProcessor
 from onceflow.state.api.scope import ABSENT
 from onceflow.state.api.serdes import BYTES, Struct
-from onceflow.state.api.whole_numbers import NEXT_STEP, rounded, with_nullable_integers
+from onceflow.state.api.whole_numbers import NEXT_STEP, changed, rounded, with_nullable_integers
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import one_chunk, output_batch
@@ -338,6 +338,9 @@ def _cast(column: Any, field: Any) -> Any:
             f"state field {field.name} is {field.type}, got the float {large!r}, which may be another number, rounded: "
             + NEXT_STEP
         )
+    other = changed(column, field.type)
+    if other is not None:
+        raise ValueError(f"state field {field.name} is {field.type}, and {other!r} would be another number in it")
     try:
         return column.cast(field.type)
     except pa.ArrowException as error:

@@ -118,7 +118,10 @@ class OutputCollector:
             if type(record) is not Record and not isinstance(record, Record):
                 raise _no_record(record, records)
             out_key = record.key
-            if out_key is not None and type(out_key) is not bytes:
+            if out_key is None:
+                if key is None:  # what a serde reads as None is a key, too, such as the null of JSON
+                    out_key = raw_key
+            elif type(out_key) is not bytes:
                 if out_key is key and type(key) is str:  # objects of other types may have been changed in place
                     out_key = raw_key
                 else:
