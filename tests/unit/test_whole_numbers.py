@@ -179,6 +179,39 @@ def test_a_state_that_would_become_infinity_is_refused() -> None:
     assert b"1e+300 would be another number" in (dict(letter.headers)["onceflow.error.message"] or b"")
 
 
+class Columns(ColumnProcessor):
+    state_fields = {"flag": "bool", "n": "int64", "text": "string"}  # noqa: RUF012
+
+    def __init__(self, **columns: pa.Array) -> None:
+        self.columns = columns
+
+    def process(self, records: Any, states: Any, context: Any) -> Any:
+        nothing = {name: pa.nulls(1) for name in ("flag", "n", "text")}
+        return None, pa.table({"key": states["key"], **nothing, **self.columns})
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"flag": pa.array([2])},
+        {"flag": pa.array([float("nan")])},
+        {"flag": pa.array(["no"])},
+        {"n": pa.array([True])},
+        {"n": pa.array(["7"])},
+        {"n": pa.array([7], pa.timestamp("us"))},
+        {"text": pa.array([7])},
+    ],
+)
+def test_a_state_of_another_kind_is_refused_as_of_a_processor_of_records(column: dict[str, pa.Array]) -> None:
+    driver = ProcessorDriver(Columns(**column))
+    with pytest.raises(OnceflowError, match=r"state field \w+ is \w+, got a column of"):
+        driver.send("a", b"")
+    fits = Columns(flag=pa.array([True]), n=pa.array([7], pa.uint8()), text=pa.array([b"x"]))
+    driver.processor = fits
+    driver.send("a", b"")
+    assert driver.state("a") == {"flag": True, "n": 7, "text": "x"}
+
+
 class Rows(Lookups):
     """A table of these rows."""
 
