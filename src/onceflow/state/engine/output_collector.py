@@ -117,11 +117,8 @@ class OutputCollector:
         for record in records:
             if type(record) is not Record and not isinstance(record, Record):
                 raise _no_record(record, records)
-            out_key = record.key
-            if out_key is None:
-                if key is None:  # what a serde reads as None is a key, too, such as the null of JSON
-                    out_key = raw_key
-            elif type(out_key) is not bytes:
+            out_key = record.key if record.key is not None or key is not None else raw_key  # JSON's null is a key
+            if out_key is not None and type(out_key) is not bytes:
                 if out_key is key and type(key) is str:  # objects of other types may have been changed in place
                     out_key = raw_key
                 else:
