@@ -106,7 +106,8 @@ class Struct:
         """
         if not value.keys() <= self._names:
             raise ValueError(f"unknown fields {sorted(value.keys() - self._names)}: the struct has {list(self.fields)}")
-        nulls, numbers, tail = 0, list(self._zero), b""
+        nulls, tail = 0, b""
+        numbers: list[Any] = list(self._zero)
         for i, (name, long, flag) in enumerate(self._plain):
             item = value.get(name)
             if item is None:
