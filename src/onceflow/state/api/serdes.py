@@ -80,7 +80,7 @@ def _of_long(raw: bytes) -> int:
     return int(_LONG.unpack(raw)[0])
 
 
-def _to_double(value: float) -> bytes:
+def _to_double(value: Any) -> bytes:
     try:
         raw = _DOUBLE.pack(value)
     except _struct.error as error:
