@@ -370,3 +370,23 @@ def test_what_is_written_can_be_read_again(digits: int, more: int, sign: int) ->
         assert abs(value["n"][0]) > 10**308
         return
     assert exact_json.loads(raw) == value
+
+
+decimals_of_17_digits = st.builds(
+    lambda sign, digits, exponent: Decimal((sign, digits, exponent)),
+    st.integers(0, 1),
+    st.lists(st.integers(0, 9), min_size=1, max_size=20).map(tuple),
+    st.integers(-330, 280),
+) | st.floats(allow_nan=False, allow_infinity=False).map(lambda real: Decimal(f"{real:.17g}"))
+
+
+@given(st.lists(decimals_of_17_digits))
+@example([Decimal("0.10000000000000001"), Decimal("5873096.6686475901"), Decimal("-1.1000000000000001E-7")])
+def test_a_decimal_that_is_written_is_read_as_the_same_number(given: list[Decimal]) -> None:
+    """Also if its 17 digits are those of a float with fewer, for which a document of another program is taken."""
+    raw = exact_json.dumps(given)
+    assert json.loads(raw, parse_float=Decimal, parse_int=Decimal) == given
+    read = exact_json.loads(raw)
+    assert [Decimal(repr(each)) if type(each) is float else Decimal(each) for each in read] == given
+    assert exact_json.dumps(exact_json.loads(exact_json.dumps(read))) == exact_json.dumps(read)
+    assert exact_json.loads(exact_json.written({"n": given}).encode())["n"] == read

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from onceflow import ColumnProcessor, Processor, Record, serdes
-from onceflow.errors import ProcessorError
+from onceflow.errors import BadRecordError, ProcessorError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
 from onceflow.state.local.stored_rows import StoredRows
 from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.task.join_task import JoinTask
 from onceflow.testing.joined_tables import joined_table
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -76,3 +78,36 @@ def test_a_key_in_two_partitions_has_one_value(tmp_path: Path) -> None:
     expected = [b"%d" % partition for partition in key_partitions(pa.array(keys), 3)]
     assert found.get_many(keys) == expected
     assert [found.get(key) for key in keys] == expected
+
+
+@pytest.mark.parametrize(
+    "kind, value, wanted, fits",
+    [
+        ("double", 1.5, pa.int32(), False),
+        ("double", 2.0, pa.int32(), True),
+        ("float", 0.5, pa.int64(), False),
+        ("double", 1e300, pa.float32(), False),
+        ("double", 0.5, pa.float32(), True),
+        ("double", float("nan"), pa.int64(), False),
+        ("int64", 2**53 + 1, pa.float64(), False),
+        ("int64", 2**40, pa.int32(), False),
+        ("uint64", 2**64 - 1, pa.int64(), False),
+        ("string", "5", pa.int64(), False),
+        ("bool", True, pa.int64(), False),
+    ],
+)
+def test_a_field_of_a_struct_is_the_number_that_it_was_or_an_error(
+    kind: str, value: Any, wanted: Any, fits: bool
+) -> None:
+    """In the columns of ``Flow.join_table``."""
+    serde, fields = serdes.struct(n=kind), pa.schema([("n", wanted)])
+    order: Any = SimpleNamespace(
+        spec=SimpleNamespace(topic="t", value=serde), fields=fields, raw=False, on="k", flow="flow"
+    )
+    raws = pa.array([serde.encode({"n": value}), None, serde.encode({})])
+    if fits:
+        (column,) = JoinTask(order)._columns(raws, pa.array(["a", "b", "c"]))
+        assert (column.type, column.to_pylist()) == (wanted, [value, None, None])
+    else:
+        with pytest.raises(BadRecordError, match="cannot be read as n"):
+            JoinTask(order)._columns(raws, pa.array(["a", "b", "c"]))

@@ -143,3 +143,22 @@ def test_rows_longer_than_a_block_of_the_reader() -> None:
 def test_numbers_that_json_does_not_have(bad: float) -> None:
     with pytest.raises(JsonRowError, match=r"row 2: rate is (nan|inf)"):
         format_json(pa.table({"rate": [None, 1.0, bad]}))
+
+
+@pytest.mark.parametrize("bad", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    "row, kind",
+    [
+        ("[1.5, {}]", pa.list_(pa.float64())),
+        ("[[], [{}]]", pa.list_(pa.list_(pa.float32()))),
+        ('{{"b": {}}}', pa.struct([("a", pa.int64()), ("b", pa.float64())])),
+        ('[{{"b": [{}]}}]', pa.list_(pa.struct([("b", pa.list_(pa.float64()))]))),
+    ],
+)
+def test_numbers_that_json_does_not_have_are_found_at_any_depth(row: str, kind: pa.DataType, bad: str) -> None:
+    rows = [b'{"c":%s}' % each for each in (b"null", row.format("2").encode(), row.format(bad).encode())]
+    schema = pa.schema([("c", kind)])
+    assert parse_json(pa.array(rows[:2]), schema).num_rows == 2
+    with pytest.raises(JsonRowError, match=r"row 3: .*(finite|too big)") as raised:
+        parse_json(pa.array([rows[1], *rows]), schema)
+    assert raised.value.index == 3

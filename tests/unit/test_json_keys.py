@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow import ColumnProcessor, Processor, Record, serdes
-from onceflow.errors import BadRecordError
+from onceflow.errors import BadRecordError, OptionError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
 from onceflow.state.api.joined_table import JoinedTable
@@ -29,6 +29,7 @@ from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow.tables.lookups import Lookups
+from onceflow.testing.processor_driver import ProcessorDriver
 
 A, BLANKS, ORDER = b'{"id":1,"shop":2}', b'{"id": 1, "shop": 2}', b'{"shop":2,"id":1}'
 FORMS = [A, BLANKS, ORDER, b'\n{"id":1.0,"\\u0073hop":2}']
@@ -315,7 +316,9 @@ class Own(Processor):
         yield Record(key, b"timer")
 
 
-@pytest.mark.parametrize("raw", [*FORMS, b" 1", b"1.50", b'"\\u0061"', b"[1, 2]", b"18446744073709551616 "])
+@pytest.mark.parametrize(
+    "raw", [*FORMS, b" 1", b"1.50", b'"\\u0061"', b"[1, 2]", b"18446744073709551616 ", b"null", b" null"]
+)
 def test_a_processor_yields_its_own_key_in_the_bytes_in_which_it_came(raw: bytes, tmp_path: Path) -> None:
     store = MemoryStore.open(tmp_path)
     MemoryStore.remove(tmp_path)
@@ -336,3 +339,79 @@ def test_a_processor_yields_its_own_key_in_the_bytes_in_which_it_came(raw: bytes
         *([(b"changed", serdes.JSON.encode(changed))] if changed != key else []),
         (b"other", serdes.JSON.encode([changed, 1])),
     ]
+
+
+# ---- keys that Python takes for equal ----------------------------------------------------------------
+
+
+def test_keys_that_are_one_key_of_a_dict_are_not_looked_up_together(store: Store) -> None:
+    """A dict of their values would have the value of one of them for all."""
+    put(store, {b"1": b"number", b"true": b"boolean", b"0": b"zero", b'"1"': b"text", b"7.0": b"7", b"7": b"7"})
+    view, table = View({0: store}), joined({0: store})
+    for keys in ([1, True], [1, "1", True], [False, 0], [True, 2, 1.0]):
+        with pytest.raises(OptionError, match="two keys of the table, but one key of a dict"):
+            view.multi_get(keys)
+        with pytest.raises(ValueError, match="two keys of the table, but one key of a dict"):
+            table.multi_get(keys)
+    for keys in ([1, "1"], [7, 7.0], [1, 1], [2, 2.0, 1]):
+        expected = {key: view.get(key) for key in keys if view.get(key) is not None}
+        assert view.multi_get(keys) == table.multi_get(keys) == expected
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a", "ab", 'a"', "ä", "b", "\n"]), st.just(b"v")), st.sampled_from(["", "a", 'a"'])
+)
+def test_text_keys_of_json_are_found_by_their_beginning(content: dict[str, bytes], prefix: str) -> None:
+    with tempfile.TemporaryDirectory() as folder, closing(MemoryStore.open(Path(folder))) as store:
+        put(store, {serdes.JSON.encode(key): value for key, value in content.items()})
+        put(store, {b"1": b"number", b'{"a":1}': b"document"})
+        assert dict(View({0: store}).prefix(prefix)) == {k: v for k, v in content.items() if k.startswith(prefix)}
+        MemoryStore.remove(Path(folder))
+
+
+class Entries(Processor):
+    """Puts an entry, and says what is found for another key."""
+
+    key, value, output = serdes.STRING, serdes.JSON, serdes.JSON
+    state = serdes.JSON
+
+    def process(self, key: str, records: list[Record], state: Any) -> Iterator[Record]:
+        for record in records:
+            one, other = record.value
+            entries = state.map("m", key=serdes.JSON)
+            entries.put(one, "found")
+            yield Record(key, [entries.get(other), other in entries, len(list(entries.items()))])
+
+
+@pytest.mark.parametrize(
+    "one, other, same",
+    [
+        ('{"a":1,"b":2}', '{"b":2,"a":1}', True),
+        ("1", "1.0", True),
+        ("-0.0", "0", True),
+        ("1e16", "10000000000000000.000000000", True),
+        ("0.50", "0.5", True),
+        ('[{"a":1,"b":[0.25]}]', '[{"b":[25e-2],"a":1.0}]', True),
+        ("1", "true", False),
+        ("1", '"1"', False),
+        ("0", "false", False),
+        ("[1,2]", "[2,1]", False),
+        ("9007199254740993", "9007199254740992.0", False),
+    ],
+)
+def test_entries_of_maps_whose_keys_are_json_are_found_by_value(one: str, other: str, same: bool) -> None:
+    driver = ProcessorDriver(Entries())
+    (record,) = driver.send("k", f"[{one},{other}]".encode())
+    assert record.value == ["found" if same else None, same, 1]
+
+
+def test_ranges_of_numbers_of_a_map_go_by_their_text() -> None:
+    class Ranges(Entries):
+        def process(self, key: str, records: list[Record], state: Any) -> Iterator[Record]:
+            entries = state.map("m", key=serdes.JSON)
+            for number in records[0].value:
+                entries.put(number, 1)
+            yield Record(key, [entry for entry, _ in entries.items(0.5, 2)])
+
+    (record,) = ProcessorDriver(Ranges()).send("k", [0.25, 0.5, 1, 1.5, 2.0, 2.5])
+    assert record.value == [0.5, 1, 1.5]

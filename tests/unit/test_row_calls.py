@@ -156,3 +156,20 @@ def test_a_result_that_its_topic_does_not_take_is_a_dead_letter(monkeypatch: pyt
     assert json.loads(headers[1]["onceflow.shortened"]) == {"value": 9_500}
     with pytest.raises(ProcessorError, match="an output cannot be written"):
         next(iter(CallRows(replace(order, dead_letter_topic=None))(iter([rows]))))
+
+
+def test_an_empty_list_that_may_be_a_value_is_not_taken_for_no_records() -> None:
+    """A record whose result is a list without elements would vanish."""
+    json_, bytes_ = onceflow.serdes.JSON, onceflow.serdes.BYTES
+    results: dict[str, Any] = {"none": None, "empty": [], "full": ["x"], "record": onceflow.Record(b"k", [])}
+    order = CallOrder(
+        onceflow.concurrently(lambda record: results[record.value]), "out", "failed", json_, json_, "flow"
+    )
+    rows = pa.record_batch({"key": [b"k"] * 4, "value": [json.dumps(name).encode() for name in results]})
+    found = next(iter(CallRows(order)(iter([rows]))))
+    assert found.column("value").to_pylist() == [b'"empty"', b'["x"]', b"[]"]
+    assert found.column("topic").to_pylist() == ["failed", "out", "out"]
+    with pytest.raises(ProcessorError, match="return None if nothing is to be written"):
+        next(iter(CallRows(replace(order, dead_letter_topic=None))(iter([rows]))))
+    of_bytes = replace(order, output=bytes_, dead_letter_topic=None)  # no list can be a value of these
+    assert list(CallRows(of_bytes)(iter([rows.slice(1, 1)]))) == []

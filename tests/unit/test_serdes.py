@@ -6,6 +6,7 @@ import pickle
 import struct as packing
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -89,6 +90,8 @@ def test_long_and_double_are_big_endian_as_in_java(number: int, real: float) -> 
         (LONG.encode, "1"),
         (LONG.decode, b"1"),
         (DOUBLE.encode, "1"),
+        (DOUBLE.encode, 2**53 + 1),
+        (DOUBLE.encode, np.int64(-(2**53) - 1)),
         (DOUBLE.decode, b"123456789"),
     ],
 )
@@ -153,11 +156,26 @@ def test_layout_of_a_struct_is_fixed() -> None:
         {"text": "\ud800"},
         {"raw": "text"},
         {"unknown": 1},
+        {"real": 2**53 + 1},
+        {"real": np.uint64(2**64 - 1)},
+        {"small": 2**24 + 1},
+        {"small": 1e300},
     ],
 )
 def test_structs_refuse_what_their_fields_cannot_hold(value: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"hold|unknown|field|surrogates"):
-        struct(n="int8", flag="bool", text="string", raw="binary").encode(value)
+        struct(n="int8", flag="bool", text="string", raw="binary", real="double", small="float").encode(value)
+
+
+@given(st.integers(-(2**80), 2**80) | st.integers(-(2**25), 2**25), st.sampled_from(["float", "double"]))
+def test_whole_numbers_in_fields_of_floats_are_kept_or_refused(number: int, kind: str) -> None:
+    serde = struct(n="int8", real=kind)
+    try:
+        raw = serde.encode({"real": number, "n": 1})
+    except ValueError:
+        assert int(np.dtype(kind.replace("float", "float32")).type(number)) != number
+    else:
+        assert serde.decode(raw) == {"real": number, "n": 1}
 
 
 def test_structs_refuse_bytes_of_others() -> None:

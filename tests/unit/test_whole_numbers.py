@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onceflow import serdes
 from onceflow.errors import OnceflowError, SchemaError
+from onceflow.state import rows
 from onceflow.state.api.json_columns import format_json, parse_json
 from onceflow.state.api.processor import ColumnProcessor
-from onceflow.state.api.whole_numbers import rounded
+from onceflow.state.api.whole_numbers import changed, rounded
+from onceflow.state.local.stored_rows import StoredRows
+from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.tables.lookups import Lookups
 from onceflow.task.map_rows import RowsMap
 from onceflow.testing.processor_driver import ProcessorDriver
 
 BIG = 9007199254740993
+AMOUNTS = pa.schema([("n", pa.decimal128(20, 2))])
 KINDS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
 
 
@@ -117,13 +128,125 @@ def test_flow_map_refuses_floats_that_may_be_rounded_integers(column: pa.Array, 
     "column, kind",
     [
         (pa.array([2.0**53 - 1, None]), pa.int64()),
-        (pa.array([float("inf"), 1e300]), pa.float32()),
+        (pa.array([float("inf"), 1e30]), pa.float32()),
         (pa.array([[1.0], None]), pa.list_(pa.int32())),
         (pa.array([1e300]), pa.float64()),
     ],
 )
 def test_other_floats_are_not_refused_for_that(column: pa.Array, kind: pa.DataType) -> None:
     assert rounded(column, kind) is None
+    assert changed(column, kind) is None
+
+
+@pytest.mark.parametrize(
+    "column, kind",
+    [
+        (pa.array([0.5, 0.125]), pa.decimal128(10, 2)),
+        (pa.array([float("nan"), 1e10, 0.125]), pa.decimal128(10, 2)),
+        (pa.array([[0.5], [None, 0.125]]), pa.list_(pa.decimal128(10, 2))),
+        (pa.array([0.5, 0.125], pa.float32()), pa.decimal128(10, 2)),
+        (pa.array([float("inf"), None, 1e300]), pa.float32()),
+        (pa.array([{"a": 1, "b": 1e300}]), pa.struct([("b", pa.float32()), ("a", pa.int64())])),
+    ],
+)
+def test_floats_that_a_cast_would_make_other_numbers_are_refused(column: pa.Array, kind: pa.DataType) -> None:
+    made = RowsMap(lambda given: batch_of({"n": column}), "f", 1, pa.schema([("n", kind)]), "flow")
+    with pytest.raises(SchemaError, match=r"(0\.125|1e\+300) would be another number"):
+        made.apply(batch_of({"n": pa.array([1])}))
+
+
+@settings(deadline=None)
+@given(st.lists(st.none() | st.floats(-1e6, 1e6).map(lambda real: round(real, 2)), min_size=1))
+def test_floats_of_two_digits_become_decimals_of_two_digits(values: list[float | None]) -> None:
+    made = RowsMap(lambda given: batch_of({"n": pa.array(values, pa.float64())}), "f", 1, AMOUNTS, "flow")
+    found = made.apply(batch_of({"n": pa.array([1])})).column("n").to_pylist()
+    assert found == [None if value is None else round(Decimal(repr(value)), 2) for value in values]
+
+
+class SmallFloats(ColumnProcessor):
+    state_fields = {"n": "float32"}  # noqa: RUF012
+
+    def process(self, records: Any, states: Any, context: Any) -> Any:
+        return None, pa.table({"key": states["key"], "n": pa.array([float(v) for v in records["value"].to_pylist()])})
+
+
+def test_a_state_that_would_become_infinity_is_refused() -> None:
+    driver = ProcessorDriver(SmallFloats(), on_error="dead-letter")
+    driver.send("a", b"0.1")
+    driver.send("a", b"1e300")
+    assert driver.state("a") == {"n": pytest.approx(0.1)}
+    (letter,) = driver.dead_letters
+    assert b"1e+300 would be another number" in (dict(letter.headers)["onceflow.error.message"] or b"")
+
+
+class Columns(ColumnProcessor):
+    state_fields = {"flag": "bool", "n": "int64", "text": "string"}  # noqa: RUF012
+
+    def __init__(self, **columns: pa.Array) -> None:
+        self.columns = columns
+
+    def process(self, records: Any, states: Any, context: Any) -> Any:
+        nothing = {name: pa.nulls(1) for name in ("flag", "n", "text")}
+        return None, pa.table({"key": states["key"], **nothing, **self.columns})
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"flag": pa.array([2])},
+        {"flag": pa.array([float("nan")])},
+        {"flag": pa.array(["no"])},
+        {"n": pa.array([True])},
+        {"n": pa.array(["7"])},
+        {"n": pa.array([7], pa.timestamp("us"))},
+        {"text": pa.array([7])},
+    ],
+)
+def test_a_state_of_another_kind_is_refused_as_of_a_processor_of_records(column: dict[str, pa.Array]) -> None:
+    driver = ProcessorDriver(Columns(**column))
+    with pytest.raises(OnceflowError, match=r"state field \w+ is \w+, got a column of"):
+        driver.send("a", b"")
+    fits = Columns(flag=pa.array([True]), n=pa.array([7], pa.uint8()), text=pa.array([b"x"]))
+    driver.processor = fits
+    driver.send("a", b"")
+    assert driver.state("a") == {"flag": True, "n": 7, "text": "x"}
+
+
+class Rows(Lookups):
+    """A table of these rows."""
+
+    topic = "t"
+
+    def __init__(self, value: Any, rows_: dict[bytes, bytes]) -> None:
+        super().__init__(serdes.STRING, value)
+        self.store = MemoryStore.open(Path(tempfile.mkdtemp()))
+        self.store.write({rows.value_key(key): rows.pack(raw) for key, raw in rows_.items()}, index=True)
+
+    def _readable(self) -> StoredRows:
+        return StoredRows(lambda: contextlib.nullcontext({0: self.store}), partitions=1)
+
+
+ONE = serdes.struct(n="int64")
+
+
+@pytest.mark.parametrize(
+    "value, one, other, expected",
+    [
+        (serdes.JSON, b"%d" % BIG, b"null", BIG),
+        (serdes.JSON, b'{"id":%d}' % BIG, b"{}", {"id": BIG}),
+        (serdes.JSON, b'{"ids":[%d,null]}' % BIG, b"{}", {"ids": [BIG, None]}),
+        (serdes.JSON, b"[%d,null]" % BIG, b"[]", [BIG, None]),
+        (ONE, ONE.encode({"n": BIG}), ONE.encode({}), {"n": BIG}),
+    ],
+)
+def test_a_table_in_pandas_keeps_integers_beside_missing_ones(
+    value: Any, one: bytes, other: bytes, expected: Any
+) -> None:
+    found = Rows(value, {b"a": one, b"b": other}).to_pandas()["value"][0]
+    found = found.tolist() if isinstance(found, np.ndarray) else found
+    if isinstance(found, dict):
+        found = {name: each.tolist() if isinstance(each, np.ndarray) else each for name, each in found.items()}
+    assert found == expected
 
 
 def test_parsed_json_through_pandas() -> None:

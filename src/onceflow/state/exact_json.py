@@ -35,6 +35,7 @@ _dumps, _loads = orjson.dumps, orjson.loads  # a global variable is found sooner
 _NO_INTEGER = re.compile(rb"[0-9][.eE]")  # as every number has that is none
 _SMALLEST = 2.2250738585072014e-308
 _FLOAT_DIGITS = 15  # a float holds every decimal number of so many digits
+_MOST_FLOAT_DIGITS = 17  # so many digits tell every float from all others
 _CHECKED_AT_ONCE = 32  # few, so that they stay in the CPU cache
 _LARGEST_INT = 10**308  # what is larger is no double, and `orjson` does not read it
 _INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
@@ -134,7 +135,7 @@ class _WithDecimals:
 
     def text(self, value: Any) -> str:
         if isinstance(value, Decimal):
-            return str(_finite(value))
+            return _in_digits(value)
         if isinstance(value, dict):
             pairs = (f"{self.name(name)}{self.colon}{self.text(each)}" for name, each in value.items())
             return f"{{{self.comma.join(pairs)}}}"
@@ -193,7 +194,10 @@ def number(text: str) -> float | Decimal:
         exact = Decimal(text)
     except InvalidOperation:
         raise ValueError(f"{text:.50} is too small for a double") from None
-    return value if exact == Decimal(repr(value)) or exact == Decimal(f"{value:.17g}") else exact
+    if exact == Decimal(repr(value)):
+        return value
+    # More digits than 17 say that it is no float that a program has written with 17 digits, see `_in_digits`.
+    return value if len(exact.as_tuple().digits) <= _MOST_FLOAT_DIGITS and exact == _of_17_digits(value) else exact
 
 
 def _exactly(raw: bytes | bytearray | memoryview | str, value: Any) -> Any:
@@ -260,7 +264,25 @@ def _decimal(value: Any) -> orjson.Fragment:
     """A Decimal in its own digits. `orjson` calls it for objects that it cannot write."""
     if not isinstance(value, Decimal):
         raise TypeError(f"{type(value).__name__} is no JSON")
-    return orjson.Fragment(str(_finite(value)))
+    return orjson.Fragment(_in_digits(value))
+
+
+def _in_digits(value: Decimal) -> str:
+    """The digits of a Decimal. If they are the 17 digits of a float that has fewer, it gets zeros at its end, so that
+    it is not taken for that float when it is read again."""
+    _finite(value)
+    sign, digits, exponent = value.as_tuple()
+    if _FLOAT_DIGITS < len(digits) <= _MOST_FLOAT_DIGITS and type(number(str(value))) is float:
+        stands_for = Decimal(repr(float(value)))
+        if stands_for != value:
+            more = _MOST_FLOAT_DIGITS + 1 - len(digits)
+            assert isinstance(exponent, int)  # it is finite
+            return str(Decimal((sign, (*digits, *[0] * more), exponent - more)))
+    return str(value)
+
+
+def _of_17_digits(value: float) -> Decimal:
+    return Decimal(f"{value:.{_MOST_FLOAT_DIGITS}g}")
 
 
 def _finite(value: Any) -> Any:

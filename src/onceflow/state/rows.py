@@ -47,7 +47,7 @@ _TIMER_PAYLOAD = 1  # where it begins in a row without fields: clock and time
 _TIME = struct.Struct(">Q")
 _VERSION = struct.Struct(">I")
 _SIGN = 1 << 63
-_NUMBER = re.compile(rb"-?[0-9]{1,18}")
+_NUMBER = re.compile(rb"-?[0-9]{1,19}")
 _VERSION_MAX = (1 << 32) - 1
 #: What JSON documents begin with that may have a `json_index`.
 JSON_BEGINS = (b"\t", b"\n", b"\r", b" ", b'"', b"[", b"{")
@@ -117,8 +117,9 @@ def from_record(value: bytes, headers: Iterable[tuple[str, bytes | None]] = ()) 
 
 
 def number_in(raw: bytes | None) -> int | None:
-    """The number in a header of a record; None: there is none."""
-    return None if raw is None or not _NUMBER.fullmatch(raw) else int(raw)
+    """The number of 64 bits in a header of a record; None: there is none."""
+    number = None if raw is None or not _NUMBER.fullmatch(raw) else int(raw)
+    return number if number is not None and -_SIGN <= number < _SIGN else None
 
 
 def is_version(number: int) -> bool:

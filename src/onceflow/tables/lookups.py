@@ -11,7 +11,9 @@ import pyarrow as pa
 from onceflow.errors import BadRecordError, OptionError
 from onceflow.state import rows
 from onceflow.state.api.bounds import against_order
+from onceflow.state.api.equal_keys import ambiguous
 from onceflow.state.api.serdes import JSON, is_serde
+from onceflow.state.api.whole_numbers import with_nullable_integers
 from onceflow.state.local.stored_rows import StoredRows
 from onceflow.tables.columns import column
 
@@ -49,7 +51,8 @@ class Lookups(abc.ABC):
         """The values of those of these keys that exist, in the order of the keys.
 
         Raises:
-            OptionError: the keys are one text, or bytes.
+            OptionError: the keys are one text, or bytes; or two of them are one key of a dict, such as 1 and True, but
+                have different values here.
         """
         if isinstance(keys, (str, *_BYTES)):
             raise OptionError(
@@ -58,6 +61,8 @@ class Lookups(abc.ABC):
             )
         encoded = [self._encoded(key, "key for multi_get()") for key in keys]
         raws = self._readable().find(encoded) if self._by_value else self._readable().get_many(encoded)
+        if why := ambiguous(keys, raws):
+            raise OptionError(f"multi_get() of table {self.topic}: {why}", next_step="look them up with get()")
         return {key: self._decoded(raw, key) for key, raw in zip(keys, raws, strict=True) if raw is not None}
 
     def range(self, start: Any = None, end: Any = None, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
@@ -83,10 +88,13 @@ class Lookups(abc.ABC):
         """Keys that begin with a prefix, and their values, in the order of the keys' bytes.
 
         Args:
-            prefix: bytes; or text, if the keys are text.
+            prefix: bytes; or text, if the keys are text, also as JSON.
         """
         if not isinstance(prefix, _BYTES):
+            is_text = isinstance(prefix, str)
             prefix = self._encoded(prefix, "prefix")
+            if is_text and self._by_value:
+                prefix = prefix[:-1]  # a key of JSON that begins with it has its quote somewhere behind
         return self._pairs(bytes(prefix), rows.after(bytes(prefix)), reverse)
 
     def items(self) -> Iterator[tuple[Any, Any]]:
@@ -134,8 +142,11 @@ class Lookups(abc.ABC):
         return pa.table({"key": keys, "value": column([value for _, value in found], self._value, "value", self.topic)})
 
     def to_pandas(self) -> Any:
-        """All rows as a pandas DataFrame with the columns ``key`` and ``value``."""
-        return self.to_arrow().to_pandas()
+        """All rows as a pandas DataFrame with the columns ``key`` and ``value``.
+
+        Integers stay integers where others are missing: with the type ``Int64``, or as Python's in documents and lists.
+        """
+        return with_nullable_integers(self.to_arrow()).to_pandas(integer_object_nulls=True)
 
     # ---- inside --------------------------------------------------------------------------------------
 

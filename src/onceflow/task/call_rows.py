@@ -149,7 +149,7 @@ class CallRows:
         for record, outcome in zip(records, outcomes, strict=True):
             mark = collector.mark()
             try:
-                collector.extend(_as_records(outcome.get(), record), record.key, record.key)
+                collector.extend(self._records(outcome.get(), record), record.key, record.key)
             except NotRecordsError as error:
                 raise self._failed(record, error) from error
             except Exception as error:
@@ -165,6 +165,26 @@ class CallRows:
                 count, first = report.causes.get(type(error).__name__, (0, ""))
                 report.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)
         return collector.take()
+
+    def _records(self, result: Any, record: Record) -> Any:
+        """As `_as_records`.
+
+        Raises:
+            ValueError: the result is an empty list, which may be a value as well as no records.
+        """
+        if isinstance(result, (list, tuple)) and not result and self._takes(result):
+            raise ValueError(
+                "the result is an empty list, which can be a value or no records: return None if nothing is to be "
+                "written, or Record(record.key, []) if the list is the value"
+            )
+        return _as_records(result, record)
+
+    def _takes(self, value: Any) -> bool:
+        try:
+            self.order.output.encode(value)
+        except Exception:
+            return False
+        return True
 
     def _failed(self, record: Record, error: Exception) -> ProcessorError:
         return ProcessorError(

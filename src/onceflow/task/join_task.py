@@ -19,6 +19,7 @@ from onceflow.protocol.partitioners import key_partitions
 from onceflow.spark import queries
 from onceflow.state.api import serdes
 from onceflow.state.api.json_columns import parse_json
+from onceflow.state.api.whole_numbers import changed
 from onceflow.state.joins.copies import InexactCopyError, JoinedCopies
 from onceflow.task.row_writer import worker_cluster
 
@@ -142,13 +143,29 @@ class JoinTask:
         if self.order.spec.value == serdes.JSON or not isinstance(self.order.spec.value, serdes.Struct):
             parsed: Any = parse_json(distinct, self.order.fields)
         else:
-            documents = [None if raw is None else self.order.spec.value.decode(raw) for raw in distinct.to_pylist()]
-            parsed = pa.Table.from_pylist([document or {} for document in documents], schema=self.order.fields)
+            decoded = [None if raw is None else self.order.spec.value.decode(raw) for raw in distinct.to_pylist()]
+            documents = [document or {} for document in decoded]
+            parsed = {field.name: self._field(documents, field) for field in self.order.fields}
         columns = [parsed[name] for name in self.order.fields.names]
         return [
             pc.cast(one.combine_chunks() if isinstance(one, pa.ChunkedArray) else one, field.type)
             for one, field in zip(columns, self.order.fields, strict=True)
         ]
+
+    def _field(self, documents: list[dict[str, Any]], field: pa.Field) -> pa.Array:
+        """A field of structs as the type that is asked for.
+
+        Raises:
+            ValueError: a value would be another one. Arrow's own errors also say so.
+        """
+        values = [document.get(field.name) for document in documents]
+        given = self.order.spec.value.schema.field(field.name).type
+        if not (pa.types.is_floating(given) and (pa.types.is_floating(field.type) or pa.types.is_integer(field.type))):
+            return pa.array(values, field.type)
+        floats = pa.array(values, given)
+        if (other := changed(floats, field.type)) is not None:
+            raise ValueError(f"{other!r} of the field {field.name} would be another number as {field.type}")
+        return floats.cast(field.type)  # to make integers of Python's floats cuts their digits
 
 
 class CopiesTask:

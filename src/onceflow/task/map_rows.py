@@ -14,7 +14,7 @@ from onceflow.spark import queries
 from onceflow.spark.pickling import Pickled
 from onceflow.state.api import user_errors
 from onceflow.state.api.dictionaries import decoded
-from onceflow.state.api.whole_numbers import NEXT_STEP, rounded, with_nullable_integers
+from onceflow.state.api.whole_numbers import NEXT_STEP, changed, rounded, with_nullable_integers
 
 _UTC_TIMES = pa.timestamp("us", tz="UTC")
 # Types of one kind are cast to each other where no value changes.
@@ -152,6 +152,14 @@ class RowsMap:
                     "another number, rounded",
                     given,
                     NEXT_STEP,
+                )
+            other = changed(column, field.type)
+            if other is not None:
+                raise self._wrong(
+                    f"returned the column {field.name!r} as {kind}, which cannot become {field.type}: {other!r} would "
+                    "be another number",
+                    given,
+                    f"round it as it should be rounded, or {self._columns()}",
                 )
             try:
                 return column.cast(field.type)

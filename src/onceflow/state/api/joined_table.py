@@ -12,6 +12,7 @@ import pyarrow as pa
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import exact_json, rows
 from onceflow.state.api.bounds import against_order
+from onceflow.state.api.equal_keys import ambiguous
 from onceflow.state.api.serdes import BYTES, DOUBLE, JSON, LONG, STRING
 from onceflow.state.api.user_errors import not_encoded
 from onceflow.state.local.stored_rows import StoredRows, Stores
@@ -82,6 +83,7 @@ class JoinedTable:
 
         Raises:
             TypeError: the keys are one text, or bytes.
+            ValueError: two of them are one key of a dict, such as 1 and True, but have different values here.
         """
         if isinstance(keys, (str, bytes)):
             raise TypeError(
@@ -89,6 +91,8 @@ class JoinedTable:
                 "get() looks up one key"
             )
         raws = self._found_all([self._bytes(key) for key in keys])
+        if why := ambiguous(keys, raws):
+            raise ValueError(f"multi_get() of table {self._name!r}: {why}: look them up with get()")
         return {key: self._decoded(raw, key) for key, raw in zip(keys, raws, strict=True) if raw is not None}
 
     def __contains__(self, key: Any) -> bool:

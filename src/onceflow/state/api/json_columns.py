@@ -74,10 +74,9 @@ def parse_json(values: Any, schema: pa.Schema) -> pa.Table:
             reason = str(error).removeprefix("JSON parse error: ").removesuffix(" in row 0")
         raise _bad(column, index, reason)
     for field in schema:
-        if pa.types.is_floating(field.type):
-            at = pc.index(pc.is_finite(table[field.name]), False).as_py()
-            if at >= 0:  # the reader accepts NaN and numbers that are too large
-                raise _bad(column, at, f"{field.name} is not a finite number")
+        at = _first_not_finite(table[field.name])
+        if at is not None:  # the reader accepts NaN and numbers that are too large
+            raise _bad(column, at, f"{field.name} is not a finite number")
     return with_nullable_integers(table)
 
 
@@ -109,6 +108,22 @@ def format_json(table: pa.Table) -> pa.Array:
 
 
 # ---- reading -----------------------------------------------------------------------------------------
+
+
+def _first_not_finite(column: Any) -> int | None:
+    """The first row with a float that is no number, also inside of lists and structs; None: there is none."""
+    kind = column.type
+    if pa.types.is_floating(kind):
+        at = pc.index(pc.is_finite(column), False).as_py()
+        return None if at < 0 else int(at)
+    if not pa.types.is_nested(kind):
+        return None
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if pa.types.is_struct(kind):
+        found = [_first_not_finite(part) for part in array.flatten()]
+        return min((at for at in found if at is not None), default=None)
+    at = _first_not_finite(array.flatten())
+    return None if at is None else int(pc.list_parent_indices(array)[at].as_py())
 
 
 def _bad(column: Any, index: int, reason: str) -> JsonRowError:

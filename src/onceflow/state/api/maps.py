@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from typing import Any
 
-from onceflow.state import rows
+from onceflow.state import exact_json, rows
 from onceflow.state.api.bounds import against_order
 from onceflow.state.api.scope import ABSENT, Scope
+from onceflow.state.api.serdes import JSON
 from onceflow.state.api.user_errors import not_encoded
 
 # Lists are maps whose name begins with a byte that no UTF-8 text has.
@@ -17,7 +19,7 @@ _LIST = b"\xff"
 class MapState:
     """A map of one key; get it as ``state.map(name)``. Entries are ordered by the bytes of their keys."""
 
-    __slots__ = ("_decode", "_key_serde", "_name", "_prefix", "_scope", "_serde")
+    __slots__ = ("_decode", "_encode_key", "_key_serde", "_name", "_prefix", "_scope", "_serde")
 
     def __init__(self, scope: Scope, key: bytes, name: str, key_serde: Any, value_serde: Any) -> None:
         serde = scope.value_serde if value_serde is None else value_serde
@@ -25,6 +27,7 @@ class MapState:
         self._name = name
         self._prefix = rows.map_key(key, name.encode())
         self._key_serde = key_serde
+        self._encode_key = None if key_serde is None else _json_key if key_serde == JSON else key_serde.encode
         self._serde = serde
         self._decode = serde.decode
 
@@ -91,9 +94,9 @@ class MapState:
         return self._prefix + self._key_bytes(key)
 
     def _key_bytes(self, key: Any) -> bytes:
-        if self._key_serde is not None:
+        if self._encode_key is not None:
             try:
-                encoded: bytes = self._key_serde.encode(key)
+                encoded: bytes = self._encode_key(key)
             except Exception as error:
                 not_encoded(error, f"the key for map {self._name!r}", key, self._key_serde, "its")
                 raise
@@ -156,6 +159,18 @@ class ListState:
         """Delete all items."""
         clear(self._scope, self._prefix)
         self._next = 0
+
+
+def _json_key(key: Any) -> bytes:
+    """A key of entries as JSON: equal numbers are one key, and so are objects whatever the order of their fields."""
+    raw = exact_json.dumps(key)
+    if type(key) is str or type(key) is int:
+        return raw
+    if type(key) is float:  # ranges go by the text, so it stays as it is written, as far as this can be
+        return exact_json.dumps(int(key)) if key.is_integer() else raw
+    if type(key) is Decimal and type(value := exact_json.loads(raw)) is float:
+        return _json_key(value)
+    return exact_json.canonical(raw)
 
 
 def put(place: MapState | ListState, row_key: bytes, value: Any, ttl: str | float | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct as _struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from onceflow.state import exact_json
@@ -79,11 +80,14 @@ def _of_long(raw: bytes) -> int:
     return int(_LONG.unpack(raw)[0])
 
 
-def _to_double(value: float) -> bytes:
+def _to_double(value: Any) -> bytes:
     try:
-        return _DOUBLE.pack(value)
+        raw = _DOUBLE.pack(value)
     except _struct.error as error:
         raise ValueError(f"{value!r} is not a number: {error}") from None
+    if type(value) is not float and isinstance(value, Integral) and _DOUBLE.unpack(raw)[0] != int(value):
+        raise ValueError(f"{value!r} is not a double: it would be rounded")
+    return raw
 
 
 def _of_double(raw: bytes) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct as _struct
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ _ALIASES = {
     "str": "string",
     "bytes": "binary",
 }
+_EXACT_FLOATS = 1 << 24  # the smallest type of floats holds all whole numbers up to here
 _NOTHING = pa.scalar(b"", pa.binary())
 
 
@@ -81,6 +83,7 @@ class Struct:
         self._width = self._bitmap + self._fixed.size
         self._plain = [(name, kind in ("string", "binary"), kind == "bool") for name, kind in self.fields.items()]
         self._long = [i for i, (_, long, _) in enumerate(self._plain) if long]
+        self._reals = [i for i, kind in enumerate(self.fields.values()) if kind in ("float32", "float64")]
         self._zero = [False if flag else 0 for _, _, flag in self._plain]
         formats = ["<" + _FORMATS[kind][0] for kind in self.fields.values()]
         sizes = [_struct.calcsize(each) for each in formats]
@@ -103,7 +106,8 @@ class Struct:
         """
         if not value.keys() <= self._names:
             raise ValueError(f"unknown fields {sorted(value.keys() - self._names)}: the struct has {list(self.fields)}")
-        nulls, numbers, tail = 0, list(self._zero), b""
+        nulls, tail = 0, b""
+        numbers: list[Any] = list(self._zero)
         for i, (name, long, flag) in enumerate(self._plain):
             item = value.get(name)
             if item is None:
@@ -117,9 +121,13 @@ class Struct:
             else:
                 numbers[i] = item
         try:
-            return nulls.to_bytes(self._bitmap, "little") + self._fixed.pack(*numbers) + tail
+            fixed = self._fixed.pack(*numbers)
         except (_struct.error, OverflowError) as error:
             raise ValueError(f"{self.name} cannot hold {value!r}: {error}") from None
+        for i in self._reals:
+            if type(numbers[i]) is not float and _is_rounded(numbers[i], self._fixed, fixed, i):
+                raise ValueError(f"{self.name} cannot hold {value!r}: {numbers[i]!r} would be rounded")
+        return nulls.to_bytes(self._bitmap, "little") + fixed + tail
 
     def decode(self, raw: bytes) -> dict[str, Any]:
         """The dict, with all fields.
@@ -224,6 +232,11 @@ class Struct:
         if (at != starts + lengths).any():
             raise ValueError(f"bytes are not of {self.name}")
         return columns
+
+
+def _is_rounded(number: Any, form: _struct.Struct, raw: bytes, at: int) -> bool:
+    """Whether a whole number has become another one in a field of floats, as when a column is cast."""
+    return isinstance(number, Integral) and abs(int(number)) > _EXACT_FLOATS and form.unpack(raw)[at] != int(number)
 
 
 def _long_bytes(name: str, item: Any, kind: str) -> bytes:

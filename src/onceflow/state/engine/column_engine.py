@@ -20,7 +20,7 @@ from onceflow.state.api.json_columns import JsonRowError
 from onceflow.state.api.processor import BadRows, ColumnContext, ColumnProcessor
 from onceflow.state.api.scope import ABSENT
 from onceflow.state.api.serdes import BYTES, Struct
-from onceflow.state.api.whole_numbers import NEXT_STEP, rounded, with_nullable_integers
+from onceflow.state.api.whole_numbers import NEXT_STEP, changed, rounded, with_nullable_integers
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import one_chunk, output_batch
@@ -332,13 +332,27 @@ def as_table(given: Any, what: str) -> pa.Table:
 def _cast(column: Any, field: Any) -> Any:
     if column.type == field.type:
         return column
+    kinds = _kind(column.type), _kind(field.type)
+    if kinds[0] != kinds[1] and not pa.types.is_null(column.type):  # Arrow makes true of 2, and times of numbers
+        raise ValueError(f"state field {field.name} is {field.type}, got a column of {column.type}")
     large = rounded(column, field.type)
     if large is not None:
         raise ValueError(
             f"state field {field.name} is {field.type}, got the float {large!r}, which may be another number, rounded: "
             + NEXT_STEP
         )
+    other = changed(column, field.type)
+    if other is not None:
+        raise ValueError(f"state field {field.name} is {field.type}, and {other!r} would be another number in it")
     try:
         return column.cast(field.type)
     except pa.ArrowException as error:
         raise ValueError(f"state field {field.name} is {field.type}: {error}") from None
+
+
+def _kind(given: pa.DataType) -> str:
+    """What values of a type are. Only a cast to a type of the same kind keeps what they mean."""
+    if pa.types.is_integer(given) or pa.types.is_floating(given) or pa.types.is_decimal(given):
+        return "numbers"
+    names = ("string", "binary", "large_string", "large_binary", "string_view", "binary_view", "fixed_size_binary")
+    return "text" if any(getattr(pa.types, f"is_{name}")(given) for name in names) else str(given)

@@ -117,7 +117,7 @@ class OutputCollector:
         for record in records:
             if type(record) is not Record and not isinstance(record, Record):
                 raise _no_record(record, records)
-            out_key = record.key
+            out_key = record.key if record.key is not None or key is not None else raw_key  # JSON's null is a key
             if out_key is not None and type(out_key) is not bytes:
                 if out_key is key and type(key) is str:  # objects of other types may have been changed in place
                     out_key = raw_key
