@@ -115,15 +115,23 @@ def test_spark_removes_old_transaction_identifiers(tmp_path: Path) -> None:
 
 
 def test_a_table_that_spark_has_made(tmp_path: Path) -> None:
-    """Columns that must not be null, a check, and a partition column that is generated."""
+    """Columns that must not be null, a check, a length of strings, and a partition column that is generated."""
     table = f"delta.`{tmp_path}`"
     run(
         f"CREATE TABLE {table} (id BIGINT NOT NULL, s STRUCT<a: STRING NOT NULL, b: ARRAY<INT>>, at TIMESTAMP, "
-        "day DATE GENERATED ALWAYS AS (CAST(at AS DATE)), name STRING NOT NULL) USING delta PARTITIONED BY (day, name)",
+        "day DATE GENERATED ALWAYS AS (CAST(at AS DATE)), name STRING NOT NULL, code VARCHAR(3)) "
+        "USING delta PARTITIONED BY (day, name)",
         f"ALTER TABLE {table} ADD CONSTRAINT positive CHECK (id > 0)",
     )
     at = datetime(2026, 1, 2, 23, 59, 59, 999_999, timezone.utc)
-    good = {"id": 1, "s": {"a": "x", "b": [1, None]}, "at": at, "day": date(2026, 1, 2), "name": "a/b=c%20"}
+    good = {
+        "id": 1,
+        "s": {"a": "x", "b": [1, None]},
+        "at": at,
+        "day": date(2026, 1, 2),
+        "name": "a/b=c%20",
+        "code": "äöü",
+    }
     rows = [
         good,
         {**good, "id": 2, "s": None, "at": None, "day": None, "name": "__null__"},
@@ -134,6 +142,7 @@ def test_a_table_that_spark_has_made(tmp_path: Path) -> None:
         {**good, "id": 7, "name": ""},
         {**good, "id": 8, "name": None},
         {**good, "id": 9, "name": " é"},
+        {**good, "id": 10, "code": "abcd"},
     ]
     schema = pa.schema(
         [
@@ -142,6 +151,7 @@ def test_a_table_that_spark_has_made(tmp_path: Path) -> None:
             ("at", pa.timestamp("us", "UTC")),
             ("day", pa.date32()),
             ("name", pa.string()),
+            ("code", pa.string()),
         ]
     )
     sink = DeltaSink(tmp_path)
@@ -157,7 +167,7 @@ def test_a_table_that_spark_has_made(tmp_path: Path) -> None:
         return "{}"
 
     sink.commit_accepted(attempt, [receipt], progress)
-    assert [row.row["id"] for row in refused] == [-3, None, 5, 6, 7, 8]
+    assert [row.row["id"] for row in refused] == [-3, None, 5, 6, 7, 8, 10]
     (seen,) = run(f"SELECT id, to_json(s) AS s, at, day, name FROM {table} ORDER BY id")
     assert seen == [
         {"id": 1, "s": '{"a":"x","b":[1,null]}', "at": str(at.replace(tzinfo=None)), "day": "2026-01-02",

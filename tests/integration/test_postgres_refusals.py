@@ -23,7 +23,7 @@ from onceflow.testing.postgres import LocalPostgres
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:
-    from postgres_rows import run, written
+    from postgres_rows import committed, run, written
 finally:
     sys.path.pop(0)
 
@@ -79,6 +79,9 @@ _REFUSALS: dict[str, tuple[str, list[str], str]] = {
          "CREATE TABLE p PARTITION OF t FOR VALUES IN ('[')"],
         "CheckViolation",
     ),
+    # As extensions raise it that are written in C.
+    "internal": ("odd", ["CREATE TABLE t (n int, url text, CHECK (amvalidate(1978 * (url <> 'odd')::int)))"],
+                 "InternalError_"),
     "nothing found": ("odd", trigger("SELECT 1 INTO STRICT x WHERE false"), "NoDataFound"),
     "too many found": ("odd", trigger("SELECT v INTO STRICT x FROM generate_series(1, 2) AS v"), "TooManyRows"),
     "two rows": ("odd", trigger("x := (SELECT v FROM generate_series(1, 2) AS v)"), "CardinalityViolation"),
@@ -255,6 +258,69 @@ def test_what_cannot_be_staged(dsn: str) -> None:
     assert run(dsn, "SELECT c::text, d::text FROM t WHERE n > 8 ORDER BY n") == [
         ("4714-11-24 BC", "4714-11-24 00:00:00 BC"), ("5874897-12-31", "294247-01-10 04:00:54.775807"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["insert", "upsert"])
+def test_rows_that_copy_does_not_take(dsn: str, mode: str) -> None:
+    """Without their large parts, they do not fit a page of the server. COPY fails for all rows then, and does not say
+    for which one."""
+    names = [f"c{n}" for n in range(500)]
+    run(dsn, f"CREATE TABLE t (k int PRIMARY KEY, {', '.join(f'{name} text' for name in names)})")
+    columns = [("k", pa.int32()), *((name, pa.string()) for name in names)]
+    record = [("value", pa.binary()), ("headers", pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())])))]
+    schema = pa.schema([*columns, *record])
+    given = [{"k": k, "value": b"v%d" % k, "headers": [{"key": "h", "value": b"%d" % k}]} for k in range(40)]
+    large = {3, 17, 39}
+    rows = [{**row, **dict.fromkeys(names, "x" * 20 if row["k"] in large else None)} for row in given]
+    rows[8]["c0"] = "\0"  # this one is found before
+    options: dict[str, Any] = {} if mode == "insert" else {"mode": mode, "key": "k"}
+    for sets_aside in False, True:
+        sink = PostgresSink(dsn, "t", **options)
+        if sets_aside:
+            sink.set_aside()
+        shape = schema if sets_aside else pa.schema(columns)
+        batch = pa.RecordBatch.from_pylist(rows, schema).select(shape.names)
+        sink.check(shape)
+        first = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
+        sink.begin(first)
+        with pytest.raises(BatchAbortedError, match="row is too big"):
+            sink.write(first, "0", iter([batch[:20], batch[20:]]))
+        sink.abort(first)
+        second = BatchAttempt("f", "o", first.generation, 1, 2)
+        sink.begin(second)
+        if not sets_aside:
+            message = r"(?s)does not take a row.*row is too big: size \d+, maximum size 8160; the row: \{'k': 3"
+            with pytest.raises(BadRecordError, match=message):
+                sink.write(second, "0", iter([batch[:20], batch[20:]]))
+            sink.close()
+            continue
+        receipts = [sink.write(second, f"{n}", iter([batch[n * 20 : n * 20 + 20]])) for n in range(2)]
+        refused = committed(sink, second, receipts)
+        sink.close()
+    assert [(each.row["k"], each.kind) for each in refused] == [
+        (8, "UntranslatableCharacter"), *((k, "ProgramLimitExceeded") for k in sorted(large)),
+    ]  # fmt: skip
+    assert [each.record["value"] for each in refused] == [b"v%d" % k for k in (8, *sorted(large))]
+    assert [each.record["headers"] for each in refused] == [
+        [{"key": "h", "value": b"%d" % k}] for k in (8, *sorted(large))
+    ]
+    assert refused[1].row["c499"] == "x" * 20
+    assert run(dsn, "SELECT k FROM t ORDER BY k") == [(k,) for k in range(40) if k not in large | {8}]
+
+
+def test_a_task_that_can_stage_nothing_blames_no_row(dsn: str) -> None:
+    """Also in an attempt that looks for rows that cannot be staged."""
+    run(dsn, "CREATE TABLE t (n int, url text)")
+    sink = PostgresSink(dsn, "t")
+    sink.set_aside()
+    sink.check(_SCHEMA)
+    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 2)
+    sink.begin(attempt)
+    ((name,),) = run(dsn, "SELECT relname FROM pg_class WHERE relname LIKE 'onceflow_staging%' AND relkind = 'r'")
+    run(dsn, f"DROP TABLE {name}")
+    with pytest.raises(BatchAbortedError, match="Rows could not be staged"):
+        sink.write(attempt, "0", iter([rows()]))
+    sink.close()
 
 
 def test_refused_rows_have_values_that_python_lacks(dsn: str) -> None:

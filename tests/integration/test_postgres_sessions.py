@@ -137,6 +137,42 @@ def test_a_progress_table_of_an_administrator(path: tuple[str, str, str], hidden
     sink.close()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "CREATE TRIGGER g BEFORE UPDATE ON onceflow_progress FOR EACH ROW EXECUTE FUNCTION f('none')",
+        "CREATE TRIGGER g BEFORE UPDATE ON onceflow_progress FOR EACH ROW EXECUTE FUNCTION f('other')",
+        "ALTER TABLE onceflow_progress ALTER progress TYPE jsonb USING progress::jsonb",
+    ],
+)
+def test_a_progress_table_that_does_not_keep_what_is_written(dsn: str, change: str) -> None:
+    """Rows that are committed without their progress would be written twice."""
+    run(
+        dsn,
+        "CREATE TABLE t (k int)",
+        "CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN NEW.progress := '[]'; "
+        "RETURN CASE TG_ARGV[0] WHEN 'other' THEN NEW END; END $$",
+    )
+    sink = PostgresSink(dsn, "t")
+    attempt = begun(sink)
+    run(dsn, change)
+    with pytest.raises(EnvironmentUnusableError, match="does not keep the progress of flow 'f'"):
+        write(sink, attempt)
+    assert run(dsn, "SELECT count(*) FROM t") == [(0,)]
+    sink.close()
+
+
+def test_a_progress_table_that_a_crash_empties(dsn: str) -> None:
+    run(dsn, "CREATE TABLE t (k int)")
+    sink = PostgresSink(dsn, "t")
+    write(sink, begun(sink))
+    sink.close()
+    run(dsn, "ALTER TABLE onceflow_progress SET UNLOGGED")
+    with pytest.raises(SchemaError, match=r"onceflow_progress is UNLOGGED: a crash of the server empties it"):
+        sink.progress_row("f")
+    sink.close()
+
+
 def test_functions_mean_what_they_have_meant_at_the_start(path: tuple[str, str, str]) -> None:
     """Those that triggers call: a schema that comes later has other ones of the same name."""
     dsn, first, last = path

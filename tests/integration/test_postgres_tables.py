@@ -267,3 +267,20 @@ def test_a_domain_has_a_default(dsn: str) -> None:
     run(dsn, "CREATE DOMAIN x AS text DEFAULT 'x' NOT NULL", "CREATE TABLE t (k bigint, d x NOT NULL)")
     Written(dsn).write([{"k": 1}], pa.schema([_KEY]))
     assert run(dsn, "SELECT * FROM t") == [(1, "x")]
+
+
+def test_a_trigger_makes_tables_below(dsn: str) -> None:
+    """They are made within the transaction, by rows that need them. The table itself is as it was."""
+    run(
+        dsn,
+        "CREATE TABLE t (k int)",
+        "CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "EXECUTE format('CREATE TABLE IF NOT EXISTS t_%s () INHERITS (t)', NEW.k % 2); "
+        "EXECUTE format('INSERT INTO t_%s VALUES ($1.*)', NEW.k % 2) USING NEW; RETURN NULL; END $$",
+        "CREATE TRIGGER g BEFORE INSERT ON t FOR EACH ROW EXECUTE FUNCTION f()",
+    )
+    written = Written(dsn)
+    for k in range(4):
+        written.write([{"k": k}], pa.schema([("k", pa.int32())]))
+    assert run(dsn, "SELECT tableoid::regclass::text, k FROM t ORDER BY k") == [(f"t_{k % 2}", k) for k in range(4)]
+    assert written.refused == []

@@ -58,6 +58,7 @@ _TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
 _UUID = "0a1b2c3d-0000-4000-8000-00000000abcd"
 _DAY = dt.datetime(2026, 1, 1)
 _FRACTIONS = [_DAY + dt.timedelta(microseconds=n) for n in (0, 100_000, 400_000, 500_000, 1_500_000)]
+_FLAGGED = pa.schema([("k", pa.int32()), ("v", pa.string()), ("deleted", pa.bool_())])
 #: The column, Arrow's type of the rows' keys, how another client writes them, and keys of which some are equal or no
 #: values of the column at all.
 _KEYS: dict[str, tuple[str, pa.DataType, str, list[Any]]] = {
@@ -225,6 +226,34 @@ def test_a_key_with_null_where_nulls_are_not_distinct(dsn: str, per_batch: int) 
     assert written.refused == []
 
 
+@pytest.mark.parametrize("index", ["PRIMARY KEY (k)", "UNIQUE NULLS NOT DISTINCT (k)"])
+def test_a_row_that_was_deleted_has_left_nothing_behind(dsn: str, index: str) -> None:
+    """Rows whose keys come again after a deletion are new ones, wherever batches end: other columns have their
+    defaults, and what hung on the old row is gone."""
+    run(dsn, f"CREATE TABLE t (k int, v text, others text DEFAULT 'default', {index})",
+        "CREATE TABLE child (k int REFERENCES t (k) ON DELETE CASCADE)")  # fmt: skip
+    keys = [1, 2, 3, 4, None] if "NULLS" in index else [1, 2, 3, 4]
+    every = [(1, True), (1, False), (2, False), (2, True), (2, False), (3, False), (4, False), (4, True)]
+    every += [(None, True), (None, False)] if "NULLS" in index else []
+    rows = [{"k": k, "v": f"new {n}", "deleted": deleted} for n, (k, deleted) in enumerate(every)]
+    written = Written(dsn, mode="delete-by-flag", key=["k"])
+    found = set()
+    for per_batch in range(1, len(rows) + 1):
+        run(dsn, "TRUNCATE t CASCADE")
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            for k in keys:
+                connection.execute("INSERT INTO t VALUES (%s, 'old', 'of others')", [k])
+                connection.execute("INSERT INTO child VALUES (%s)", [k])
+        for start in range(0, len(rows), per_batch):
+            written.write(rows[start : start + per_batch], _FLAGGED)
+        table = run(dsn, "SELECT t.*, EXISTS (SELECT FROM child WHERE child.k = t.k) FROM t ORDER BY k")
+        found.add(tuple(map(tuple, table)))
+    expected = [(1, "new 1", "default", False), (2, "new 4", "default", False), (3, "new 5", "of others", True)]
+    expected += [(None, "new 9", "default", False)] if "NULLS" in index else []
+    assert found == {tuple(expected)}
+    assert written.refused == []
+
+
 @pytest.mark.parametrize(
     "indexes, message",
     [
@@ -346,6 +375,67 @@ def test_digits_are_not_lost_in_whole_numbers(dsn: str, kind: str, arrow: pa.Dat
     for schema in pa.schema([("v", arrow)]), pa.schema([("w", pa.list_(arrow))]):
         with pytest.raises(SchemaError, match="digits would get lost"):
             PostgresSink(dsn, "t").check(schema)
+
+
+@pytest.mark.parametrize(
+    "kind, arrow, lost",
+    [
+        ("date", pa.timestamp("us", "UTC"), "the time of day would get lost"),
+        ("date", pa.timestamp("us"), "the time of day would get lost"),
+        ("time", pa.timestamp("us"), "the day would get lost"),
+        ("timetz", pa.timestamp("us", "UTC"), "the day would get lost"),
+        ("time", pa.duration("us"), "whole days would get lost"),
+        ("name", pa.binary(), "cuts values that are too long"),
+        ('"char"', pa.int64(), "cuts values that are too long"),
+    ],
+)
+def test_parts_of_values_are_not_lost(dsn: str, kind: str, arrow: pa.DataType, lost: str) -> None:
+    """PostgreSQL would leave them out without an error. As with digits, also in an array and below a domain."""
+    run(dsn, f"CREATE DOMAIN part AS {kind}", f"CREATE TABLE t (v {kind}, w part, x {kind}[])")
+    schemas = [pa.schema([(name, arrow)]) for name in "vw"]
+    if not pa.types.is_duration(arrow):
+        schemas.append(pa.schema([("x", pa.list_(arrow))]))
+    for schema in schemas:
+        with pytest.raises(SchemaError, match=lost):
+            PostgresSink(dsn, "t").check(schema)
+
+
+def test_texts_that_a_type_would_cut_are_not_taken(dsn: str) -> None:
+    """``name`` keeps 63 bytes and ``"char"`` one: texts that differ behind that would even be one key."""
+    run(dsn, 'CREATE DOMAIN short_name AS name; CREATE TABLE t (k short_name PRIMARY KEY, c "char", l name[])')
+    long = "x" * 63
+    schema = pa.schema([("k", _TEXT), ("c", _TEXT), ("l", _TEXTS)])
+    rows = [
+        {"k": long, "c": "a", "l": [long, None]},
+        {"k": long + "a", "c": "b", "l": None},
+        {"k": "\u00e4" * 32, "c": "c", "l": None},
+        {"k": "b", "c": "ab", "l": []},
+        {"k": "c", "c": "\u00e4", "l": []},
+        {"k": "d", "c": "", "l": ["a", long + "b"]},
+        {"k": "e", "c": None, "l": []},
+    ]
+    for mode in "upsert", "delete-by-flag":
+        given = schema if mode == "upsert" else schema.append(pa.field("deleted", pa.bool_()))
+        written = Written(dsn, mode=mode, key="k")
+        written.write(rows, given)
+        assert [rows.index({name: each.row[name] for name in "kcl"}) for each in written.refused] == [1, 2, 3, 4, 5]
+        assert {each.kind for each in written.refused} == {"StringDataRightTruncation"}
+        assert run(dsn, "SELECT k::text, c::text, l::text[] FROM t ORDER BY k") == [
+            ("e", None, []), (long, "a", [long, None]),
+        ]  # fmt: skip
+
+
+def test_a_text_with_a_zone_is_its_moment(dsn: str) -> None:
+    """Also in a column without a zone. PostgreSQL leaves it out there: the text would be another moment."""
+    run(dsn, "CREATE TABLE t (k timestamp(0) PRIMARY KEY, l timestamp[], n int)")
+    schema = pa.schema([("k", _TEXT), ("l", _TEXTS), ("n", pa.int32())])
+    texts = ["2026-01-01T02:00:00+02:00", "2026-01-01 00:00:00", "2025-12-31 19:00 America/New_York", "infinity"]
+    written = Written(dsn, mode="upsert", key="k")
+    written.write([{"k": text, "l": [text, None], "n": n} for n, text in enumerate(texts)], schema)
+    assert written.refused == []
+    assert run(dsn, "SELECT k::text, l::text, n FROM t ORDER BY n") == [
+        ("2026-01-01 00:00:00", '{"2026-01-01 00:00:00",NULL}', 2), ("infinity", "{infinity,NULL}", 3),
+    ]  # fmt: skip
 
 
 def test_arrays_follow_the_rules_of_scalars(dsn: str) -> None:

@@ -91,11 +91,11 @@ def test_golden_bytes_of_a_flow_that_names_its_driver() -> None:
 
 
 def test_golden_bytes_of_a_flow_that_writes_another_system() -> None:
-    golden = GOLDEN.replace(b'"flow":', b'"external":"bank:ledger","flow":')
-    progress = replace(PROGRESS, external="bank:ledger")
+    golden = GOLDEN.replace(b'"flow":', b'"external":"bank:ledger","external_commit":"0a1b","flow":')
+    progress = replace(PROGRESS, external="bank:ledger", external_commit="0a1b")
     assert encode(progress) == (b"orders", golden)
     assert decode(b"orders", golden) == progress
-    assert decode(b"orders", GOLDEN).external == ""
+    assert (decode(b"orders", GOLDEN).external, decode(b"orders", GOLDEN).external_commit) == ("", "")
 
 
 def test_golden_bytes_of_a_flow_that_names_its_transactional_id() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from deltalake import CommitProperties, DeltaTable, Field, QueryBuilder, Schema, Transaction, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError
@@ -646,6 +647,43 @@ def test_a_partition_column_is_not_written(tmp_path: Path) -> None:
     partitioned(tmp_path, "string")
     _, there = written(tmp_path, [{"id": 1}], pa.schema([("id", pa.int64())]))
     assert there == [{"id": 1, "p": None}]
+
+
+@pytest.mark.parametrize("kind", ["varchar(3)", "char(3)"])
+@pytest.mark.parametrize("partition_by", [None, ["v"]])
+def test_strings_whose_length_is_limited(tmp_path: Path, kind: str, partition_by: list[str] | None) -> None:
+    """Spark keeps the length in the metadata of a column. It counts characters, and not bytes."""
+    sized = Field("v", TEXT, metadata={"__CHAR_VARCHAR_TYPE_STRING": kind})
+    DeltaTable.create(tmp_path, Schema([Field("id", LONG), sized]), partition_by=partition_by)
+    values = ["abc", "abcd", None, "äöü", "äöüß", "abc ", "a"]
+    schema = pa.schema([("id", pa.int64()), ("v", pa.string())])
+    rows = [{"id": n, "v": value} for n, value in enumerate(values)]
+    with pytest.raises(BadRecordError, match=re.escape(f"v is {kind}, and has 4 characters")):
+        written(tmp_path, rows, schema)
+    found, there = written(tmp_path, rows, schema, sets_aside=True)
+    assert found[0] == RefusedRow({"id": 1, "v": "abcd"}, "CheckViolation", f"v is {kind}, and has 4 characters")
+    assert [each.row["id"] for each in found] == [1, 4, 5]
+    assert sorted(each["id"] for each in there) == [0, 2, 3, 6]
+
+
+@pytest.mark.parametrize("place", ["column", "field"])
+def test_strings_within_values_whose_length_is_limited(tmp_path: Path, place: str) -> None:
+    metadata = {"__CHAR_VARCHAR_TYPE_STRING": "array<varchar(3)>" if place == "column" else "varchar(3)"}
+    column = Field("v", ArrayType(TEXT), metadata=metadata)
+    if place == "field":
+        column = Field("v", StructType([Field("a", TEXT, metadata=metadata)]))
+    DeltaTable.create(tmp_path, Schema([Field("id", LONG), column]))
+    with pytest.raises(SchemaError, match="a length of strings within column v"):
+        DeltaSink(tmp_path).check(pa.schema([("id", pa.int64())]))
+
+
+def test_files_tell_spark_their_calendar(tmp_path: Path) -> None:
+    sink = DeltaSink(tmp_path)
+    sink.check(SCHEMA)
+    writer = Writer(sink).open()
+    writer.commit(*writer.staged(of_tasks=1))
+    (path,) = tmp_path.rglob("*.parquet")
+    assert pq.read_metadata(path).metadata[b"org.apache.spark.version"] == b"3.0.0"
 
 
 def test_texts_that_are_none(tmp_path: Path) -> None:

@@ -55,6 +55,19 @@ def test_where_a_flow_with_an_external_sink_starts() -> None:
     assert "an older state of t was restored" in start.warning
 
 
+def test_two_batches_may_have_one_number() -> None:
+    """The flow was reset, has written another database, and writes the first one again. Or this is another cluster that
+    has the same id. What the row says is there, and nothing else."""
+    row = replace(progress(3, a=9), external_commit="first")
+    start = planned(replace(progress(3, a=20), external_commit="second"), row)
+    assert (start.progress, start.follows, start.is_behind) == (row, True, True)
+    assert "is at batch 3, which is another one than that of progress in Kafka" in start.warning
+    moved = replace(progress(3, a=20), external_commit="first")
+    assert planned(moved, row).progress == moved
+    for kafka, known in (moved, replace(row, external_commit="")), (progress(3, a=20), row):  # by earlier versions
+        assert planned(kafka, known).progress == kafka
+
+
 def test_an_error_names_the_row_that_decides() -> None:
     found = of_row(ProgressConflictError("Topic a was deleted", topic="a", detail="id was 1"), "t", "onceflow.f@c")
     assert isinstance(found, ProgressConflictError)

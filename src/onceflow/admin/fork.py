@@ -174,6 +174,7 @@ def forked_progress(
         outputs=(),
         letters={},  # the new version has others
         external="",
+        external_commit="",
         producer_id=-1,
         producer_epoch=-1,
         promoted=None,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
+from uuid import uuid4
 
 from pyspark.sql import DataFrame
 
@@ -57,6 +58,7 @@ log = logging.getLogger("onceflow.sink")
 _T = TypeVar("_T")
 
 _SMALL_BATCH_ROWS = 8_000
+_COMMIT_DIGITS = 16
 _FIND_OUT_S = 120.0
 _END_S = 60.0
 _LOOK_S = 30.0
@@ -192,6 +194,7 @@ class ExternalCommit:
             offsets={**self.progress.offsets, **attempt.source.end},
             epochs=self._watch.epochs(attempt.source, self.progress.epochs),
             driver=self._driver,
+            external_commit=uuid4().hex[:_COMMIT_DIGITS],
             time_ms=clock_ms(),
         )
         with timed(summary, "commit"):

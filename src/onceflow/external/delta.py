@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -18,7 +17,6 @@ from onceflow.errors import BadRecordError, BatchAbortedError, EnvironmentUnusab
 from onceflow.external.delta_files import DataFile, TaskFiles
 from onceflow.external.delta_log import BATCH, ENTRY, FLOW, DeltaLog, Entry, folder_of, next_entry
 from onceflow.external.delta_rows import (
-    Refused,
     TableFacts,
     check_columns,
     check_expressions,
@@ -28,6 +26,7 @@ from onceflow.external.delta_rows import (
     row_checks,
 )
 from onceflow.external.delta_storage import DeltaStorage, load_deltalake
+from onceflow.external.receipts import packed, refused_rows, unpacked, with_reasons
 from onceflow.external.sink import (
     RECORD_COLUMNS,
     BatchAttempt,
@@ -45,7 +44,6 @@ _TRIES = 20
 #: ``delta.setTransactionRetentionDuration`` (or have no time, with Delta's own writer). That would be the flow's
 #: progress. So theirs is the last moment of the year 9999.
 _NEVER_EXPIRES_MS = 253_402_300_799_000
-_KIND, _TEXT = "onceflow refused kind", "onceflow refused text"
 
 
 class DeltaSink(ExternalSink):
@@ -167,11 +165,11 @@ class DeltaSink(ExternalSink):
                 taken, others = checks.divided(batch.select(columns))
                 files.write(taken)
                 if others:
-                    refused.append(_with_reasons(batch, others))
+                    refused.append(with_reasons(batch, others))
                     if not self._sets_aside:
                         raise self._refusal(refused[0], facts)
             written = files.finished()
-        return json.dumps({"files": [vars(file) for file in written], "refused": _packed(refused)}).encode()
+        return json.dumps({"files": [vars(file) for file in written], "refused": packed(refused)}).encode()
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
         self._commit(attempt, receipts, lambda _: progress)
@@ -378,48 +376,9 @@ class DeltaSink(ExternalSink):
             next_step="correct the row in the query, or the table; with dead_letter_topic= it becomes a dead letter",
         )
 
-    def _refused_rows(self, packed: str, facts: TableFacts) -> Iterator[RefusedRow]:
-        if packed:
-            with pa.ipc.open_stream(base64.b64decode(packed)) as stream:
-                yield from self._rows(stream.read_all(), facts)
+    def _refused_rows(self, text: str, facts: TableFacts) -> Iterator[RefusedRow]:
+        for refused in unpacked(text):
+            yield from self._rows(refused, facts)
 
     def _rows(self, refused: pa.Table, facts: TableFacts) -> Iterator[RefusedRow]:
-        record = self._record(refused.schema.names, facts)
-        columns = {name: _python_values(refused.column(name)) for name in refused.schema.names}
-        for number in range(refused.num_rows):
-            row = {name: values[number] for name, values in columns.items()}
-            kind, text = row.pop(_KIND), row.pop(_TEXT)
-            yield RefusedRow(row, kind, text, {name: row.pop(name) for name in record})
-
-
-def _with_reasons(batch: pa.RecordBatch, refused: Sequence[Refused]) -> pa.Table:
-    rows = pa.Table.from_batches([batch.take(pa.array([number for number, _, _ in refused]))])
-    rows = rows.append_column(_KIND, pa.array([kind for _, kind, _ in refused]))
-    return rows.append_column(_TEXT, pa.array([text for _, _, text in refused]))
-
-
-def _packed(refused: Sequence[pa.Table]) -> str:
-    if not refused:
-        return ""
-    out = pa.BufferOutputStream()
-    with pa.ipc.new_stream(out, refused[0].schema) as stream:
-        for rows in refused:
-            stream.write_table(rows)
-    return base64.b64encode(out.getvalue().to_pybytes()).decode()
-
-
-def _python_values(column: Any) -> list[Any]:
-    """As Python objects. A text that is no UTF-8 is bytes, and what Python has no value for is a text."""
-    try:
-        return list(column.to_pylist())
-    except (ValueError, OverflowError):
-        return [_python_value(value) for value in column]
-
-
-def _python_value(value: Any) -> Any:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError:
-        return value.cast(pa.binary()).as_py() if pa.types.is_string(value.type) else repr(value.type)
-    except (ValueError, OverflowError):
-        return str(value.cast(pa.string()))
+        return refused_rows(refused, self._record(refused.schema.names, facts))

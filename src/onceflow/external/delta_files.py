@@ -20,6 +20,10 @@ from onceflow.external.delta_storage import DeltaStorage
 _BUFFER_BYTES = 64 << 20
 #: How Delta's readers write null as a value of a partition column.
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+#: Tells Spark that days are those of the Gregorian calendar. Without it, Spark 3 refuses to read days before 1582-10-15
+#: and times before 1900, or moves them, depending on ``spark.sql.parquet.datetimeRebaseModeInRead``. (Spark's
+#: ``DataSourceUtils.datetimeRebaseSpec``: files of Spark 3.0 and later need no conversion.)
+_CALENDAR = {"org.apache.spark.version": "3.0.0"}
 #: Bytes of the name of one folder, and of all that a file is in. File systems take 255 in a name, S3 1,024 in a path.
 _NAME_MAX, _NAMES_MAX = 250, 500
 
@@ -114,7 +118,7 @@ class TaskFiles:
         partition = dict(zip(self._partition_by, values, strict=True))
         path = "/".join([self._folder, *_folders(partition), f"{self._name}-{len(self._open)}.parquet"])
         out = _Counted(self._stack.enter_context(self._storage.writing(path)))
-        writer = pq.ParquetWriter(out, schema, compression="snappy")
+        writer = pq.ParquetWriter(out, schema.with_metadata(_CALENDAR), compression="snappy")
         self._stack.callback(_give_up, writer)
         self._open[values] = _Open(path, partition, out, writer)
         return self._open[values]

@@ -26,6 +26,7 @@ import pyarrow.types as types
 from onceflow.errors import OptionError, SchemaError
 from onceflow.external.delta_files import NULL_PARTITION, can_divide_by
 from onceflow.external.delta_storage import load_deltalake
+from onceflow.external.receipts import Refused
 
 #: What a table may ask of its writers, so that files can be added after a look at their rows, and that deltalake
 #: commits.
@@ -47,12 +48,12 @@ _LISTED_WRITER = 7
 _CONSTRAINT = "delta.constraints."
 _INVARIANT, _GENERATED = "delta.invariants", "delta.generationExpression"
 _IDENTITY = "delta.identity."
+#: Where Spark keeps that a column of strings is a VARCHAR or CHAR: only its writers enforce the length.
+_SIZED = "__CHAR_VARCHAR_TYPE_STRING"
+_SIZE = re.compile(r"(?:var)?char\((\d+)\)")
 _FIRST_DAY, _LAST_DAY = -719_162, 2_932_896  # 0001-01-01 and 9999-12-31, in days since 1970
 _ODD = frozenset(" ,;{}()\n\t=")
 _OS_ERROR = re.compile(r"\(os error \d+\)")  # how Rust writes errors of the system
-
-#: Number of a row, and why it is refused: the class of the error, and its text.
-Refused = tuple[int, str, str]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,22 @@ class TableFacts:
     def metadata(self) -> dict[str, dict[str, Any]]:
         """Metadata of each column."""
         return {each["name"]: each.get("metadata") or {} for each in json.loads(self.schema)["fields"]}
+
+    @property
+    def sized(self) -> dict[str, tuple[str, int]]:
+        """Columns of strings whose length is limited: the type, as Spark writes it, and the number of characters."""
+        found = {name: _SIZE.fullmatch(str(metadata.get(_SIZED, ""))) for name, metadata in self.metadata.items()}
+        return {name: (match[0], int(match[1])) for name, match in found.items() if match}
+
+    @property
+    def sized_within(self) -> list[str]:
+        """Columns with strings in structs, arrays or maps whose length is limited."""
+        return [
+            each["name"]
+            for each in json.loads(self.schema)["fields"]
+            if _SIZED in json.dumps(each["type"])
+            or ("char(" in str((each.get("metadata") or {}).get(_SIZED, "")) and each["name"] not in self.sized)
+        ]
 
     @property
     def has_expressions(self) -> bool:
@@ -108,6 +125,7 @@ def facts_of(table: Any, root: str) -> TableFacts:
         for name, metadata in facts.metadata.items()
         if any(key.startswith(_IDENTITY) for key in metadata)
     ]
+    asked += [f"a length of strings within column {name}" for name in facts.sized_within]
     if asked:
         raise SchemaError(
             f"The table in {root} asks more of its writers than onceflow does",
@@ -257,6 +275,7 @@ class RowChecks:
         self._fields = {each.name: each for each in facts.arrow}
         self._plain = {each.name: _plain(each.type, each.name) for each in facts.arrow}
         self._scratch = scratch
+        self._sized = facts.sized
 
     def divided(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[Refused]]:
         """The rows that the table takes, with its types; and the others."""
@@ -264,6 +283,8 @@ class RowChecks:
         numbers, columns = np.arange(batch.num_rows), batch.schema.names
         for column in columns:
             _check(batch.column(column), self._fields[column], numbers, column, found)
+            if column in self._sized:
+                _check_length(batch.column(column), column, *self._sized[column], found)
         for column in self._facts.partition_by:
             if column in columns:
                 _check_partition(batch.column(column), column, found)
@@ -457,6 +478,13 @@ def _is_utf8(value: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def _check_length(array: Any, column: str, kind: str, limit: int, found: dict[int, tuple[str, str]]) -> None:
+    """Find strings of more characters than the column may have. Spark fills up those of a CHAR when it reads them."""
+    lengths = pc.utf8_length(array).fill_null(0)
+    for row in pc.indices_nonzero(pc.greater(lengths, limit)).to_pylist():
+        found.setdefault(row, ("CheckViolation", f"{column} is {kind}, and has {lengths[row]} characters"))
 
 
 def _check_partition(array: Any, column: str, found: dict[int, tuple[str, str]]) -> None:

@@ -32,9 +32,9 @@ from onceflow.errors import (
 from onceflow.external.postgres_columns import (
     Column,
     Relation,
-    check_digits,
     check_lasting,
     check_taken,
+    check_whole,
     columns_of,
     definition_of,
     named,
@@ -59,18 +59,20 @@ from onceflow.external.postgres_connection import (
     trouble_of,
 )
 from onceflow.external.postgres_key import Key, key_of
-from onceflow.external.postgres_moves import Moves, Staged
+from onceflow.external.postgres_moves import Moves, Staged, not_taken
 from onceflow.external.postgres_progress import ProgressTable, progress_table_of
 from onceflow.external.postgres_staging import (
     HEADERS,
     PROBLEM,
     RECEIPT,
     ROW,
+    Copy,
     TaskRows,
     check_driver,
     only_staged,
     record_columns,
 )
+from onceflow.external.receipts import packed, refused_rows, unpacked
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
 from onceflow.external.sink import (
     RECORD_COLUMNS,
@@ -218,7 +220,7 @@ class PostgresSink(ExternalSink):
                 next_step="select some of them",
             )
         staged = staged_types(rows)
-        check_digits(known, staged, written, self._write.table)
+        check_whole(known, staged, written, self._write.table)
         fitting = [known[name].staged(staged[name], f"c{number}") for number, name in enumerate(written)]
         if self._write.mode == DELETE_BY_FLAG:
             fitting.append(only_staged(self._write.flag, "boolean", "flag"))
@@ -325,19 +327,20 @@ class PostgresSink(ExternalSink):
         fit = self._fit
         required = () if fit.key is None or fit.key.nulls_equal else self._write.key
         rows = TaskRows(receipt, fit.columns, fit.record, required=required, encoding=self._encoding)
+        copy = Copy(self._dsn, self._schema, _staging(attempt), rows)
         try:
             check_driver(self._dsn)
-            with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
-                reader = rows.reader(batches, first)
-                cursor.adbc_ingest(_staging(attempt), reader, mode="append", db_schema_name=self._schema)
-                connection.commit()
+            # COPY fails as a whole, and rows come only once. So what it does not take is found by the next attempt.
+            refused = (copy.all_of if attempt.attempt == 1 else copy.taken)(first, batches)
         except dbapi.Error as error:
             text = in_line(error)
             trouble = trouble_of(code_of(error.sqlstate, text), text)
             raise BatchAbortedError(
                 f"Rows could not be staged for {self.target}", detail=trouble.what, next_step=trouble.next_step
             ) from error
-        return json.dumps([receipt, rows.total]).encode()
+        for row in self._unstaged(packed(refused)) if not self._sets_aside else ():
+            raise not_taken(self._write, row)
+        return json.dumps([receipt, rows.total, packed(refused)]).encode()
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
         def move(connection: psycopg.Connection[Any], staged: Staged) -> list[RefusedRow]:
@@ -363,7 +366,8 @@ class PostgresSink(ExternalSink):
         progress: Callable[[Sequence[RefusedRow]], str],
     ) -> None:
         given = [json.loads(receipt) for receipt in receipts if receipt]
-        staged = Staged(self._schema, _staging(attempt), [name for name, _ in given])
+        staged = Staged(self._schema, _staging(attempt), [name for name, *_ in given])
+        unstaged = [row for *_, text in given for row in self._unstaged(text)]
         with self._connected() as connection:
             with self._rolled_back(connection, "The transaction of"), self._transaction(connection):
                 table = self._tables[attempt.flow]
@@ -372,9 +376,9 @@ class PostgresSink(ExternalSink):
                 before = None if found is None else found.progress
                 if before != self._progress.get(attempt.flow, before):
                     raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
-                staged = self._checked(connection, staged, sum(rows for _, rows in given))
+                staged = self._checked(connection, staged, sum(rows for _, rows, _ in given))
                 with kept_alive(connection, _LOCK_S / 4):  # a million refused rows take this process a minute
-                    refused = move(connection, staged)
+                    refused = [*move(connection, staged), *unstaged]
                     self._check_unaltered(connection)
                     text = progress(refused)
                 table.keep(connection, attempt.flow, text)
@@ -390,6 +394,12 @@ class PostgresSink(ExternalSink):
             self._connection.close()
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _unstaged(self, text: str) -> Iterator[RefusedRow]:
+        """Rows of a receipt that could not be staged."""
+        for refused in unpacked(text):
+            names = ["headers" if each.name in HEADERS else each.name for each in self._fit.record]
+            yield from refused_rows(refused, dict.fromkeys(names))
 
     def _moves(self, fit: _Fit) -> Moves:
         return Moves(self._write, fit.relation, fit.columns, fit.record, key=fit.key, ordered=fit.ordered)

@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from psycopg import sql
 
 _WHOLE = ("smallint", "integer", "bigint")
+_MOMENTS = ("timestamp with time zone", "timestamp without time zone")
+_TIMES = ("time without time zone", "time with time zone")
+#: What an assignment takes away, without an error: from values of these staged types, in columns of these types; and
+#: what is selected in their place.
+_LESS: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str], ...] = (
+    (("numeric", "double precision", "real"), _WHOLE, "digits would get lost", "CAST({} AS BIGINT)"),
+    (_MOMENTS, ("date",), "the time of day would get lost", "CAST({} AS DATE)"),
+    (_MOMENTS, _TIMES, "the day would get lost", "date_format({}, 'HH:mm:ss.SSSSSS')"),
+    (("interval",), _TIMES, "whole days would get lost", "date_format(timestamp '1970-01-01' + {}, 'HH:mm:ss.SSSSSS')"),
+)
+#: Types that cut a text which is too long, and the bytes that they keep (``namein`` and ``charin``).
+CUTTING = {"name": 63, '"char"': 1}
 _MAX_ALIKE = 3
 _FLOATS = ("double precision", "real")
 
@@ -104,13 +116,21 @@ class Column:
         """The same column, for rows that are staged in this type, and under this name."""
         return replace(self, staged_as=staged_as, staged_in=staged_in)
 
+    @property
+    def cuts_text(self) -> int:
+        """The bytes that the column keeps of a text which is longer, or of those in an array; 0: it cuts none."""
+        kind, _, item = _item(self.staged_as, self.base)
+        return CUTTING.get(item.name, 0) if kind == "text" and item is not None else 0
+
     def moved(self) -> sql.Composed:
         """The staged value, as INSERT takes it for the column.
 
         PostgreSQL converts it as in any INSERT, which refuses what does not fit. Only text is converted as if it stood
         in a statement: so it may become a jsonb, a uuid or a point in time. That cast gives no length, because a cast
-        cuts what is too long. Floats become ``numeric`` by way of their text, which tells every float from every other:
-        PostgreSQL's own conversion keeps 15 digits of a double and 6 of a real (``float8_numeric`` in its numeric.c).
+        cuts what is too long. A text that names a time zone is its moment in UTC, also in a ``timestamp``, for
+        which PostgreSQL would leave out the zone. Floats become ``numeric`` by way of their text, which tells every
+        float from every other: PostgreSQL's own conversion keeps 15 digits of a double and 6 of a real
+        (``float8_numeric`` in its numeric.c).
         """
         from psycopg import sql
 
@@ -120,6 +140,8 @@ class Column:
             return value
         if kind in _FLOATS and item.name == "numeric":
             value = sql.SQL("CAST({} AS text{})").format(value, plain(brackets))
+        elif kind == "text" and item.name == "timestamp without time zone":
+            value = sql.SQL("CAST({} AS timestamp with time zone{})").format(value, plain(brackets))
         elif kind != "text" or item.takes_text:
             return value
         return sql.SQL("CAST({} AS {}{})").format(value, plain(item.name), plain(brackets))
@@ -196,13 +218,16 @@ below AS (SELECT oid FROM named UNION SELECT next.oid FROM below CROSS JOIN LATE
     UNION ALL {_BELOW_A_VIEW.format(view="below.oid")}
 ) AS next)
 """
-#: Every row of the catalog that says what such a table is, with the transaction that has written it.
+#: Every row of the catalog that says what such a table is, with the transaction that has written it. Of the table
+#: itself, its settings: a trigger that makes child tables for rows (as TimescaleDB does) changes its row of the
+#: catalog, too, which would look like an alteration in each attempt.
 _PARTS = """
-SELECT 'table' AS kind, c.oid, 0 AS place, c.xmin FROM below JOIN pg_class AS c USING (oid)
-UNION ALL SELECT 'column', attrelid, attnum, a.xmin FROM below JOIN pg_attribute AS a ON attrelid = below.oid
-UNION ALL SELECT 'index', indexrelid, 0, i.xmin FROM below JOIN pg_index AS i ON indrelid = below.oid
-UNION ALL SELECT 'rule', r.oid, 0, r.xmin FROM below JOIN pg_rewrite AS r ON ev_class = below.oid
-UNION ALL SELECT 'trigger', t.oid, 0, t.xmin FROM below JOIN pg_trigger AS t ON tgrelid = below.oid
+SELECT 'table' AS kind, c.oid, 0 AS place, concat_ws(' ', relkind, relpersistence, relispartition, relrowsecurity,
+    relforcerowsecurity, relchecks, relnamespace, relname) AS version FROM below JOIN pg_class AS c USING (oid)
+UNION ALL SELECT 'column', attrelid, attnum, a.xmin::text FROM below JOIN pg_attribute AS a ON attrelid = below.oid
+UNION ALL SELECT 'index', indexrelid, 0, i.xmin::text FROM below JOIN pg_index AS i ON indrelid = below.oid
+UNION ALL SELECT 'rule', r.oid, 0, r.xmin::text FROM below JOIN pg_rewrite AS r ON ev_class = below.oid
+UNION ALL SELECT 'trigger', t.oid, 0, t.xmin::text FROM below JOIN pg_trigger AS t ON tgrelid = below.oid
 """
 _NAMED = (
     "(SELECT c.oid FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace "
@@ -212,7 +237,7 @@ _NAMED = (
 _DEFINITION = f"""
 {_BELOW.format(table=_NAMED)}
 SELECT (SELECT oid FROM named), encode(sha256(string_agg(part, ',' ORDER BY part)::bytea), 'hex')
-FROM (SELECT concat_ws(' ', kind, oid, place, xmin) AS part FROM ({_PARTS}) AS parts) AS texts
+FROM (SELECT concat_ws(' ', kind, oid, place, version) AS part FROM ({_PARTS}) AS parts) AS texts
 """
 #: Tables that do not keep rows, or do not commit them with the progress row.
 _NOT_LASTING = f"""
@@ -422,20 +447,30 @@ def shows_order(connection: psycopg.Connection[Any], relation: Relation, written
     return found is None or bool(found[0])
 
 
-def check_digits(known: Mapping[str, Column], staged: Mapping[str, str], written: Sequence[str], table: str) -> None:
-    """Check that no digits get lost.
+def check_whole(known: Mapping[str, Column], staged: Mapping[str, str], written: Sequence[str], table: str) -> None:
+    """Check that no column takes only a part of its values. (Numbers may be rounded to the digits of a column.)
 
     Raises:
-        SchemaError: they would, because the column is a whole number, or an array of them.
+        SchemaError: one would: digits of a number for a whole number, the time of day of a moment for a date, ...; also
+            in arrays.
     """
     for name in written:
         kind, is_array, base = _item(staged[name], known[name].base)
-        wanted = "ARRAY<BIGINT>" if is_array else "BIGINT"
-        if kind in ("numeric", *_FLOATS) and base is not None and base.name in _WHOLE:
+        if base is None:
+            continue
+        for given, columns, lost, instead in _LESS:
+            if kind in given and base.name in columns:
+                wanted = f"transform({name}, each -> {instead.format('each')})" if is_array else instead.format(name)
+                raise SchemaError(
+                    f"Column {name} of table {table} is {known[name].type}, but {staged[name]} in the rows",
+                    detail=lost,
+                    next_step=f"cast it in the query, for example {wanted} AS {name}",
+                )
+        if base.name in CUTTING and kind not in ("text", "boolean"):
             raise SchemaError(
-                f"Column {name} of table {table} is {known[name].type}, but {staged[name]} in the rows",
-                detail="digits would get lost",
-                next_step=f"cast it in the query, for example CAST({name} AS {wanted})",
+                f"Column {name} of table {table} is {known[name].type}, which cuts values that are too long",
+                detail=f"it is {staged[name]} in the rows",
+                next_step=f"select string({name}) AS {name}: then such a row is not taken; or make the column a text",
             )
 
 

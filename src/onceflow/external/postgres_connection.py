@@ -43,10 +43,12 @@ _PINNED = {
 }
 
 #: Classes of errors (of SQLSTATE) that no row is to blame for: the connection, the state of the transaction, conflicts
-#: with other transactions, resources, operators, the system, its configuration, and faults of the server.
-_NOT_OF_ROWS = ("08", "25", "40", "53", "57", "58", "F0", "XX")
-#: Likewise: a lock was not available, a snapshot is too old, a foreign server cannot be reached.
-_NOT_OF_ROWS_EITHER = ("55P03", "72000", "HV00N")
+#: with other transactions, resources, operators, the system, and its configuration.
+_NOT_OF_ROWS = ("08", "25", "40", "53", "57", "58", "F0")
+#: Likewise: a lock was not available, a snapshot is too old, a foreign server cannot be reached, data or an index is
+#: damaged. (XX000, an internal error, is not among them: extensions written in C, such as PostGIS, and plpy.error have
+#: it for values that they do not take.)
+_NOT_OF_ROWS_EITHER = ("55P03", "72000", "HV00N", "XX001", "XX002")
 #: libpq does not give the code of a connection that is refused. In other languages of a server, the error says less.
 _TOO_MANY = ("too many clients", "too many connections", "connection slots", "no more connections allowed")
 _CONFLICTS = "40"  # a trigger that raises one of these asks for another attempt
@@ -224,9 +226,22 @@ def may_be_of_a_row(error: psycopg.Error) -> bool:
     function = error.diag.source_function or ""  # of the server's source; unlike texts it is not translated
     if function == "exec_stmt_raise":  # PL/pgSQL's RAISE: all codes are the choice of who wrote it
         return not code.startswith(_CONFLICTS)
-    if not code or code.startswith(_NOT_OF_ROWS) or code in _NOT_OF_ROWS_EITHER:
-        return False
-    return code != _FORBIDDEN or not function.startswith("aclcheck_error")
+    return code_may_be_of_a_row(code) and (code != _FORBIDDEN or not function.startswith("aclcheck_error"))
+
+
+def code_may_be_of_a_row(code: str) -> bool:
+    """Likewise, of its SQLSTATE. A missing permission has that of row level security."""
+    return bool(code) and not code.startswith(_NOT_OF_ROWS) and code not in _NOT_OF_ROWS_EITHER
+
+
+def kind_of(code: str) -> str:
+    """The name of PostgreSQL's class of an error. Codes that are not PostgreSQL's have none."""
+    import psycopg
+
+    try:
+        return psycopg.errors.lookup(code).__name__
+    except KeyError:
+        return f"SQLSTATE {code}"
 
 
 @dataclass(frozen=True)

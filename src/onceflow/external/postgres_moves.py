@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from onceflow.errors import BadRecordError
 from onceflow.external.postgres_columns import Column, Relation, named
-from onceflow.external.postgres_connection import may_be_of_a_row
+from onceflow.external.postgres_connection import kind_of, may_be_of_a_row
 from onceflow.external.postgres_key import Key
 from onceflow.external.postgres_staging import HEADERS, PROBLEM, RECEIPT, ROW
 from onceflow.external.rows import UPSERT, TableWrite
@@ -108,13 +108,7 @@ class Moves:
             rows = self._rows(connection, numbered.sql, found)
         # Without one, rows disturbed each other in one statement only, and have been moved in several.
         for row in rows:
-            key = ", ".join(f"{name}={row.row[name]!r:.200}" for name in self._write.key)
-            raise BadRecordError(
-                f"Table {self._write.table} does not take a row{f' with the key {key}' if key else ''}",
-                detail=f"{row.message}; the row: {dict(row.row)!s:.500}",
-                next_step="correct the row in the query, or the table's constraints; with dead_letter_topic= it "
-                "becomes a dead letter",
-            )
+            raise not_taken(self._write, row)
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -226,7 +220,7 @@ class Moves:
                 if not may_be_of_a_row(error):
                     raise
                 if low == high:
-                    yield low, _Refusal(_kind(error), _message(error))
+                    yield low, _Refusal(kind_of(error.sqlstate or ""), _message(error))
                 else:
                     middle = (low + high) // 2
                     left += [(middle + 1, high), (low, middle)]
@@ -261,11 +255,22 @@ class Moves:
         if self._write.mode == UPSERT:
             return [insert + last + conflict]
         flag = named(self._columns[self._write.flag].staged_in)
+        # Also where a later row of the key is inserted: it must not get what the deleted one had in other columns.
+        deleting = self._with_keys(rows + sql.SQL(" AND {} IS TRUE").format(flag))
         deletes = [
-            sql.SQL("DELETE FROM {} AS t USING {} WHERE last.{} IS TRUE AND {}").format(table, last, flag, same)
+            sql.SQL("DELETE FROM {} AS t USING ({}) AS deleting WHERE {}").format(table, deleting, same)
             for same in self._same_keys(self._key)
         ]
         return [*deletes, insert + last + sql.SQL(" WHERE {} IS NOT TRUE").format(flag) + conflict]
+
+    def _with_keys(self, rows: sql.Composed) -> sql.Composed:
+        """Rows with the values that the columns of their keys get."""
+        from psycopg import sql
+
+        values = sql.SQL(", ").join(
+            sql.SQL("{} AS {}").format(self._columns[name].assigned(), each) for each, name in self._key_columns
+        )
+        return sql.SQL("SELECT *, {} FROM {}").format(values, rows)
 
     def _last_of_each_key(self, rows: sql.Composed, order: Sequence[sql.Composed], key: Key) -> sql.Composed:
         """Rows that no later one has the key of, by the comparison of the unique index."""
@@ -273,15 +278,9 @@ class Moves:
 
         comma = sql.SQL(", ")
         columns = [(each, key.columns[name]) for each, name in self._key_columns]
-        values = comma.join(
-            sql.SQL("{} AS {}").format(self._columns[name].assigned(), each) for each, name in self._key_columns
-        )
-        return sql.SQL(
-            "(SELECT DISTINCT ON ({}) * FROM (SELECT *, {} FROM {}) AS keyed ORDER BY {}, {}) AS last"
-        ).format(
+        return sql.SQL("(SELECT DISTINCT ON ({}) * FROM ({}) AS keyed ORDER BY {}, {}) AS last").format(
             comma.join(how.collated(each) for each, how in columns),
-            values,
-            rows,
+            self._with_keys(rows),
             comma.join(how.sorted_by(each) for each, how in columns),
             comma.join(each + sql.SQL(" DESC") for each in order),
         )
@@ -306,14 +305,14 @@ class Moves:
         return key.columns[name].is_exact or (column.base.name == "numeric" and column.size != -1)
 
     def _same_keys(self, key: Key) -> list[sql.Composed]:
-        """Conditions for rows ``t`` that have the key of ``last``. Nulls have one of their own: a join with ``OR``
+        """Conditions for rows ``t`` that have the key of ``deleting``. Nulls have one of their own: a join with ``OR``
         cannot use the index, and few rows need it."""
         from psycopg import sql
 
         both = sql.SQL(" AND ")
         equal, either, nulls = [], [], []
         for each, name in self._key_columns:
-            old, new = sql.SQL("t.{}").format(named(name)), sql.SQL("last.{}").format(each)
+            old, new = sql.SQL("t.{}").format(named(name)), sql.SQL("deleting.{}").format(each)
             equal.append(key.columns[name].equals(old, new))
             either.append(sql.SQL("({} OR {} IS NULL AND {} IS NULL)").format(equal[-1], old, new))
             nulls.append(sql.SQL("{} IS NULL").format(new))
@@ -352,6 +351,17 @@ class Moves:
                     ]
                 rows.append(RefusedRow(row, found[number].kind, found[number].message, record))
         return rows
+
+
+def not_taken(write: TableWrite, row: RefusedRow) -> BadRecordError:
+    """The error for a row that the table does not take."""
+    key = ", ".join(f"{name}={row.row[name]!r:.200}" for name in write.key)
+    return BadRecordError(
+        f"Table {write.table} does not take a row{f' with the key {key}' if key else ''}",
+        detail=f"{row.message}; the row: {dict(row.row)!s:.500}",
+        next_step="correct the row in the query, or the table's constraints; with dead_letter_topic= it becomes a "
+        "dead letter",
+    )
 
 
 class _Numbered:
@@ -429,17 +439,6 @@ def _loaders() -> dict[str, Any]:
         "timestamptz": lenient(types.TimestamptzLoader),
         "interval": lenient(types.IntervalLoader),
     }
-
-
-def _kind(error: psycopg.Error) -> str:
-    """The name of PostgreSQL's class of the error. Codes that are not PostgreSQL's have none."""
-    import psycopg
-
-    code = error.sqlstate or ""
-    try:
-        return psycopg.errors.lookup(code).__name__
-    except KeyError:
-        return f"SQLSTATE {code}"
 
 
 def _message(error: psycopg.Error) -> str:

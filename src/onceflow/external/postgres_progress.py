@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from onceflow.errors import ProgressConflictError
+from onceflow.errors import EnvironmentUnusableError, ProgressConflictError, SchemaError
 from onceflow.external.postgres_columns import named
 from onceflow.external.postgres_connection import suppress_race
 from onceflow.external.sink import ProgressRow
@@ -65,12 +65,29 @@ class ProgressTable:
 
     def take(self, connection: psycopg.Connection[Any], flow: str, owner: str, generation: int) -> None:
         """Give the flow to another driver."""
-        update = "UPDATE {} SET generation = %s, owner = %s WHERE flow = %s"
-        connection.execute(self._statement(update), [generation, owner, flow])
+        update = "UPDATE {} SET generation = %s, owner = %s WHERE flow = %s RETURNING generation, owner"
+        done = connection.execute(self._statement(update), [generation, owner, flow])
+        self._check_kept(flow, done.fetchall(), (generation, owner))
 
     def keep(self, connection: psycopg.Connection[Any], flow: str, progress: str) -> None:
         """Change the progress of a flow."""
-        connection.execute(self._statement("UPDATE {} SET progress = %s WHERE flow = %s"), [progress, flow])
+        update = "UPDATE {} SET progress = %s WHERE flow = %s RETURNING progress"
+        done = connection.execute(self._statement(update), [progress, flow])
+        self._check_kept(flow, done.fetchall(), (progress,))
+
+    def _check_kept(self, flow: str, found: Sequence[tuple[Any, ...]], expected: tuple[Any, ...]) -> None:
+        """Check that the row has what was written: rows without their progress would be written again.
+
+        Raises:
+            EnvironmentUnusableError: it has not. The transaction must not be committed.
+        """
+        if found != [expected]:
+            raise EnvironmentUnusableError(
+                f"The table {self.schema}.{self.name} does not keep the progress of flow {flow!r} as it is written",
+                detail="a trigger or rule of the table leaves the row as it was, or its columns have other types",
+                next_step="remove what changes it; its columns are flow text, generation bigint, owner text and "
+                "progress text. Nothing of the batch was written",
+            )
 
     def _statement(self, text: str) -> Composed:
         from psycopg import sql
@@ -87,16 +104,17 @@ def progress_table_of(connection: psycopg.Connection[Any], flow: str, path: Sequ
 
     Raises:
         ProgressConflictError: several tables have a row of the flow.
+        SchemaError: a crash of the server empties the table.
     """
     found = connection.execute(
-        "SELECT nspname, has_table_privilege(c.oid, 'SELECT') FROM unnest(%s::text[]) WITH ORDINALITY "
+        "SELECT nspname, has_table_privilege(c.oid, 'SELECT'), relpersistence FROM unnest(%s::text[]) WITH ORDINALITY "
         "AS path (schema, place) JOIN pg_namespace AS n ON nspname = path.schema "
         "JOIN pg_class AS c ON relnamespace = n.oid WHERE relname = %s ORDER BY place",
         [[*path], _NAME],
     ).fetchall()
-    tables = [ProgressTable(schema) for schema, _ in found]
+    tables = [ProgressTable(schema) for schema, *_ in found]
     # One that may not be read is that of other users, unless it is the only one: then the server says what is missing.
-    readable = [table for table, (_, may_be_read) in zip(tables, found, strict=True) if may_be_read]
+    readable = [table for table, (_, may_be_read, _) in zip(tables, found, strict=True) if may_be_read]
     having = [table for table in readable if len(readable) > 1 and table.row(connection, flow) is not None]
     if len(having) > 1:
         raise ProgressConflictError(
@@ -104,4 +122,11 @@ def progress_table_of(connection: psycopg.Connection[Any], flow: str, path: Sequ
             detail=f"in the tables {_NAME} of the schemas {', '.join(table.schema for table in having)}",
             next_step="delete those that are not the flow's: usually only one of them still changes",
         )
-    return next(iter([*having, *readable, *tables]), None)
+    chosen = next(iter([*having, *readable, *tables]), None)
+    if chosen is not None and ("u" in {kept for schema, _, kept in found if schema == chosen.schema}):
+        raise SchemaError(
+            f"The table {chosen.schema}.{chosen.name} is UNLOGGED: a crash of the server empties it, and the progress "
+            "of flows would be gone, but not their rows",
+            next_step=f"ALTER TABLE {chosen.schema}.{chosen.name} SET LOGGED",
+        )
+    return chosen

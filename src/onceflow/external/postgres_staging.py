@@ -19,6 +19,8 @@ import pyarrow.types as kinds
 
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.external.postgres_columns import Column, Type
+from onceflow.external.postgres_connection import code_may_be_of_a_row, in_line, kind_of
+from onceflow.external.receipts import with_reasons
 from onceflow.external.rows import null_key
 
 #: Columns of a staging table: which task has staged the row, and where it stands in the task's rows.
@@ -84,12 +86,14 @@ class TaskRows:
         self._record = record
         self._required = required
         self._encoding = encoding
+        self._limits = {each.name: limit for each in columns if (limit := each.cuts_text)}
         self.total = 0
 
     def staged(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The next rows, with the columns of the staging table."""
         names = [each.name for each in self._columns]
-        problems, sound = storable([batch.column(name) for name in names], names, self._required, self._encoding)
+        columns = [batch.column(name) for name in names]
+        problems, sound = storable(columns, names, self._required, self._encoding, self._limits)
         exact = [_recorded(batch, each) for each in self._record]
         _, record = storable(exact, [each.name for each in self._record], (), self._encoding)
         places = pa.array(np.arange(self.total, self.total + batch.num_rows))
@@ -99,6 +103,10 @@ class TaskRows:
             [RECEIPT, ROW, PROBLEM, *(each.staged_in for each in [*self._columns, *self._record])],
         )
 
+    def again(self, total: int) -> None:
+        """Rows behind this number were not staged."""
+        self.total = total
+
     def reader(self, batches: Iterator[pa.RecordBatch], first: pa.RecordBatch) -> pa.RecordBatchReader:
         """All rows.
 
@@ -107,6 +115,79 @@ class TaskRows:
         """
         begun = self.staged(first)
         return pa.RecordBatchReader.from_batches(begun.schema, chain([begun], map(self.staged, batches)))
+
+
+class Copy:
+    """COPY of the rows of a task to its staging table.
+
+    Args:
+        dsn: of the database. schema, table: of the staging table.
+    """
+
+    def __init__(self, dsn: str, schema: str, table: str, rows: TaskRows) -> None:
+        self._dsn = dsn
+        self._schema = schema
+        self._table = table
+        self._rows = rows
+
+    def all_of(self, first: pa.RecordBatch, batches: Iterator[pa.RecordBatch]) -> list[pa.Table]:
+        """Bring all rows there. Returns no refused ones.
+
+        Raises:
+            adbc_driver_manager.Error: they are not there. A row may be the cause: nobody knows which one.
+        """
+        with self._connected() as connection:
+            self._copy(connection, self._rows.reader(batches, first))
+        return []
+
+    def taken(self, first: pa.RecordBatch, batches: Iterator[pa.RecordBatch]) -> list[pa.Table]:
+        """Bring the rows there that COPY takes; the others are returned, with the reasons. One that is too large for a
+        page of the server (8 kB, without what is kept outside) is not taken, for example.
+
+        Raises:
+            adbc_driver_manager.Error: no row is to blame.
+        """
+        from adbc_driver_postgresql import dbapi
+
+        refused = []
+        with self._connected() as connection:
+            for batch in chain([first], batches):
+                parts = [batch]
+                while parts:
+                    part, before = parts.pop(), self._rows.total
+                    try:
+                        self._copy(connection, self._rows.reader(iter(()), part))
+                        continue
+                    except dbapi.Error as error:
+                        if not code_may_be_of_a_row(error.sqlstate or ""):
+                            raise
+                        failed = error
+                    connection.rollback()
+                    self._rows.again(before)
+                    if part.num_rows > 1:
+                        middle = part.num_rows // 2
+                        parts += [part[middle:], part[:middle]]
+                        continue
+                    self._copy(connection, self._rows.reader(iter(()), part[:0]))  # else the table is to blame
+                    reason = (0, kind_of(failed.sqlstate or ""), _said_by_copy(failed))
+                    refused.append(with_reasons(part, [reason]))
+        return refused
+
+    def _connected(self) -> Any:
+        from adbc_driver_postgresql import dbapi
+
+        return dbapi.connect(self._dsn)
+
+    def _copy(self, connection: Any, reader: pa.RecordBatchReader) -> None:
+        with connection.cursor() as cursor:
+            cursor.adbc_ingest(self._table, reader, mode="append", db_schema_name=self._schema)
+        connection.commit()
+
+
+def _said_by_copy(error: Exception) -> str:
+    """What the server has said."""
+    said = str(error).partition("PGRES_FATAL_ERROR")[2].strip().splitlines()
+    return said[0].partition(":")[2].strip() if said else in_line(error)
 
 
 def _recorded(batch: pa.RecordBatch, column: Column) -> pa.Array:
@@ -120,13 +201,18 @@ def _recorded(batch: pa.RecordBatch, column: Column) -> pa.Array:
 
 
 def storable(
-    columns: Sequence[pa.Array], names: Sequence[str], required: Collection[str], encoding: str
+    columns: Sequence[pa.Array],
+    names: Sequence[str],
+    required: Collection[str],
+    encoding: str,
+    limits: Mapping[str, int] | None = None,
 ) -> tuple[pa.Array, list[pa.Array]]:
     """Rows without what PostgreSQL has no place for.
 
     Args:
         names: of the columns. required: those that must not be null.
         encoding: Python's name for the encoding of the database.
+        limits: the bytes that columns keep of a text which is longer.
 
     Returns:
         The problem of each row (mostly null), as ``ClassOfError: message``; and the columns as they can be staged.
@@ -137,6 +223,8 @@ def storable(
         is_list = kinds.is_list(column.type) or kinds.is_large_list(column.type)
         values = column.flatten() if is_list else column
         faults = _faults(values, encoding)
+        if limits and name in limits:
+            faults = {**_too_long(values, encoding, limits[name]), **faults}  # such a text can be staged as it is
         if faults:
             rows = pc.list_parent_indices(column).to_pylist() if is_list else None
             for place, (kind, text, _) in faults.items():
@@ -198,6 +286,19 @@ def _faults_of_text(values: pa.Array, encoding: str) -> _Faults:
         if found is not None:
             faults[place] = found
     return faults
+
+
+def _too_long(values: pa.Array, encoding: str, limit: int) -> _Faults:
+    """Texts of which a column would keep the beginning only."""
+    wrong = f"a text of more than {limit} bytes, which its type would cut"
+    texts = [
+        None if raw is None else raw.decode(errors="replace") for raw in values.cast(pa.large_binary()).to_pylist()
+    ]
+    return {
+        place: ("StringDataRightTruncation", wrong, text)
+        for place, text in enumerate(texts)
+        if text is not None and len(text.encode(encoding, "replace")) > limit
+    }
 
 
 def _fault_of_text(raw: bytes, encoding: str) -> tuple[str, str, str] | None:

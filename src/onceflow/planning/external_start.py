@@ -50,7 +50,9 @@ def plan_external(
                 f"that its topics still have, also what was written before: `onceflow reset {flow}`",
             )
         return ExternalStart(kafka, follows=False)
-    if row.batch_id == kafka.batch_id:  # starts may have moved it since: new partitions, expired records, a reset
+    is_other = row.external_commit != kafka.external_commit and bool(row.external_commit and kafka.external_commit)
+    if row.batch_id == kafka.batch_id and not is_other:
+        # Starts may have moved it since: new partitions, expired records, a reset.
         return ExternalStart(kafka, follows=False)
     new = {topic: offsets for topic, offsets in kafka.offsets.items() if topic in sources and topic not in row.offsets}
     progress = replace(
@@ -59,16 +61,17 @@ def plan_external(
         topic_ids={**row.topic_ids, **{topic: kafka.topic_ids[topic] for topic in new if topic in kafka.topic_ids}},
         epochs={**row.epochs, **{topic: kafka.epochs[topic] for topic in new if topic in kafka.epochs}},
     )
-    behind = row.batch_id < kafka.batch_id
-    return ExternalStart(
-        progress,
-        follows=True,
-        is_behind=behind,
-        warning=f"{target} (progress row {identity!r}) is at batch {row.batch_id}, and progress in Kafka at batch "
-        f"{kafka.batch_id}: an older state of {target} was restored; the flow continues there"
-        if behind
-        else "",
-    )
+    behind, warning = row.batch_id <= kafka.batch_id, ""
+    if row.batch_id < kafka.batch_id:
+        warning = f"and progress in Kafka at batch {kafka.batch_id}: an older state of {target} was restored"
+    elif behind:
+        warning = (
+            "which is another one than that of progress in Kafka: the flow was reset, or has written another system"
+        )
+    if behind:
+        at = f"{target} (progress row {identity!r}) is at batch {row.batch_id}"
+        warning = f"{at}, {warning}; the flow continues there"
+    return ExternalStart(progress, follows=True, is_behind=behind, warning=warning)
 
 
 def of_row(error: OnceflowError, target: str, identity: str) -> OnceflowError:

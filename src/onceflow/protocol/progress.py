@@ -182,6 +182,8 @@ class Progress:
             more; None: it exists.
         driver: which driver has committed it; None: a command has, or a version that did not write it.
         external: the system other than Kafka that the flow writes, in words; "": it writes none.
+        external_commit: a random text of the transaction of that system which has committed the batch: two batches may
+            have one number, after a reset, or in clusters with the same id. "": not known.
         transactional_id: of the flow. Flows may share the key of the record: prefix ``a.`` with name ``b``, and name
             ``a.b`` without a prefix. Their transactional ids differ, so they do not fence each other. "": not known.
         time_ms: when the record was created, epoch milliseconds.
@@ -209,6 +211,7 @@ class Progress:
     became: str | None = None
     driver: DriverProcess | None = None
     external: str = ""
+    external_commit: str = ""
     transactional_id: str = ""
 
 
@@ -258,6 +261,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["driver"] = {"host": process.host, "pid": int(process.pid), "since_ms": int(process.since_ms)}
     if progress.external:
         content["external"] = progress.external
+    if progress.external_commit:
+        content["external_commit"] = progress.external_commit
     if progress.transactional_id:
         content["transactional_id"] = progress.transactional_id
     if progress.tables:
@@ -335,6 +340,7 @@ def _progress(content: dict[str, Any], name: str) -> Progress:
         became=take(content, name, "became", str) if "became" in content else None,
         driver=_part(content, name, "driver", _driver),
         external=take(content, name, "external", str) if "external" in content else "",
+        external_commit=take(content, name, "external_commit", str) if "external_commit" in content else "",
         transactional_id=take(content, name, "transactional_id", str) if "transactional_id" in content else "",
         time_ms=take(content, name, "time_ms", int),
     )
