@@ -70,6 +70,10 @@ class SourceRange:
         """Topics and partitions that have offsets in the range."""
         return [place for place, count in self._counts() if count > 0]
 
+    def back(self) -> list[tuple[str, int]]:
+        """Topics and partitions that end before their start: Spark plans that when their logs have become shorter."""
+        return [place for place, count in self._counts() if count < 0]
+
     def places(self) -> list[tuple[str, int, int, int]]:
         """Topic, partition, start and end offset of each partition that has offsets in the range."""
         return [
