@@ -47,12 +47,21 @@ def was_promoted(old: Progress, new: Progress | None, names: Names) -> bool:
     return new is None or new.became == old.flow
 
 
-def check_can_promote(old: Progress, new: Progress, names: Names, other: Names, *, same_timers: bool = False) -> None:
+def check_can_promote(
+    old: Progress,
+    new: Progress,
+    names: Names,
+    other: Names,
+    *,
+    same_timers: bool = False,
+    new_topics: bool = False,
+) -> None:
     """Check what does not change while flows run.
 
     Args:
         old, names: the flow that is replaced. new, other: the flow that takes its place.
         same_timers: whether the times of timers in processing time are known to be the same in both.
+        new_topics: whether the new flow may have read topics that the old one does not read.
 
     Raises:
         OptionError: both are the same. ProgressConflictError: it cannot take the other one's place.
@@ -100,6 +109,8 @@ def check_can_promote(old: Progress, new: Progress, names: Names, other: Names, 
     if not same_timers:
         _check_processing_time(old, new, names, other)
     _check_sources(old, new, names, other)
+    if not new_topics:
+        _check_new_topics(old, new, names, other)
 
 
 def _check_processing_time(old: Progress, new: Progress, names: Names, other: Names) -> None:
@@ -142,6 +153,23 @@ def _check_sources(old: Progress, new: Progress, names: Names, other: Names) -> 
                 flow=other.flow,
                 topic=topic,
                 next_step="start both flows, so that both read the topic that is there now",
+            )
+
+
+def _check_new_topics(old: Progress, new: Progress, names: Names, other: Names) -> None:
+    """Refuse topics that only the new flow has read: what it has made of their records is in its own outputs, and the
+    old flow does not write it, however long it runs."""
+    for topic in sorted(set(new.offsets) - set(old.offsets)):
+        read = sum(new.offsets[topic].values())
+        if read:
+            raise ProgressConflictError(
+                f"Flow {other.flow!r} has read {topic}, which {names.flow!r} does not read",
+                flow=other.flow,
+                topic=topic,
+                detail=f"it has read at most {read:,} records of it; their outputs are in those of {other.flow!r} only",
+                next_step=f"if the outputs of {names.flow!r} can do without them, give --new-topics: the flow goes on "
+                f"behind them. Otherwise upgrade in place: stop both flows, and start the new version as "
+                f"{names.flow!r} with the tables of {names.flow!r}",
             )
 
 
