@@ -73,6 +73,15 @@ def plan(
             flow=flow,
             next_step='use "earliest", "latest" or a dictionary {partition: offset} of all partitions',
         )
+    if not isinstance(starting_offsets, str):
+        for partition, offset in starting_offsets.items():
+            if not (is_count(partition) and isinstance(offset, int) and not isinstance(offset, bool)):
+                raise OptionError(
+                    f"starting_offsets={{{partition!r}: {offset!r}}} is not {{partition: offset}}",
+                    flow=flow,
+                    topic=topic.name,
+                    next_step="give whole numbers from 0 on, one offset for each partition",
+                )
     known = None if progress is None else progress.offsets.get(topic.name)
     if progress is None or known is None:
         return Start(_first_start(topic, starting_offsets, flow), must_commit=True)
@@ -99,6 +108,11 @@ def plan(
             f"ends, at {offsets}. To start over: `onceflow reset {flow} --bootstrap-servers HOST:PORT`"
         )
     return Start(offsets, must_commit, tuple(warnings))
+
+
+def is_count(given: object) -> bool:
+    """Whether something that a user has given is a number of a partition, or an offset."""
+    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
 
 
 def check_log(
