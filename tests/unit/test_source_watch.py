@@ -17,7 +17,7 @@ from onceflow.client.leader_epochs import LeaderView
 from onceflow.driver import source_watch
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.source_watch import SourceWatch
-from onceflow.errors import DataLossError, UnknownTopicError
+from onceflow.errors import DataLossError, ProgressConflictError, UnknownTopicError
 from onceflow.planning import source_starts
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import TopicPartition
@@ -305,6 +305,16 @@ def test_progress_never_goes_back_with_a_log(how: str, knows_epochs: bool, monke
         flow.batch()
     assert caught.value.topic in ("in", "in-0")
     assert flow.progress.offsets == {"in": {0: 9}}
+
+
+@pytest.mark.parametrize("news", [0, 3])
+def test_progress_forgets_no_partition(news: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark leaves out what it does not see, if it may lose data. When it is seen again, it would be read anew."""
+    partition, flow = after_a_batch(monkeypatch, 9)
+    partition.append(news)
+    source = SourceRange({"in": {0: 9, 1: 4}}, {"in": {0: 9 + news}})
+    with pytest.raises(ProgressConflictError, match="Partition in-1, which this flow has read, is not there"):
+        flow.watch.planned(source, flow.progress, soon())
 
 
 def test_what_the_driver_has_fetched_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
