@@ -71,26 +71,7 @@ def check_can_promote(
             f"Flow {names.flow!r} cannot replace itself", flow=names.flow, next_step="give the flow to replace"
         )
     for flow, progress in ((names.flow, old), (other.flow, new)):
-        if progress.handover is not None:
-            raise ProgressConflictError(
-                f"Flow {flow!r} was promoted, and has not run since then",
-                flow=flow,
-                next_step="start it; when it has committed a batch, run the command again",
-            )
-        if progress.checkpoint is not None:
-            raise ProgressConflictError(
-                f"Flow {flow!r} keeps state in a Spark checkpoint, which cannot be handed over",
-                flow=flow,
-                next_step="stop the old version, and start the new one with outputs of its own",
-            )
-        weak = sorted(name for name, table in progress.tables.items() if table.local is not None or table.open_ended)
-        if weak:
-            raise ProgressConflictError(
-                f"Table {weak[0]} of flow {flow!r} has no exact state in Kafka, so it cannot be handed over",
-                flow=flow,
-                detail="it has no changelog, or was written without transactions",
-                next_step="stop the old version, and start the new one with outputs of its own",
-            )
+        _check_exact(flow, progress)
     if new.tables and (new.forked is None or new.forked.flow != names.progress_key):
         raise ProgressConflictError(
             f"Flow {other.flow!r} has state, and is not a copy of {names.flow!r}",
@@ -111,6 +92,30 @@ def check_can_promote(
     _check_sources(old, new, names, other)
     if not new_topics:
         _check_new_topics(old, new, names, other)
+
+
+def _check_exact(flow: str, progress: Progress) -> None:
+    """Refuse a flow whose state is not in its table topics, or not exactly."""
+    if progress.handover is not None:
+        raise ProgressConflictError(
+            f"Flow {flow!r} was promoted, and has not run since then",
+            flow=flow,
+            next_step="start it; when it has committed a batch, run the command again",
+        )
+    if progress.checkpoint is not None:
+        raise ProgressConflictError(
+            f"Flow {flow!r} keeps state in a Spark checkpoint, which cannot be handed over",
+            flow=flow,
+            next_step="stop the old version, and start the new one with outputs of its own",
+        )
+    weak = sorted(name for name, table in progress.tables.items() if table.local is not None or table.open_ended)
+    if weak:
+        raise ProgressConflictError(
+            f"Table {weak[0]} of flow {flow!r} has no exact state in Kafka, so it cannot be handed over",
+            flow=flow,
+            detail="it has no changelog, or was written without transactions",
+            next_step="stop the old version, and start the new one with outputs of its own",
+        )
 
 
 def _check_processing_time(old: Progress, new: Progress, names: Names, other: Names) -> None:
