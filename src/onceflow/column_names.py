@@ -7,6 +7,7 @@ Spark ignores case by default (``spark.sql.caseSensitive``), so ``df.select("KEY
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -22,10 +23,50 @@ def is_case_sensitive(spark: SparkSession) -> bool:
     return str(spark.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
 
 
+# Characters that are not seen, besides those of the categories Cf and Cc (Unicode: Default_Ignorable_Code_Point), and
+# the blank of Braille.
+_UNSEEN = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+# Letters of other scripts that look like Latin ones (Unicode TS 39: confusables): Cyrillic, Greek, Armenian, Cherokee,
+# and some special ones of Latin. A capital letter may look like another letter than its small one, so both are listed.
+_LOOK_ALIKE = str.maketrans(
+    {
+        other: letter
+        for letter, others in {
+            "a": "\u0430\u0410\u03b1\u0391\u0251\u13aa",
+            "c": "\u0441\u0421\u03f2\u03f9\u1d04\u13df",
+            "d": "\u0501\u13a0",
+            "e": "\u0435\u0415\u0395\u13ac",
+            "f": "\u03dc\ua798\ua799",
+            "g": "\u0261\u0581\u050c\u13c0",
+            "h": "\u04bb\u0570\u041d\u0397\u13bb",
+            "i": "\u0456\u0406\u03b9\u0399\u0131\u0269",
+            "k": "\u043a\u041a\u03ba\u039a\u212a\u13e6",
+            "l": "\u04cf\u04c0\u01c0\u13de",
+            "m": "\u043c\u041c\u039c\u13b7",
+            "n": "\u0578\u057c\u039d",
+            "o": "\u043e\u041e\u03bf\u039f\u0585\u0555",
+            "p": "\u0440\u0420\u03c1\u03a1\u13e2",
+            "r": "\u0433\u1d26\u13a1\u13d2",
+            "s": "\u0455\u0405\ua731\u13da\u054f",
+            "t": "\u0442\u0422\u03c4\u03a4\u13a2",
+            "u": "\u03c5\u057d\u1d1c\u054d",
+            "v": "\u03bd\u0475\u0474\u1d20\u13d9",
+            "y": "\u0443\u0423\u03b3\u03a5\u04af\u04ae\u028f",
+        }.items()
+        for other in others
+    }
+)
+
+
 def plain(name: str) -> str:
-    """A name without what people overlook: case, blanks, invisible characters, and forms of the same letter."""
+    """A name without what people overlook: case, blanks, invisible characters, forms of the same letter, and letters of
+    other scripts that look the same."""
     visible = "".join(each for each in name if unicodedata.category(each) not in ("Cf", "Cc"))
-    return "".join(unicodedata.normalize("NFKC", visible).casefold().split())
+    text = unicodedata.normalize("NFKC", _UNSEEN.sub("", visible.translate(_LOOK_ALIKE)))
+    text = _UNSEEN.sub("", text).translate(_LOOK_ALIKE).casefold()
+    return "".join(text.split())
 
 
 def check_reserved(

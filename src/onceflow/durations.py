@@ -8,6 +8,7 @@ import re
 from onceflow.errors import OptionError
 
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
+_LONGEST_MS = float((1 << 63) - 1024)  # the last float that times in 64 bits hold
 _UNIT_MS = {
     "ms": 1,
     "millisecond": 1,
@@ -30,7 +31,7 @@ def duration_ms(value: str | float) -> int:
         value: ``"250 ms"``, ``"10 seconds"``, ``"5 minutes"``, ``"1 hour"``, ``"7 days"``, or seconds as a number.
 
     Raises:
-        ValueError: not a duration, or a negative one.
+        ValueError: not a duration, a negative one, or one of more milliseconds than 64 bits hold.
     """
     if isinstance(value, str):
         milliseconds = _parse(value)
@@ -38,7 +39,7 @@ def duration_ms(value: str | float) -> int:
             raise ValueError(f"{value!r} is not a duration: write it like '10 seconds', '5 minutes' or '7 days'")
         return round(milliseconds)
     number = not isinstance(value, bool) and isinstance(value, (int, float))
-    if not number or not math.isfinite(value) or value < 0:
+    if not number or not 0 <= value <= _LONGEST_MS / 1000:  # also if it is no number (NaN)
         raise ValueError(f"{value!r} is not a duration: give seconds as a number, or a text like '5 minutes'")
     return round(value * 1000)
 
@@ -75,4 +76,5 @@ def _parse(text: str, *, bare_unit: str = "") -> float | None:
         return None
     name = found[2] or bare_unit
     unit = _UNIT_MS.get(name) or _UNIT_MS.get(name.removesuffix("s"))
-    return None if unit is None else float(found[1]) * unit
+    milliseconds = math.inf if unit is None else float(found[1]) * unit
+    return milliseconds if milliseconds <= _LONGEST_MS else None

@@ -69,12 +69,21 @@ def frame(names: list[str], *, exact: bool = False) -> Any:
     return Frame(*[(name, TYPES.get(plain(name), BYTES)) for name in names], exact=exact)
 
 
+# Cyrillic and Greek letters, small and capital.
+LOOK_ALIKE = {
+    "a": "\u0430\u0410\u0391", "c": "\u0441\u0421", "e": "\u0435\u0415\u0395", "h": "\u041d\u0397",
+    "i": "\u0456\u0406\u0399", "k": "\u043a\u041a\u039a", "m": "\u041c\u039c", "n": "\u039d", "o": "\u043e\u041e\u039f",
+    "p": "\u0440\u0420\u03a1", "s": "\u0455\u0405", "t": "\u0422\u03a4", "v": "\u03bd\u0474", "y": "\u0443\u0423\u03a5",
+}  # fmt: skip
+UNSEEN = ["\ufe0f", "\u034f", "\u3164", "\u2800", "\uffa0", "\U000e0101"]
+
+
 @st.composite
 def almost(draw: Any, name: str) -> str:
     """Another spelling of a name."""
-    letters = "".join(draw(st.sampled_from([each, each.upper(), chr(ord(each) + 0xFEE0)])) if each != "_" else each
-                      for each in name)  # fmt: skip
-    around = st.sampled_from(["", "", " ", "\t", "\ufeff", "\u200b", "\u00a0"])
+    letters = "".join(draw(st.sampled_from([each, each.upper(), *LOOK_ALIKE.get(each, []), chr(ord(each) + 0xFEE0)]))
+                      if each != "_" else each for each in name)  # fmt: skip
+    around = st.sampled_from(["", "", " ", "\t", "\ufeff", "\u200b", "\u00a0", *UNSEEN])
     found: str = draw(around) + letters + draw(around)
     assume(found != name)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Any
 
 import pyarrow as pa
@@ -206,6 +207,35 @@ def test_times_are_in_utc_whatever_time_zone_the_session_has() -> None:
     assert seen == [pa.schema([("t", pa.timestamp("us", "UTC"))])]
     assert made.schema == schema
     assert made.column("t").equals(times)
+
+
+@pytest.mark.parametrize("make", [
+    lambda time: pa.list_(time),
+    lambda time: pa.map_(pa.string(), pa.list_(time)),
+    lambda time: pa.struct([("t", time), ("naive", pa.timestamp("us"))]),
+    lambda time: pa.list_(pa.struct([("t", time)])),
+])  # fmt: skip
+def test_times_inside_of_other_columns_are_in_utc_too(make: Callable[[Any], Any]) -> None:
+    """What a function makes of them must not depend on the engine, nor on the time zone of the session."""
+    berlin, utc = make(pa.timestamp("us", "Europe/Berlin")), make(pa.timestamp("us", "UTC"))
+    moment = datetime(2025, 10, 26, 1, 30, tzinfo=timezone.utc)  # this hour of the day is there twice in Berlin
+    values: Any = {
+        "list": [[moment, None], None],
+        "map": [[("a", [moment])], None],
+        "struct": [{"t": moment, "naive": datetime(2025, 1, 1)}, None],
+    }["map" if pa.types.is_map(berlin) else "struct" if pa.types.is_struct(berlin) else "list"]
+    if pa.types.is_list(berlin) and pa.types.is_struct(berlin.value_type):
+        values = [[{"t": moment}, None], None]
+    seen = []
+
+    def look(batch: pa.RecordBatch) -> pa.RecordBatch:
+        seen.append(batch.schema.field("c").type)
+        return batch
+
+    given = pa.RecordBatch.from_arrays([pa.array(values, berlin)], names=["c"])
+    made = rows_map(look, pa.schema([("c", berlin)])).apply(given)
+    assert seen == [utc]
+    assert made.equals(given)
 
 
 def test_it_is_sent_to_tasks() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onceflow.durations import option_seconds
+from onceflow.durations import duration_ms, option_seconds
 from onceflow.errors import OptionError
 
 
@@ -33,6 +33,17 @@ def test_no_duration(value: Any) -> None:
         option_seconds(value, "trigger", "orders")
     assert caught.value.what == f"trigger={value!r} is not a duration"
     assert caught.value.flow == "orders"
+
+
+@pytest.mark.parametrize(
+    "value", ["9" * 400 + " days", "1" * 309 + " ms", "400000000 years", 1e306, 1e308, 2**64, 10**400]
+)
+def test_a_duration_that_no_time_can_have(value: Any) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
+        duration_ms(value)
+    with pytest.raises(OptionError, match="is not a duration"):
+        option_seconds(value, "trigger", "orders")
+    assert duration_ms("106751991167 days") < 2**63
 
 
 def test_a_duration_that_is_too_short() -> None:

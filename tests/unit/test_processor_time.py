@@ -109,7 +109,7 @@ def timers_of(fired: list[Any], *, again: bool = False) -> Text:
             state.timers.register(timer.name, timer.at_ms + 10, timer.clock)
         return [Record(key, timer.name)]
 
-    return Text(run_it, on_timer)
+    return Text(run_it, on_timer, allowed_lateness=0)
 
 
 def test_timers_fire_once_in_order_of_time_on_both_clocks() -> None:
@@ -257,7 +257,7 @@ def test_an_earlier_timer_may_cancel_or_move_a_later_one(store: Any) -> None:
 
 
 def test_next_timer_counts_unchanged_and_rewritten_timers(store: Any) -> None:
-    register = Text(lambda key, records, state: state.timers.register("t", int(records[0].value)))
+    register = Text(lambda key, records, state: state.timers.register("t", int(records[0].value)), allowed_lateness=0)
     for at, expected in ((500, 500), (500, 500), (300, 300), (700, 700)):
         run = engine(register, store)
         run.feed(batch((b"k", b"%d" % at)))
@@ -271,11 +271,12 @@ def test_timers_of_impossible_times_names_and_clocks_are_refused() -> None:
         for arguments in (("t", 1 << 63), ("t", 1, "wall")):
             with pytest.raises(ValueError, match=r"milliseconds|clock"):
                 state.timers.register(*arguments)
-        with pytest.raises(TypeError):
-            state.timers.register("t", 1.5)
+        for at in (1.5, True, "5", None):
+            with pytest.raises(TypeError):
+                state.timers.register("t", at)
         state.timers.register("last" * 600, (1 << 63) - 1)
 
-    driver = ProcessorDriver(Text(run_it))
+    driver = ProcessorDriver(Text(run_it, allowed_lateness=0))
     driver.send("k", "1")
     driver.watermark_ms = (1 << 63) - 2
     driver.run()
@@ -350,4 +351,22 @@ def test_event_times_are_reported_by_source_partition(store: Any) -> None:
         run.feed(batch((b"k", b"8"), **earlier))
         assert run.max_event_ms == {("x", 1): 9, ("y", 2): 7, ("z", 0): 3}
     with pytest.raises(OptionError, match="late"):
-        engine(Text(allowed_lateness=1), store)
+        engine(Text(allowed_lateness=1), store, late_topic=None)
+
+
+def test_a_timer_in_event_time_needs_event_time() -> None:
+    """Without allowed_lateness there is no watermark: it would never fire, and nobody would be told."""
+
+    def register(key: str, records: Any, state: Any) -> None:
+        state.timers.register("t", 5)
+
+    class Untimed(Text):
+        allowed_lateness = None
+
+    driver = ProcessorDriver(Untimed(register), on_error="fail")
+    with pytest.raises(ProcessorError, match="allowed_lateness") as caught:
+        driver.send("k", "1")
+    assert "clock='processing'" in str(caught.value)
+    driver = ProcessorDriver(Untimed(register), on_error="dead-letter")
+    with pytest.raises(ProcessorError, match="allowed_lateness"):  # no record is at fault
+        driver.send("k", "1")

@@ -167,6 +167,25 @@ def test_other_topics() -> None:
     assert "in-1: it is at 0, the new one at 3" in missing(before, after, new_timers=False)
 
 
+@pytest.mark.parametrize("stateful", [True, False])
+def test_a_topic_that_only_the_new_version_has_read(stateful: bool) -> None:
+    """The outputs of what it has read of it are in no output of the flow that goes on."""
+    state: dict[str, Any] = {} if stateful else {"tables": {}, "changelogs": {}, "topic_ids": {"in": "id"}}
+    before = old({0: 8}, **state)
+    after = new({0: 8}, offsets={"in": {0: 6}, "more": {0: 0, 1: 7}}, **state)
+    with pytest.raises(ProgressConflictError, match="has read more, which 'sums' does not read") as caught:
+        check_can_promote(before, after, OLD, NEW)
+    assert "at most 7 records" in caught.value.detail
+    assert "--new-topics" in caught.value.next_step
+    check_can_promote(before, after, OLD, NEW, new_topics=True)
+    check_can_promote(before, replace(after, offsets={"in": {0: 6}, "more": {0: 0}}), OLD, NEW)
+    check_can_promote(replace(before, offsets=after.offsets), before_topics(after), OLD, NEW)
+
+
+def before_topics(after: Progress) -> Progress:
+    return replace(after, offsets={"in": after.offsets["in"]})
+
+
 def test_a_source_that_is_left_out_after_a_promotion() -> None:
     before = old({0: 8}, offsets={"in": {0: 8}, "more": {0: 9, 1: 4}, "gone": {0: 4}})
     after = new({0: 8}, offsets={"in": {0: 6}, "more": {0: 7, 1: 4}})

@@ -293,3 +293,114 @@ def test_columns_of_times_in_any_unit(
             expected.append(max(-LATEST_MS, min(LATEST_MS, each)) * 1000)
     assert found.type == pa.int64()
     assert found.to_pylist() == expected
+
+
+class Own(ByTimestamp):
+    """Its own event time is whatever it was made with."""
+
+    def __init__(self, at: Any) -> None:
+        self.at = at
+
+    def event_time(self, record: Record) -> Any:
+        return self.at
+
+
+class OwnColumn(Columns):
+    def __init__(self, times: Any) -> None:
+        self.times = times
+
+    def event_time(self, records: pa.Table) -> Any:
+        return self.times
+
+
+class OwnWindows(Windowed):
+    def __init__(self, at: Any) -> None:
+        self.at = at
+
+    def event_time(self, record: Record) -> Any:
+        return self.at
+
+
+@pytest.mark.parametrize("make", [Own, OwnWindows])
+@pytest.mark.parametrize("at", [True, False, np.bool_(True), 1.7e12, "1700000000000", np.datetime64("2025-01-01")])
+def test_an_event_time_that_is_no_whole_number_is_none(make: Any, at: Any) -> None:
+    """True is not a millisecond after 1970: the record would be late, or in a window of that time."""
+    run = driver(make(at))
+    run.send(b"k", b"v", timestamp_ms=NOW)
+    assert (run.outputs, run.late, run.watermark_ms) == ([], [], None)
+    (letter,) = run.dead_letters
+    message = dict(letter.headers)["onceflow.error.message"] or b""
+    assert message.startswith(b"event_time() gives milliseconds since 1970 or None")
+
+
+NO_TIMES = {
+    "booleans": pa.array([True]),
+    "times of day": pa.array([5], pa.time64("us")),
+    "times of day in seconds": pa.array([5], pa.time32("s")),
+    "durations": pa.array([5], pa.duration("ms")),
+    "rounded floats": pa.array(np.array([NOW], np.float32)),
+    "rounded half floats": pa.array(np.array([4096], np.float16)),
+    "rounded doubles": pa.array([float(2**53)]),
+    "dates": pa.array([20_000], pa.date32()),
+    "texts": pa.array(["2025-01-01"]),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TIMES)
+def test_a_column_of_no_times_is_none(kind: str) -> None:
+    """In an event time it is the error of its records, and in an output too: it would be another time."""
+    run = driver(OwnColumn(NO_TIMES[kind]))
+    run.send(b"k", b"v", timestamp_ms=NOW)
+    assert (run.outputs, run.late, run.watermark_ms, len(run.dead_letters)) == ([], [], None, 1)
+
+    class Written(Columns):
+        def process(self, records: pa.Table, states: pa.Table, context: Any) -> Any:
+            return records.select(["key", "value"]).append_column("timestamp_ms", NO_TIMES[kind]), None
+
+    run = driver(Written())
+    run.send(b"k", b"v", timestamp_ms=NOW)
+    assert (run.outputs, len(run.dead_letters)) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        pa.array([float(NOW)]),
+        np.array([NOW], np.float64),
+        pa.array([NOW], pa.timestamp("ms", "Europe/Berlin")),
+        pa.array([NOW], pa.uint64()),
+        pa.array([NOW * 1_000_000], pa.int64()).view(pa.timestamp("ns")),
+        [NOW],
+    ],
+)
+def test_columns_of_whole_milliseconds_and_of_timestamps_are_times(times: Any) -> None:
+    run = driver(OwnColumn(times))
+    run.send(b"k", b"v", timestamp_ms=NOW)
+    assert (len(run.outputs), run.watermark_ms) == (1, NOW - DAY)
+
+
+def test_an_event_time_may_be_an_attribute_of_the_processor() -> None:
+    """It decides what is late and what is in a window, as one of the class does."""
+
+    class Given(Windowed):
+        value = serdes.STRING
+        allowed_lateness = 0
+        emit = "close"
+
+        def __init__(self) -> None:
+            self.event_time = lambda record: int(record.value)  # type: ignore[method-assign]
+
+    class Opened(Given):
+        def __init__(self) -> None:
+            pass
+
+        def open(self, partition: int) -> None:
+            Given.__init__(self)
+
+    for make in (Given, Opened):
+        run = driver(make())
+        for at in (NOW - 120_000, NOW - 60_000, NOW, NOW - 120_000):
+            run.send("a", str(at), timestamp_ms=NOW)
+        assert run.watermark_ms == NOW
+        assert [record.value["count"] for record in run.outputs] == [1, 1], "each window closes once"
+        assert len(run.late) == 1

@@ -88,6 +88,16 @@ def test_starting_offsets_are_ignored_once_there_is_progress(starting: Any) -> N
         assert f"onceflow reset {FLOW}" in told
 
 
+@pytest.mark.parametrize("starting", [{0: 5.5}, {0: True}, {0: "5"}, {0: None}, {0.0: 5}, {True: 5}, {"0": 5}])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_starting_offsets_that_are_no_numbers(starting: Any, is_first: bool) -> None:
+    """Half an offset was in range: the flow would have read from there, and progress would have said something else."""
+    topic = SourceTopic("in", "id", {0: 0}, {0: 10})
+    known = None if is_first else Progress("f", 1, {"in": {0: 3}}, {"in": "id"}, 0)
+    with pytest.raises(OptionError, match=r"is not \{partition: offset\}"):
+        source_starts.plan(topic, known, starting_offsets=starting, fail_on_data_loss=True, flow="f")
+
+
 def test_starting_offsets_that_nobody_knows_are_refused_at_every_start() -> None:
     with pytest.raises(OptionError, match="'lastest' is unknown"):
         plan(topic({0: 0}, {0: 9}), progress({0: 5}), starting_offsets="lastest")

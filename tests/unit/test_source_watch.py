@@ -17,7 +17,7 @@ from onceflow.client.leader_epochs import LeaderView
 from onceflow.driver import source_watch
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.source_watch import SourceWatch
-from onceflow.errors import DataLossError, UnknownTopicError
+from onceflow.errors import DataLossError, ProgressConflictError, UnknownTopicError
 from onceflow.planning import source_starts
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import TopicPartition
@@ -107,11 +107,11 @@ class Flow:
 
     def batch(self, during: Any = lambda: None) -> None:
         start = dict(self.progress.offsets["in"])
-        end = {number: max(start[number], len(each.log)) for number, each in enumerate(self.partitions)}
+        end = {number: len(each.log) for number, each in enumerate(self.partitions)}  # as Spark plans it
         if end == start:
             return
         source = SourceRange({"in": start}, {"in": end})
-        self.planned_to = [*end.values()]
+        self.planned_to = [max(start[number], end[number]) for number in end]
         unknown = [each.leaderless for each in self.partitions]
         known = self.progress.epochs.get("in", {})
         unchecked = [  # one pair of progress has no place for two ranges
@@ -285,6 +285,36 @@ def test_a_topic_that_is_created_again_while_a_batch_is_read(monkeypatch: pytest
     assert "is new" in caught.value.detail
     with pytest.raises(UnknownTopicError):
         flow.batch()
+
+
+@pytest.mark.parametrize("knows_epochs", [True, False])
+@pytest.mark.parametrize("how", ["truncated", "created again", "restored"])
+def test_progress_never_goes_back_with_a_log(how: str, knows_epochs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark plans a range that ends before its start, if it may lose data. Not all that is gone was unread."""
+    partition, flow = after_a_batch(monkeypatch, 9)
+    if not knows_epochs:
+        flow.progress = replace(flow.progress, epochs={})
+    if how == "truncated":
+        partition.elect(lost=4)
+    else:
+        del partition.log[5:]
+    if how == "created again":
+        partition.topic_id = "another"
+    expected = UnknownTopicError if how == "created again" else DataLossError
+    with pytest.raises(expected, match="created again" if how == "created again" else "offset 5") as caught:
+        flow.batch()
+    assert caught.value.topic in ("in", "in-0")
+    assert flow.progress.offsets == {"in": {0: 9}}
+
+
+@pytest.mark.parametrize("news", [0, 3])
+def test_progress_forgets_no_partition(news: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark leaves out what it does not see, if it may lose data. When it is seen again, it would be read anew."""
+    partition, flow = after_a_batch(monkeypatch, 9)
+    partition.append(news)
+    source = SourceRange({"in": {0: 9, 1: 4}}, {"in": {0: 9 + news}})
+    with pytest.raises(ProgressConflictError, match="Partition in-1, which this flow has read, is not there"):
+        flow.watch.planned(source, flow.progress, soon())
 
 
 def test_what_the_driver_has_fetched_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

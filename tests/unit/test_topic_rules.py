@@ -136,7 +136,7 @@ def test_a_row_that_is_too_large_because_of_its_key(where: str) -> None:
             if where == "map":
                 state.map("m").put(text, "x")
             elif where == "timer":
-                state.timers.register(text, 5)
+                state.timers.register(text, 5, "processing")
             else:
                 state.put("x")
             return [Record(None, b"done")]

@@ -211,9 +211,17 @@ class Runs:
             wall_ms=lambda: round(self.wall_s * 1000),
         )
 
-    def batch(self, watermark: Watermark, *arriving: Origin, untimed: Any = (), **latest: int) -> None:
-        seen: dict[Origin, int] = {("in", int(name[1])): ms for name, ms in latest.items()}
-        watermark.planned([*seen, *arriving])
+    def batch(
+        self,
+        watermark: Watermark,
+        *arriving: Origin,
+        untimed: Any = (),
+        latest: Any = MappingProxyType({}),
+        **of_source: int,
+    ) -> None:
+        of_sources: dict[Origin, int] = {("in", int(name[1])): ms for name, ms in of_source.items()}
+        seen = {**latest, **of_sources}
+        watermark.planned([*of_sources, *([A] if latest else []), *arriving])
         watermark.advance()
         value = watermark.after(seen, untimed)
         self.known, _ = watermark.kept(seen)
@@ -428,6 +436,27 @@ def test_partitions_of_the_step_before_are_waited_for_after_a_restart(stopped: t
     assert runs.batch({(None, 0): 9_100}) == (8_900, 9_000)
     runs.later(31)
     assert runs.batch({(None, 1): 20_000}) == (9_000, 19_900), "silent for so long while the flow ran"
+
+
+@pytest.mark.parametrize("stopped", [1, 29, 3600])
+@pytest.mark.parametrize("own", [("in", 3), (None, 0)])
+def test_rows_that_do_not_tell_their_partition_are_waited_for_after_a_restart(own: Origin, stopped: int) -> None:
+    """They count for the partition of the step's table, of which there may be more than of the source. What waits in
+    the source after a while may be theirs."""
+    runs = Runs()
+    watermark = runs.start()
+    runs.batch(watermark, p0=9_500, p1=9_500)
+    runs.batch(watermark, latest={own: 9_000}, p0=9_600, p1=9_600)
+    assert runs.value_ms == 9_400, "nobody knew of it before"
+    runs.later(stopped)
+    watermark = runs.start()
+    runs.batch(watermark, p0=20_000, p1=20_000)
+    assert runs.value_ms == 9_400, "its records may come behind those"
+    runs.batch(watermark, latest={own: 9_700})
+    assert runs.value_ms == 9_600
+    runs.later(31)
+    runs.batch(watermark, p0=20_000, p1=20_000)
+    assert runs.value_ms == 19_900, "silent for so long while the flow ran"
 
 
 def test_runs_that_end_soon_do_not_wait_for_ever_for_a_partition_of_the_step_before() -> None:

@@ -31,6 +31,8 @@ class Text(Processor):
 
 
 def engine(processor: Processor, store: Any, *, now_ms: int = 0, **options: Any) -> Engine:
+    if "allowed_lateness" in vars(processor):
+        options.setdefault("late_topic", "late")
     return Engine(processor, store, flow="f", table="t", partition=0, batch=7, now_ms=now_ms, **options)
 
 

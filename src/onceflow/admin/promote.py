@@ -47,12 +47,21 @@ def was_promoted(old: Progress, new: Progress | None, names: Names) -> bool:
     return new is None or new.became == old.flow
 
 
-def check_can_promote(old: Progress, new: Progress, names: Names, other: Names, *, same_timers: bool = False) -> None:
+def check_can_promote(
+    old: Progress,
+    new: Progress,
+    names: Names,
+    other: Names,
+    *,
+    same_timers: bool = False,
+    new_topics: bool = False,
+) -> None:
     """Check what does not change while flows run.
 
     Args:
         old, names: the flow that is replaced. new, other: the flow that takes its place.
         same_timers: whether the times of timers in processing time are known to be the same in both.
+        new_topics: whether the new flow may have read topics that the old one does not read.
 
     Raises:
         OptionError: both are the same. ProgressConflictError: it cannot take the other one's place.
@@ -62,26 +71,7 @@ def check_can_promote(old: Progress, new: Progress, names: Names, other: Names, 
             f"Flow {names.flow!r} cannot replace itself", flow=names.flow, next_step="give the flow to replace"
         )
     for flow, progress in ((names.flow, old), (other.flow, new)):
-        if progress.handover is not None:
-            raise ProgressConflictError(
-                f"Flow {flow!r} was promoted, and has not run since then",
-                flow=flow,
-                next_step="start it; when it has committed a batch, run the command again",
-            )
-        if progress.checkpoint is not None:
-            raise ProgressConflictError(
-                f"Flow {flow!r} keeps state in a Spark checkpoint, which cannot be handed over",
-                flow=flow,
-                next_step="stop the old version, and start the new one with outputs of its own",
-            )
-        weak = sorted(name for name, table in progress.tables.items() if table.local is not None or table.open_ended)
-        if weak:
-            raise ProgressConflictError(
-                f"Table {weak[0]} of flow {flow!r} has no exact state in Kafka, so it cannot be handed over",
-                flow=flow,
-                detail="it has no changelog, or was written without transactions",
-                next_step="stop the old version, and start the new one with outputs of its own",
-            )
+        _check_exact(flow, progress)
     if new.tables and (new.forked is None or new.forked.flow != names.progress_key):
         raise ProgressConflictError(
             f"Flow {other.flow!r} has state, and is not a copy of {names.flow!r}",
@@ -100,6 +90,32 @@ def check_can_promote(old: Progress, new: Progress, names: Names, other: Names, 
     if not same_timers:
         _check_processing_time(old, new, names, other)
     _check_sources(old, new, names, other)
+    if not new_topics:
+        _check_new_topics(old, new, names, other)
+
+
+def _check_exact(flow: str, progress: Progress) -> None:
+    """Refuse a flow whose state is not in its table topics, or not exactly."""
+    if progress.handover is not None:
+        raise ProgressConflictError(
+            f"Flow {flow!r} was promoted, and has not run since then",
+            flow=flow,
+            next_step="start it; when it has committed a batch, run the command again",
+        )
+    if progress.checkpoint is not None:
+        raise ProgressConflictError(
+            f"Flow {flow!r} keeps state in a Spark checkpoint, which cannot be handed over",
+            flow=flow,
+            next_step="stop the old version, and start the new one with outputs of its own",
+        )
+    weak = sorted(name for name, table in progress.tables.items() if table.local is not None or table.open_ended)
+    if weak:
+        raise ProgressConflictError(
+            f"Table {weak[0]} of flow {flow!r} has no exact state in Kafka, so it cannot be handed over",
+            flow=flow,
+            detail="it has no changelog, or was written without transactions",
+            next_step="stop the old version, and start the new one with outputs of its own",
+        )
 
 
 def _check_processing_time(old: Progress, new: Progress, names: Names, other: Names) -> None:
@@ -142,6 +158,23 @@ def _check_sources(old: Progress, new: Progress, names: Names, other: Names) -> 
                 flow=other.flow,
                 topic=topic,
                 next_step="start both flows, so that both read the topic that is there now",
+            )
+
+
+def _check_new_topics(old: Progress, new: Progress, names: Names, other: Names) -> None:
+    """Refuse topics that only the new flow has read: what it has made of their records is in its own outputs, and the
+    old flow does not write it, however long it runs."""
+    for topic in sorted(set(new.offsets) - set(old.offsets)):
+        read = sum(new.offsets[topic].values())
+        if read:
+            raise ProgressConflictError(
+                f"Flow {other.flow!r} has read {topic}, which {names.flow!r} does not read",
+                flow=other.flow,
+                topic=topic,
+                detail=f"it has read at most {read:,} records of it; their outputs are in those of {other.flow!r} only",
+                next_step=f"if the outputs of {names.flow!r} can do without them, give --new-topics: the flow goes on "
+                f"behind them. Otherwise upgrade in place: stop both flows, and start the new version as "
+                f"{names.flow!r} with the tables of {names.flow!r}",
             )
 
 

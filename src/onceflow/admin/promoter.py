@@ -87,13 +87,18 @@ class Limits:
         max_gap: how many offsets the new flow may be behind.
         wait_s: how long to wait until the old one has done as much as the new one.
         new_timers: see `missing`.
-        same_timers: see `check_can_promote`.
+        same_timers, new_topics: see `check_can_promote`.
     """
 
     max_gap: int = 100_000
     wait_s: float = 60.0
     new_timers: bool = False
     same_timers: bool = False
+    new_topics: bool = False
+
+    def check(self, old: Progress, new: Progress, names: Names, other: Names) -> None:
+        """See `check_can_promote`."""
+        check_can_promote(old, new, names, other, same_timers=self.same_timers, new_topics=self.new_topics)
 
 
 def preview(cluster: Cluster, names: Names, other: Names, limits: Limits) -> Promoted:
@@ -104,7 +109,7 @@ def preview(cluster: Cluster, names: Names, other: Names, limits: Limits) -> Pro
     if was_promoted(old, new, other):
         return Promoted(names.flow, other.flow, old, (), bool(old.tables), old, already=True)
     new = known(new, other, cluster)
-    check_can_promote(old, new, names, other, same_timers=limits.same_timers)
+    limits.check(old, new, names, other)
     _check_gap(old, new, other, limits.max_gap)
     return Promoted(names.flow, other.flow, old, positions(old, new), bool(new.tables), copy=new)
 
@@ -139,7 +144,7 @@ def promote(cluster: Cluster, names: Names, other: Names, limits: Limits, tell: 
         if was_promoted(old, found, other):
             return Promoted(names.flow, other.flow, old, (), bool(old.tables), old, already=True)
         new = known(found, other)
-        check_can_promote(old, new, names, other, same_timers=limits.same_timers)
+        limits.check(old, new, names, other)
         _check_gap(old, new, other, limits.max_gap)
         until = Deadline(limits.wait_s, f"waiting for flow {names.flow} to get as far as {other.flow}")
         old = _wait(settled, new, names, until, tell, new_timers=limits.new_timers)
@@ -221,7 +226,7 @@ def _commit(
     deadline = Deadline(_SECONDS, f"promoting flow {other.flow}")
     own.take_over(deadline)
     old = known(own.session.progress({}, deadline, missing_is_fine=True), names)
-    check_can_promote(old, new, names, other, same_timers=limits.same_timers)
+    limits.check(old, new, names, other)
     if left := missing(old, new, new_timers=limits.new_timers):  # it was moved back by another command
         raise ProgressConflictError(
             f"Flow {names.flow!r} was changed meanwhile",

@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Timers in processing time have the same times in both flows, because these follow from records alone.",
 )
+@click.option(
+    "--new-topics",
+    is_flag=True,
+    help="FLOW does not read some topics of NEW; the outputs of what NEW has read of them are left out.",
+)
 @moving_options(
     dry_run="Only show what would be done. No driver is fenced.", prefixes="The same as in `Flow(...)`, of both flows."
 )
@@ -57,6 +62,7 @@ def promote(
     wait_s: float,
     new_timers: bool,
     same_timers: bool,
+    new_topics: bool,
     options: Options,
 ) -> None:
     """Let NEW take the place of FLOW: its name, its group and its outputs, with the tables of NEW.
@@ -70,7 +76,7 @@ def promote(
     from onceflow.admin import promoter
 
     names, other = options.names(flow), options.names(new)
-    limits = promoter.Limits(max_gap, wait_s, new_timers, same_timers)
+    limits = promoter.Limits(max_gap, wait_s, new_timers, same_timers, new_topics)
     carry_out(
         settings,
         options,

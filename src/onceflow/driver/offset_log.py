@@ -70,6 +70,19 @@ class SourceRange:
         """Topics and partitions that have offsets in the range."""
         return [place for place, count in self._counts() if count > 0]
 
+    def back(self) -> list[tuple[str, int]]:
+        """Topics and partitions that end before their start: Spark plans that when their logs have become shorter."""
+        return [place for place, count in self._counts() if count < 0]
+
+    def gone(self) -> list[tuple[str, int]]:
+        """Topics and partitions that have a start, and no end."""
+        return [
+            (topic, partition)
+            for topic, partitions in self.start.items()
+            for partition in partitions
+            if partition not in self.end.get(topic, {})
+        ]
+
     def places(self) -> list[tuple[str, int, int, int]]:
         """Topic, partition, start and end offset of each partition that has offsets in the range."""
         return [

@@ -23,7 +23,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.leader_epochs import LeaderView, epoch_ends, look_at_leaders
 from onceflow.driver.offset_log import SourceRange
-from onceflow.errors import UnknownTopicError
+from onceflow.errors import ProgressConflictError, UnknownTopicError, log_too_short
 from onceflow.planning.source_starts import check_log
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import Epochs, Progress
@@ -57,9 +57,15 @@ class SourceWatch:
     def planned(self, source: SourceRange, progress: Progress, deadline: Deadline) -> None:
         """Check that the partitions have the records before the range that were read. Its end must be known by now.
 
+        A range may end before its start, or leave partitions out: without ``failOnDataLoss``, Spark goes back to the
+        end of a log that has become shorter, and forgets partitions that it does not see (KafkaOffsetReader:
+        fetchLatestOffsets, getOffsetRangesFromResolvedOffsets). Progress must not follow, because records that were
+        read would be read again, or others in their place.
+
         Raises:
             UnknownTopicError: a topic was deleted, or deleted and created again.
-            DataLossError: a log was truncated below the range.
+            DataLossError: a log was truncated below the range, or ends there.
+            ProgressConflictError: a partition is not there.
         """
         self._topic_ids = progress.topic_ids
         wanted = self._unwatched(source)
@@ -71,6 +77,17 @@ class SourceWatch:
         }
         self._start = source.start
         checked = self._check_logs(view, self._before, source.start, deadline)
+        for topic, partition in source.gone():
+            raise ProgressConflictError(
+                f"Partition {topic}-{partition}, which this flow has read, is not there",
+                flow=self._flow,
+                topic=topic,
+                detail=f"progress ends at {source.start[topic][partition]}, and Spark does not see the partition",
+                next_step="start the flow again. If the topic was deleted and created again, the start says so",
+            )
+        for topic, partition in source.back():
+            read, end = source.start[topic][partition], source.end[topic][partition]
+            raise log_too_short(f"{topic}-{partition}", end, "read", f"read up to offset {read}")
         self._before = {place: pair for place, pair in self._before.items() if place not in checked}
         fetched = {place: epoch for place, epoch in source.epochs.items() if epoch >= 0}
         self._epochs = {**view.epochs, **fetched}
@@ -104,7 +121,8 @@ class SourceWatch:
 
     def _unwatched(self, source: SourceRange) -> list[TopicPartition]:
         """The partitions of the range of which it is not known from Fetch responses whose records were read."""
-        return [place for place in source.news() if source.epochs.get(place, -1) < 0]
+        places = [*source.news(), *source.back()]
+        return [place for place in places if source.epochs.get(place, -1) < 0]
 
     def _look(self, places: Collection[TopicPartition], deadline: Deadline) -> LeaderView:
         if not places:

@@ -13,7 +13,7 @@ from onceflow.errors import OptionError
 from onceflow.planning.local_state import check_local
 from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
 from onceflow.state.api.deduplication import Deduplication
-from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.processor import ColumnProcessor, Processor, overrides
 from onceflow.state.dead_letter_limit import check_limit
 from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.shapes import declared_fields
@@ -52,7 +52,7 @@ class Step:
 def needs_clock(spec: ProcessSpec) -> bool:
     """Whether a step also needs batches when there are no data, because timers fire or rows expire."""
     processor = spec.processor
-    has_timers = isinstance(processor, Processor) and type(processor).on_timer is not Processor.on_timer
+    has_timers = isinstance(processor, Processor) and overrides(processor.on_timer, Processor.on_timer)
     return has_timers or spec.default_ttl_ms is not None
 
 
@@ -123,8 +123,8 @@ def check_options(
 
 def _check_defined(processor: Processor | ColumnProcessor, flow: str) -> None:
     """Check that the class defines process(). Without it every record would become a dead letter."""
-    given = getattr(processor.process, "__func__", processor.process)
-    if given in (Processor.process, ColumnProcessor.process) and not isinstance(processor, Deduplication):
+    given = all(overrides(processor.process, each.process) for each in (Processor, ColumnProcessor))
+    if not given and not isinstance(processor, Deduplication):
         own = [name for name in vars(type(processor)) if not name.startswith("_")]
         raise OptionError(
             f"{type(processor).__name__} does not define process()",

@@ -9,7 +9,7 @@ from typing import Any
 
 from onceflow.errors import OptionError
 from onceflow.instants import instant_ms
-from onceflow.planning.source_starts import SourceTopic
+from onceflow.planning.source_starts import SourceTopic, is_count
 
 Until = str | int | datetime | Mapping[int, int]
 LATEST = "latest"
@@ -43,7 +43,7 @@ def check_until(until: Any, *, topic: str, flow: str, now_ms: int) -> ReadBound 
         return None
     if isinstance(until, Mapping):
         for partition, offset in until.items():
-            if not (_is_count(partition) and _is_count(offset)):
+            if not (is_count(partition) and is_count(offset)):
                 raise _refused(f"until={{{partition!r}: {offset!r}}} is not {{partition: offset}}", topic, flow)
         return ReadBound(offsets=dict(until))
     if isinstance(until, str) and until.strip().lower() == LATEST:
@@ -107,10 +107,6 @@ def _check_offsets(topic: SourceTopic, offsets: Mapping[int, int], flow: str) ->
                 topic=f"{topic.name}-{partition}",
                 next_step='give an offset that exists, or until="latest" for all that is there now',
             )
-
-
-def _is_count(given: object) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
 
 
 def _refused(what: str, topic: str, flow: str) -> OptionError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from onceflow.errors import OptionError, ProgressConflictError, data_loss, log_replaced
 from onceflow.protocol.progress import Progress
@@ -67,12 +68,7 @@ def plan(
     - The log was truncated below progress: an error, also if it has other records at these offsets by now.
     - The topic was deleted and created again: an error, because its offsets now mean other records.
     """
-    if isinstance(starting_offsets, str) and starting_offsets not in STARTING:
-        raise OptionError(
-            f"starting_offsets={starting_offsets!r} is unknown",
-            flow=flow,
-            next_step='use "earliest", "latest" or a dictionary {partition: offset} of all partitions',
-        )
+    _check_starting(topic, starting_offsets, flow)
     known = None if progress is None else progress.offsets.get(topic.name)
     if progress is None or known is None:
         return Start(_first_start(topic, starting_offsets, flow), must_commit=True)
@@ -99,6 +95,35 @@ def plan(
             f"ends, at {offsets}. To start over: `onceflow reset {flow} --bootstrap-servers HOST:PORT`"
         )
     return Start(offsets, must_commit, tuple(warnings))
+
+
+def _check_starting(topic: SourceTopic, given: Any, flow: str) -> None:
+    """Check what `starting_offsets` are by themselves: at every start, also if progress decides.
+
+    Raises:
+        OptionError: they are neither a known word nor whole numbers.
+    """
+    if isinstance(given, str):
+        if given not in STARTING:
+            raise OptionError(
+                f"starting_offsets={given!r} is unknown",
+                flow=flow,
+                next_step='use "earliest", "latest" or a dictionary {partition: offset} of all partitions',
+            )
+        return
+    for partition, offset in given.items():
+        if not (is_count(partition) and isinstance(offset, int) and not isinstance(offset, bool)):
+            raise OptionError(
+                f"starting_offsets={{{partition!r}: {offset!r}}} is not {{partition: offset}}",
+                flow=flow,
+                topic=topic.name,
+                next_step="give whole numbers from 0 on, one offset for each partition",
+            )
+
+
+def is_count(given: object) -> bool:
+    """Whether something that a user has given is a number of a partition, or an offset."""
+    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
 
 
 def check_log(

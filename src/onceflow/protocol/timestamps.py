@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +77,17 @@ def known_ms(timestamp_ms: int | None) -> int | None:
     if timestamp_ms is None or timestamp_ms < 0:
         return None
     return min(timestamp_ms, LATEST_MS)
+
+
+def whole_ms(given: Any) -> int:
+    """A number of milliseconds that user code has given, as an int.
+
+    Raises:
+        TypeError: it is no whole number. True and False are none, although Python counts with them.
+    """
+    if isinstance(given, bool):
+        raise TypeError(f"{given!r} is no number of milliseconds")
+    return index(given)
 
 
 def known_times(column: Any) -> Any:

@@ -11,7 +11,9 @@ for it for ever.
 
 A step behind another step knows only the partitions of that step that have brought records; it finds them in progress
 again. They have no records that wait in Kafka. So the time in which no flow ran counts only if nothing has come to the
-flow's sources meanwhile, and none is silent before a batch has read what has come to them.
+flow's sources meanwhile, and none is silent before a batch has read what has come to them. The same goes for rows that
+do not tell from which partition of a source they are: they count for the partition of the step's table, under the name
+of the source if there is only one.
 
 What records mean for it (the engines decide, see `BaseEngine._note_times`; docs: state.md):
 
@@ -48,7 +50,7 @@ class Watermark:
         value_ms: the committed watermark; None: not known yet.
         known: what earlier runs have committed about partitions.
         known_at_ms: as of when that is (see `kept`), epoch milliseconds.
-        chained: whether the step is behind another one: it waits for all partitions that are known.
+        chained: whether the step is behind another one. It knows no partitions but those of ``known``.
         clock, wall_ms: monotonic seconds, and the time of day in epoch milliseconds.
     """
 
@@ -73,13 +75,14 @@ class Watermark:
         started = clock()
         # Of a partition of which nothing was kept, the latest event time is at least the watermark plus the lateness.
         least = None if value_ms is None else value_ms + lateness_ms
-        self._latest: dict[Origin, int | None] = dict.fromkeys([*origins, *(known if chained else ())], least)
+        self._sources = None if chained else frozenset(origins := [*origins])
+        self._latest: dict[Origin, int | None] = dict.fromkeys([*origins, *known], least)
         self._seen: dict[Origin, float] = dict.fromkeys(self._latest, started)
         self._untimed: set[Origin] = set()
         now_ms = wall_ms()
         for origin in self._latest.keys() & known.keys():
             self._latest[origin] = known[origin].latest_ms
-            until_ms = known_at_ms if _is_of_step(origin) else now_ms
+            until_ms = known_at_ms if self._is_of_step(origin) else now_ms
             self._seen[origin] = started - max(0, until_ms - known[origin].since_ms) / 1000
         # The time in which no flow ran.
         self._down_s = max(0, now_ms - known_at_ms) / 1000
@@ -103,7 +106,7 @@ class Watermark:
         self._arriving = frozenset(arriving)
         self._quiet_sources = min(quiet.values(), default=math.inf)
         if not self._has_looked and not self._arriving and self._quiet_sources > -math.inf:
-            for origin in filter(_is_of_step, self._seen):
+            for origin in filter(self._is_of_step, self._seen):
                 self._seen[origin] -= self._down_s
         self._has_looked = True
 
@@ -146,7 +149,7 @@ class Watermark:
 
     def _quiet_until(self, origin: Origin) -> float:
         """Until when it is known that nothing is behind the batch for the partition."""
-        if _is_of_step(origin):  # records of any source may become records of it
+        if self._is_of_step(origin):  # records of any source may become records of it
             return self._quiet_sources
         return self._quiet.get(origin, math.inf)
 
@@ -154,7 +157,7 @@ class Watermark:
         """The watermark of the next batch. It may move, because partitions may have become idle. It never goes back."""
         arriving = self._arriving
         if arriving:
-            arriving = arriving.union(filter(_is_of_step, self._latest))
+            arriving = arriving.union(filter(self._is_of_step, self._latest))
         self.value_ms = self._earliest({}, arriving)
         return self.value_ms
 
@@ -184,7 +187,7 @@ class Watermark:
         known, new = self._latest.get(origin), latest_ms.get(origin)
         return new if known is None else known if new is None else max(known, new)
 
-
-def _is_of_step(origin: Origin) -> bool:
-    """Whether it is the partition of another step, not of a source."""
-    return origin[0] is None
+    def _is_of_step(self, origin: Origin) -> bool:
+        """Whether records of any source may become records of it: it is the partition of another step, or of the step's
+        own table, or was added to a source since the start."""
+        return origin[0] is None or (self._sources is not None and origin not in self._sources)

@@ -207,9 +207,24 @@ def _other_fields(kind: Any, wanted: Any) -> str:
 def _in_utc(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch with times in UTC. Spark gives them the time zone of its session; the moments are the same."""
     for at, field in enumerate(batch.schema):
-        if pa.types.is_timestamp(field.type) and field.type.tz not in (None, "UTC"):
-            batch = batch.set_column(at, field.name, batch.column(at).cast(_UTC_TIMES))
+        kind = _utc_type(field.type)
+        if kind != field.type:
+            batch = batch.set_column(at, field.name, batch.column(at).cast(kind))
     return batch
+
+
+def _utc_type(kind: Any) -> Any:
+    """The type with UTC in place of other time zones, at any depth."""
+    if pa.types.is_timestamp(kind):
+        return kind if kind.tz in (None, "UTC") else _UTC_TIMES
+    if pa.types.is_map(kind):
+        return pa.map_(_utc_type(kind.key_type), _utc_type(kind.item_type))
+    if pa.types.is_struct(kind):
+        fields = [kind.field(at) for at in range(kind.num_fields)]
+        return pa.struct([field.with_type(_utc_type(field.type)) for field in fields])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_utc_type(kind.value_type)))
+    return kind
 
 
 def _array(column: Any) -> pa.Array:

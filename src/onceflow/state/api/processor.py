@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from onceflow.state.api.timers import Timer
 
 
+def overrides(method: Any, base: Any) -> bool:
+    """Whether a method of an object is another one than that of the base class. It may be one of a subclass, or an
+    attribute that the object was given."""
+    return getattr(method, "__func__", method) is not base
+
+
 MAX_AHEAD = "1 day"
 """How far event time may be ahead of the clock, unless a processor says otherwise. A clock in another time zone is
 ahead by less."""

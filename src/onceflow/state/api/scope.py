@@ -75,6 +75,8 @@ class Scope:
         self.header = rows.pack(b"", None if ttl_ms is None else _later(now_ms, ttl_ms), self.version)
         self._migrate = _migration(processor)
         self.tables: Mapping[str, JoinedTable] = {}
+        self.has_event_time = True
+        """Whether there is a watermark, or may be one later."""
         self.timers_left = False
         """Whether a timer of this batch has left a part of its work to one that is due at once."""
         self.uses_clock = ttl_ms is not None
@@ -120,6 +122,16 @@ class Scope:
             next_step=""
             if stored
             else "was its serde or state_fields changed? Then raise `version` and define migrate().",
+        )
+        return self.fatal
+
+    def without_event_time(self, name: str) -> ProcessorError:
+        """The error for a timer in event time of a processor that has none. It fails the batch: no record is at fault,
+        and the timer would never fire."""
+        self.fatal = ProcessorError(
+            f"timer {name!r:.120} is to fire in event time, which the processor does not use: it would never fire",
+            next_step="declare allowed_lateness (with late_topic= of Flow.process), or register the timer with "
+            "clock='processing'.",
         )
         return self.fatal
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from operator import index
 from typing import Literal, NamedTuple
 
+from onceflow.protocol.timestamps import whole_ms
 from onceflow.state import rows
 from onceflow.state.api.scope import Scope
 
@@ -51,16 +51,19 @@ class Timers:
                 it there is no watermark.
 
         Raises:
-            ValueError: an unknown clock, or a time beyond 64 bits.
+            ValueError, TypeError: an unknown clock, a time beyond 64 bits, or no whole number.
+            ProcessorError: the processor does not use event time, so the timer would never fire.
         """
         code = _CODES.get(clock)
         if code is None:
             raise ValueError(f"clock {clock!r}: use 'event' or 'processing'")
-        at_ms = index(at_ms)
+        at_ms = whole_ms(at_ms)
         if not MS_MIN <= at_ms <= MS_MAX:
             raise ValueError(f"timer {name!r} at {at_ms}: not a time in milliseconds")
         if clock == "processing":
             self._scope.uses_clock = True
+        elif not self._scope.has_event_time:
+            raise self._scope.without_event_time(name)
         self._scope.overlay.put(self._row_key(name), rows.pack(rows.timer_payload(code, at_ms)))
 
     def register_rest(self, name: str, at_ms: int) -> None:

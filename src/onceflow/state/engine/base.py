@@ -136,7 +136,7 @@ class BaseEngine:
 
     def _scope_over(self, overlay: Overlay, ttl_ms: int | None = None) -> Scope:
         """What handles of this batch share, over these rows."""
-        return Scope(
+        scope = Scope(
             self.processor,
             overlay,
             partition=self.partition,
@@ -144,6 +144,8 @@ class BaseEngine:
             watermark_ms=self.watermark_ms,
             ttl_ms=ttl_ms,
         )
+        scope.has_event_time = self.uses_event_time or self.watermark_ms is not None
+        return scope
 
     def _check(self, on_error: str, dead_letter_topic: str | None, late_topic: str | None) -> None:
         if on_error not in ("fail", "dead-letter"):

@@ -16,6 +16,8 @@ from onceflow.protocol import timestamps
 from onceflow.protocol.timestamps import LATEST_MS
 from onceflow.state.api.record import Header
 
+# The first float of each type that may stand for another whole number.
+_FIRST_ROUNDED = {"halffloat": 2.0**11, "float": 2.0**24, "double": 2.0**53}
 _TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 
 
@@ -77,9 +79,13 @@ def binary(column: Any, name: str) -> Any:
 
 
 def milliseconds(column: Any) -> Any:
-    """A column of times as int64 epoch milliseconds, rounded down. A time zone does not change the moments."""
+    """A column of times as int64 epoch milliseconds, rounded down. A time zone does not change the moments.
+
+    Raises:
+        ValueError, pa.ArrowInvalid, pa.ArrowNotImplementedError: it has no such times.
+    """
     if not pa.types.is_timestamp(column.type):
-        return column if column.type == pa.int64() else column.cast(pa.int64())
+        return column if column.type == pa.int64() else _whole_numbers(column)
     numbers, unit = column.view(pa.int64()), column.type.unit
     if unit == "ms" or not len(numbers):
         return numbers
@@ -89,6 +95,23 @@ def milliseconds(column: Any) -> Any:
     if unit == "s":
         return pa.array(np.clip(ticks, -LATEST_MS, LATEST_MS) * 1000, mask=nulls)
     return pa.array(ticks // (1000 if unit == "us" else 1_000_000), mask=nulls)
+
+
+def _whole_numbers(column: Any) -> Any:
+    kind = column.type
+    # Arrow would cast these to numbers, which are no times.
+    if pa.types.is_boolean(kind) or pa.types.is_time(kind) or pa.types.is_duration(kind):
+        raise ValueError(f"a column of the type {kind} has no times: give timestamps, or milliseconds since 1970")
+    if pa.types.is_floating(kind):
+        values = column.cast(pa.float64())
+        is_large = pc.greater_equal(pc.abs(values), _FIRST_ROUNDED[str(kind)])
+        large = values.filter(pc.and_(pc.is_finite(values), is_large))
+        if len(large):
+            raise ValueError(
+                f"a time is the {kind} {large[0].as_py()!r}, which may be another one, rounded: give timestamps, or "
+                "whole milliseconds since 1970"
+            )
+    return column.cast(pa.int64())
 
 
 def usable_keys(batch: pa.RecordBatch) -> npt.NDArray[np.bool_] | None:

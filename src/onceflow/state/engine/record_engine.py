@@ -13,10 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.errors import ProcessorError
+from onceflow.protocol.timestamps import whole_ms
 from onceflow.state import dead_letters, exact_json, rows
 from onceflow.state.api import user_errors
 from onceflow.state.api.handle import State
-from onceflow.state.api.processor import Processor
+from onceflow.state.api.processor import Processor, overrides
 from onceflow.state.api.record import Record
 from onceflow.state.api.scope import Failures
 from onceflow.state.api.serdes import JSON
@@ -49,7 +50,7 @@ class Engine(BaseEngine):
     def __init__(self, processor: Processor, *arguments: Any, **options: Any) -> None:
         super().__init__(processor, *arguments, **options)
         self._collector = self._new_collector()
-        self._own_event_time = type(processor).event_time is not Processor.event_time
+        self._own_event_time = False
 
     def start(self) -> None:
         """Open the processor, delete rows that have expired, and fire timers that are due, up to the limit.
@@ -58,6 +59,8 @@ class Engine(BaseEngine):
             ProcessorError: open() failed; or on_timer() failed, and on_error is ``fail``.
         """
         super().start()
+        # Of the object, not of its class: __init__() or open() may have set it.
+        self._own_event_time = overrides(self.processor.event_time, Processor.event_time)
         self._guarded("late_before_ms", self._decide_what_is_late)
         for raw_key, timer in due.due_timers(self._overlay, *self._fire_until()):
             if self._unfired.has(raw_key, timer):
@@ -373,7 +376,7 @@ class Engine(BaseEngine):
             if i not in bad:
                 try:
                     at_ms = self.processor.event_time(record)
-                    at_ms = None if at_ms is None else index(at_ms)
+                    at_ms = None if at_ms is None else whole_ms(at_ms)
                     at_ms = None if at_ms is not None and at_ms < 0 else at_ms
                     if at_ms is not None and at_ms > self._last_ms:
                         bad[i], at_ms = self._ahead(at_ms), None

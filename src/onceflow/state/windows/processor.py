@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import index
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from onceflow.errors import OptionError
+from onceflow.protocol.timestamps import whole_ms
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import JSON
@@ -170,7 +170,7 @@ class WindowProcessor(Processor):
                 "the record has no event time, so it belongs to no window: define event_time, or if it comes from "
                 "another processor, yield it there with timestamp_ms"
             )
-        return index(at_ms)
+        return whole_ms(at_ms)
 
 
 def check_windows(processor: object, flow: str | None, *, late_topic: bool = True) -> None:
