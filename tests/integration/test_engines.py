@@ -350,6 +350,13 @@ def fill_until_compacted(bootstrap: str, topic: str) -> None:
     entry = ConfigEntry("cleanup.policy", "delete", incremental_operation=AlterConfigOpType.SET)
     resource.add_incremental_config(entry)
     admin.incremental_alter_configs([resource])[resource].result(30)
+    seen: list[list[int]] = []
+
+    def is_left_alone() -> bool:  # a cleaner that had begun goes on to its end
+        seen.append([each.offset for each in independent.read_topic(bootstrap, topic, decided=True)])
+        return seen[-2:-1] == seen[-1:]
+
+    wait_until(is_left_alone, 60, "the end of compaction", poll_s=1)
 
 
 # ---- with a process step -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from onceflow.planning.join_columns import columns_of_join
 from onceflow.planning.maps import map_of
 from onceflow.planning.ownership import SINK_COLUMNS, check_columns
 from onceflow.planning.step_frames import state_columns
+from onceflow.session import session
 from onceflow.spark import queries
 from onceflow.state.api import serdes
 from onceflow.state.api.processor import ColumnProcessor
@@ -234,7 +235,7 @@ def test_arguments_of_a_flow() -> None:
 MADE_BY_USERS = [
     *(onceflow.Breaker, onceflow.ClaimCheck, onceflow.DeltaSink, onceflow.JoinTable, onceflow.PostgresSink),
     *(onceflow.Retry, onceflow.Table, onceflow.concurrently, onceflow.peek, onceflow.serve, onceflow.serve_metrics),
-    *(onceflow.session, windows.Count, windows.Hopping, windows.Max, windows.Mean, windows.Min, windows.Session),
+    *(session, windows.Count, windows.Hopping, windows.Max, windows.Mean, windows.Min, windows.Session),
     *(windows.Sliding, windows.Sum, windows.Tumbling),
 ]
 
