@@ -123,6 +123,8 @@ def in_short(problem: BaseException) -> str:
     if isinstance(problem, OnceflowError):
         return f"{problem.what} ({problem.detail})" if problem.detail else problem.what
     text = jvm.first_line(problem)
+    if isinstance(problem, jvm.SPARK_ERRORS):
+        return text  # it tells the exception of the user's function, and its line
     frame = user_code.innermost(user_code.frames_of(problem.__traceback__))
     if frame is None or not user_code.is_of_user(frame.filename):
         return text

@@ -17,14 +17,11 @@ if TYPE_CHECKING:
     from psycopg import sql
 
 _WHOLE = ("smallint", "integer", "bigint")
-_MOMENTS = ("timestamp with time zone", "timestamp without time zone")
 _TIMES = ("time without time zone", "time with time zone")
 #: What an assignment takes away, without an error: from values of these staged types, in columns of these types; and
 #: what is selected in their place.
 _LESS: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str], ...] = (
     (("numeric", "double precision", "real"), _WHOLE, "digits would get lost", "CAST({} AS BIGINT)"),
-    (_MOMENTS, ("date",), "the time of day would get lost", "CAST({} AS DATE)"),
-    (_MOMENTS, _TIMES, "the day would get lost", "date_format({}, 'HH:mm:ss.SSSSSS')"),
     (("interval",), _TIMES, "whole days would get lost", "date_format(timestamp '1970-01-01' + {}, 'HH:mm:ss.SSSSSS')"),
 )
 #: Types that cut a text which is too long, and the bytes that they keep (``namein`` and ``charin``).
@@ -451,7 +448,7 @@ def check_whole(known: Mapping[str, Column], staged: Mapping[str, str], written:
     """Check that no column takes only a part of its values. (Numbers may be rounded to the digits of a column.)
 
     Raises:
-        SchemaError: one would: digits of a number for a whole number, the time of day of a moment for a date, ...; also
+        SchemaError: one would: digits of a number for a whole number, the days of an interval for a time, ...; also
             in arrays.
     """
     for name in written:
