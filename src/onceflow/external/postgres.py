@@ -338,8 +338,8 @@ class PostgresSink(ExternalSink):
             raise BatchAbortedError(
                 f"Rows could not be staged for {self.target}", detail=trouble.what, next_step=trouble.next_step
             ) from error
-        for row in self._unstaged(packed(refused)) if not self._sets_aside else ():
-            raise not_taken(self._write, row)
+        if refused and not self._sets_aside:
+            raise not_taken(self._write, next(self._refused_rows(refused[0])))
         return json.dumps([receipt, rows.total, packed(refused)]).encode()
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
@@ -367,7 +367,7 @@ class PostgresSink(ExternalSink):
     ) -> None:
         given = [json.loads(receipt) for receipt in receipts if receipt]
         staged = Staged(self._schema, _staging(attempt), [name for name, *_ in given])
-        unstaged = [row for *_, text in given for row in self._unstaged(text)]
+        unstaged = [row for *_, text in given for refused in unpacked(text) for row in self._refused_rows(refused)]
         with self._connected() as connection:
             with self._rolled_back(connection, "The transaction of"), self._transaction(connection):
                 table = self._tables[attempt.flow]
@@ -395,11 +395,10 @@ class PostgresSink(ExternalSink):
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _unstaged(self, text: str) -> Iterator[RefusedRow]:
-        """Rows of a receipt that could not be staged."""
-        for refused in unpacked(text):
-            names = ["headers" if each.name in HEADERS else each.name for each in self._fit.record]
-            yield from refused_rows(refused, dict.fromkeys(names))
+    def _refused_rows(self, refused: pa.Table) -> Iterator[RefusedRow]:
+        """Rows that could not be staged."""
+        names = ["headers" if each.name in HEADERS else each.name for each in self._fit.record]
+        return refused_rows(refused, dict.fromkeys(names))
 
     def _moves(self, fit: _Fit) -> Moves:
         return Moves(self._write, fit.relation, fit.columns, fit.record, key=fit.key, ordered=fit.ordered)
