@@ -137,6 +137,7 @@ def test_exception(make_pipe: Any, inject: Any, each: bool) -> None:
     check_recovered(pipe)
 
 
+@pytest.mark.long
 def test_python_workers_killed(make_pipe: Any, inject_at_every_step: Any) -> None:
     """Workers are idle at most steps: the next job starts new ones, or meets a dead one and is run again."""
     pipe = make_pipe()

@@ -129,6 +129,7 @@ def test_garbage_and_cut_files(pipe: Any) -> None:
     goes_on(pipe, small_batch_rows=0)
 
 
+@pytest.mark.long
 def test_readable_while_the_flow_writes(pipe: Any) -> None:
     """Another process reads whole committed states only: every sum it sees was a sum after some batch."""
     script = (

@@ -164,7 +164,8 @@ def refuse(record: Record) -> None:
     raise ValueError(f"{record.value!r} is refused")
 
 
-@pytest.mark.parametrize("small_batch_rows", [None, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("small_batch_rows", [None, 0])
 def test_rows_that_stop_a_flow(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, caplog: Any,
     small_batch_rows: int | None,

@@ -39,7 +39,9 @@ main(["claim-check", "collect", *arguments])
 """
 
 
-@pytest.mark.parametrize("name", ["_listed", "_refer", "_write_marker", "delete"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("_listed", "_refer")), "_write_marker", "delete"]
+)
 def test_ctrl_c(onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, name: str) -> None:
     claim, topic = ClaimCheck(tmp_path / "store", above=10), make_topic("claims", 1)
     independent.fill(onceflow_broker, topic, [(b"k", claim.encode(b"in use" * 10))])

@@ -296,6 +296,7 @@ def test_the_log_starts_later(cluster: Cluster, make_topic: MakeTopic, onceflow_
     assert [chunk.next_offset for chunk in read(cluster, topic, 0, 30, seconds=5)] == [30]
 
 
+@pytest.mark.long
 def test_a_compacted_topic(own_broker: LocalBroker) -> None:
     bootstrap, topic = own_broker.bootstrap_servers, "compacted"
     settings = {

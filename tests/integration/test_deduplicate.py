@@ -125,7 +125,8 @@ async def place(record: Any) -> bytes:
     return onceflow.idempotency_key(record).encode()
 
 
-@pytest.mark.parametrize("tasks", [False, pytest.param(True, marks=pytest.mark.long)], ids=["driver", "tasks"])
+@pytest.mark.long
+@pytest.mark.parametrize("tasks", [False, True], ids=["driver", "tasks"])
 def test_steps_behind_know_where_a_record_was_read_and_get_its_retries(
     make_pipe: Any, make_topic: Any, tasks: bool
 ) -> None:

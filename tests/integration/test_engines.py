@@ -223,7 +223,10 @@ def test_constants_alone(engines: Engines) -> None:
     assert by_partition(direct, timestamp=False) == by_partition(spark, timestamp=False)
 
 
-@pytest.mark.parametrize("partitioner, guarantee", [("key", "at_least_once"), ("round_robin", "at_most_once")])
+@pytest.mark.parametrize(
+    "partitioner, guarantee",
+    [("key", "at_least_once"), pytest.param("round_robin", "at_most_once", marks=pytest.mark.long)],
+)
 def test_two_sources_with_many_partitions(engines: Engines, partitioner: str, guarantee: str) -> None:
     one, other = filled(engines, 4), filled(engines, 3)
 

@@ -100,13 +100,9 @@ def pipe(forgetful: str, make_pipe: Callable[..., Any]) -> Any:
     return pipe
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "guarantee, small_batch_rows",
-    [
-        ("exactly_once", 0),
-        pytest.param("exactly_once", 4000, marks=pytest.mark.long),
-        pytest.param("at_least_once", 4000, marks=pytest.mark.long),
-    ],
+    "guarantee, small_batch_rows", [("exactly_once", 0), ("exactly_once", 4000), ("at_least_once", 4000)]
 )
 def test_the_next_batch_commits(
     pipe: Any, connect: Callable[[], Cluster], guarantee: str, small_batch_rows: int

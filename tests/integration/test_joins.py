@@ -189,7 +189,7 @@ def test_rows_that_were_joined_before_a_shuffle(
     assert joined.pinned()[second] == {0: 2}
 
 
-@pytest.mark.parametrize("small_batch_rows", [None, 0], ids=["driver", "tasks"])
+@pytest.mark.parametrize("small_batch_rows", [pytest.param(None, marks=pytest.mark.long), 0], ids=["driver", "tasks"])
 def test_at_most_once_loses_nothing_because_of_a_copy(
     joined: Joined, monkeypatch: pytest.MonkeyPatch, small_batch_rows: int | None
 ) -> None:

@@ -97,7 +97,7 @@ class Last(onceflow.Processor):
 
 @pytest.mark.parametrize(
     "engine, behind",
-    [("spark", True), ("spark", False), ("direct", False)],
+    [("spark", True), pytest.param("spark", False, marks=pytest.mark.long), ("direct", False)],
     ids=["spark, also behind", "spark", "direct"],
 )
 def test_maps_around_a_union_and_around_a_process_step(

@@ -288,6 +288,7 @@ def test_a_token_revoked_before_its_time(guarded: Guarded, giving: Any) -> None:
     assert len(given) == 2
 
 
+@pytest.mark.long
 def test_a_connection_that_was_idle_logs_in_first(six_seconds: Guarded) -> None:
     """Nothing runs the event loop between batches. The broker would close the connection at the first request."""
     guarded = six_seconds

@@ -566,7 +566,7 @@ def test_outputs_are_placed_by_key(make_state_pipe: Any) -> None:
 
 @pytest.mark.parametrize(
     "write",
-    [{"small_batch_rows": 0}, {}, {"engine": "direct", "small_batch_rows": 0}],
+    [pytest.param({"small_batch_rows": 0}, marks=pytest.mark.long), {}, {"engine": "direct", "small_batch_rows": 0}],
     ids=["tasks", "driver", "reading tasks"],
 )
 def test_column_processor(make_state_pipe: Any, by_tasks: Any, write: dict[str, Any]) -> None:

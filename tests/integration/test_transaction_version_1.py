@@ -97,7 +97,9 @@ READING_TASKS = {"engine": "direct", "small_batch_rows": 0}
 
 
 @pytest.mark.parametrize(
-    "write", [{"small_batch_rows": 0}, {}, READING_TASKS], ids=["tasks", "driver", "reading tasks"]
+    "write",
+    [pytest.param({"small_batch_rows": 0}, marks=pytest.mark.long), {}, READING_TASKS],
+    ids=["tasks", "driver", "reading tasks"],
 )
 def test_copies_exactly_once(pipe: Any, write: dict[str, Any]) -> None:
     query = pipe.run(**write)
@@ -132,6 +134,7 @@ def test_the_older_of_two_drivers_is_fenced(pipe: Any) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 def test_a_transaction_that_timed_out_is_run_again(pipe: Any, inject: Any) -> None:
     """Version 1 answers a timeout like a fencing; the driver finds out that nobody else owns the id."""
     inject("audit", "pause", batch=1, seconds=2.5)
