@@ -165,6 +165,11 @@ def test_a_key_in_another_form_may_be_in_another_partition(tmp_path: Path) -> No
     assert own != other
     put(stores[own], {BLANKS: b"S"})
     assert View(stores).get(KEY) == joined(stores).get(KEY) == b"S"
+    for table in (View(stores), joined(stores)):
+        with pytest.raises(
+            (OptionError, ValueError), match=r"(?s)multi_get.*type dict cannot be a key of .*with get\(\)"
+        ):
+            table.multi_get(["a text", KEY])
     # Of a co-partitioned table a task has only one partition.
     assert joined({own: stores[own]}, own=own, partitions=4).get(KEY) == b"S"
     put(stores[own], {BLANKS: None})

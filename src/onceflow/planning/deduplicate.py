@@ -19,7 +19,8 @@ from onceflow.state.api.processor import MAX_AHEAD
 
 DROP = "drop"
 HASHED = "sha256:"
-"""What the state's key of a long id begins with."""
+"""What the state's key of a long id begins with. An id that begins like that by itself is replaced like a long one, or
+it could be taken for one."""
 
 _AS_TEXT = (
     T.ByteType,
@@ -111,7 +112,7 @@ def _milliseconds(within: Any, flow: str) -> int:
 def dedup_columns(df: DataFrame, options: DedupOptions, flow: str, *, one_topic: bool) -> DataFrame:
     """The rows of the step: those of every step, with the id in place of the key, and the record's key beside it.
 
-    A long id is replaced by its SHA-256, so that the state of a key stays small.
+    A long id is replaced by its SHA-256, so that the state of a key stays small; so is one that begins like these.
 
     Args:
         one_topic: whether all rows come from one topic: then no topic column is needed.
@@ -128,10 +129,11 @@ def dedup_columns(df: DataFrame, options: DedupOptions, flow: str, *, one_topic:
     further = [_event_time(options, types, flow)] if options.within is not None else []
     # One projection, in which every expression sees the columns of ``df``.
     binary_key = F.col("key") if isinstance(types["key"], T.BinaryType) else F.col("key").cast("binary")
-    is_long = F.length(id_) > F.lit(_ID_BYTES_MAX)
+    marker = F.lit(HASHED).cast("binary")
+    is_hashed = (F.length(id_) > F.lit(_ID_BYTES_MAX)) | F.startswith(id_, marker)
     hashed = F.concat(F.lit(HASHED), F.sha2(id_, 256)).cast("binary")
-    wanted: list[Column] = [F.when(is_long, hashed).otherwise(id_).alias("key")]
-    wanted.append((F.when(is_long, id_) if options.id == "key" else binary_key).alias(RECORD_KEY))
+    wanted: list[Column] = [F.when(is_hashed, hashed).otherwise(id_).alias("key")]
+    wanted.append((F.when(is_hashed, id_) if options.id == "key" else binary_key).alias(RECORD_KEY))
     value = F.col("value") if isinstance(types["value"], T.BinaryType) else F.col("value").cast("binary")
     wanted.append(value.alias("value"))
     wanted += optional_columns(types, one_topic=one_topic)

@@ -52,7 +52,7 @@ class Lookups(abc.ABC):
 
         Raises:
             OptionError: the keys are one text, or bytes; or two of them are one key of a dict, such as 1 and True, but
-                have different values here.
+                have different values here; or one cannot be a key of a dict, such as a dict.
         """
         if isinstance(keys, (str, *_BYTES)):
             raise OptionError(

@@ -1,4 +1,4 @@
-"""Keys that are equal in Python, but not in a table: 1, 1.0 and True are one key of a dict."""
+"""Keys that a table has and a dict cannot: 1, 1.0 and True are one key of it, and documents of JSON are none."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 
 
 def ambiguous(keys: Sequence[Any], raws: Sequence[bytes | None]) -> str:
-    """Why a dict of the values of these keys would have the value of another key, in words; empty: it would not.
+    """Why a dict cannot have the values of these keys, or would have that of another key, in words; empty: it can.
 
     Args:
         raws: the value of each key; None: it does not exist.
     """
-    last = dict(zip(keys, raws, strict=True))
+    try:
+        last = dict(zip(keys, raws, strict=True))
+    except TypeError:
+        key = next(each for each in keys if not _is_hashable(each))
+        return f"{key!r:.100} of type {type(key).__name__} cannot be a key of the dict that it returns"
     if len(last) == len(keys):
         return ""
     for key, raw in zip(keys, raws, strict=True):
@@ -20,3 +24,11 @@ def ambiguous(keys: Sequence[Any], raws: Sequence[bytes | None]) -> str:
             other = next(each for each in reversed(keys) if each == key)
             return f"{key!r:.100} and {other!r:.100} are two keys of the table, but one key of a dict"
     return ""
+
+
+def _is_hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:  # `isinstance(key, Hashable)` is true for a tuple of lists
+        return False
+    return True

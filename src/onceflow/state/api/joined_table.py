@@ -83,7 +83,8 @@ class JoinedTable:
 
         Raises:
             TypeError: the keys are one text, or bytes.
-            ValueError: two of them are one key of a dict, such as 1 and True, but have different values here.
+            ValueError: two of them are one key of a dict, such as 1 and True, but have different values here; or one
+                cannot be a key of a dict, such as a dict.
         """
         if isinstance(keys, (str, bytes)):
             raise TypeError(
