@@ -268,6 +268,41 @@ def test_a_third_version() -> None:
     check_not_replaced("another", found)
 
 
+def test_the_second_of_two_copies() -> None:
+    """The first one has taken the flow's place: its table is compared with that of the second one."""
+    first = replace(promoted_progress(old({0: 8}), new({0: 8}), 2000), handover=None)
+    forked = ForkOrigin("sums", 5, 0, {}, {"t": "m", "unused": "k"})
+
+    def second(**known: Any) -> Progress:
+        known = {"fired": {"event": 40}, "processing_timers": False, **known}
+        return new({0: 8}, flow="third", forked=forked, tables={"m": TableProgress(3, **known)})
+
+    assert pairs(first, second()) == {"n": "m"}
+    check_can_promote(first, second(), OLD, Names("third"))
+    assert missing(first, second(), new_timers=False) == ""
+    assert promoted_progress(first, second(soonest={"event": 41}), 3000).handover is None
+    ahead = second(fired={"event": 41})
+    assert "timers of n have fired up to 40, those of m up to 41" in missing(first, ahead, new_timers=False)
+    behind = second(fired={"event": 30}, soonest={"event": 35})
+    assert promoted_progress(first, behind, 3000).handover == HandOver({"in": {0: 8}}, {"m": {"event": 40}})
+    with pytest.raises(ProgressConflictError, match="Table m of flow 'third' has timers in processing time"):
+        check_can_promote(first, second(processing_timers=True), OLD, Names("third"))
+
+
+@pytest.mark.parametrize("clock", ["event", "processing"])
+def test_timers_of_a_table_that_only_the_copy_has(clock: str) -> None:
+    """What they have written is in the outputs of the copy only."""
+    both = {**new({}).tables, "more": TableProgress(fired={clock: 5}, processing_timers=clock == "processing")}
+    copy = new({0: 8}, tables=both)
+    check_can_promote(old({0: 8}), copy, OLD, NEW)
+    assert "timers of more have fired, a table that only the new one has" in missing(
+        old({0: 8}), copy, new_timers=False
+    )
+    assert missing(old({0: 8}), copy, new_timers=True) == ""
+    unfired = {**both, "more": TableProgress(soonest={clock: 5}, processing_timers=clock == "processing")}
+    assert missing(old({0: 8}), new({0: 8}, tables=unfired), new_timers=False) == ""
+
+
 @pytest.mark.parametrize(
     "changed, text",
     [

@@ -198,7 +198,14 @@ def missing(old: Progress, new: Progress, *, new_timers: bool) -> str:
     for each in positions(old, new):
         if each.ahead:
             return f"{each.topic}-{each.partition}: it is at {each.old or 0}, the new one at {each.new}"
-    for table, copy in pairs(old, new).items():
+    common = pairs(old, new)
+    for table in sorted(set(new.tables) - {*common.values()}):
+        if new.tables[table].fired and not new_timers:
+            return (
+                f"timers of {table} have fired, a table that only the new one has, so their outputs are only in those "
+                "of the new one; if they may be missing, give --new-timers"
+            )
+    for table, copy in common.items():
         before, after = old.tables[table].fired, new.tables[copy].fired
         for clock in sorted(after):
             if clock not in before and not new_timers:
@@ -220,9 +227,12 @@ def has_unfired(old: Progress, new: Progress) -> bool:
 
 
 def pairs(old: Progress, new: Progress) -> dict[str, str]:
-    """The tables that both flows have, and their copies."""
+    """The tables that both flows have, and their copies. If another copy has taken the old flow's place since this one
+    was made, its tables are those of that other copy now."""
     made: Mapping[str, str] = {} if new.forked is None else new.forked.tables
-    return {table: copy for table, copy in made.items() if table in old.tables and copy in new.tables}
+    since = {} if old.promoted is None else old.promoted.tables
+    now = {since.get(table, table): copy for table, copy in made.items()}
+    return {table: copy for table, copy in now.items() if table in old.tables and copy in new.tables}
 
 
 def promoted_progress(old: Progress, new: Progress, time_ms: int, unfired: Unfired | None = None) -> Progress:
