@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from onceflow.errors import ProcessorError, SchemaError
 from onceflow.protocol.names import OwnTopics
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
-from onceflow.state.api.serdes import BYTES, LONG, STRING
+from onceflow.state.api.serdes import BYTES, JSON, LONG, STRING
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -280,6 +283,29 @@ def test_lists_and_clear() -> None:
     driver.send("k", "clear")
     assert driver.list("k", "l") == []
     assert driver.map("k", "l") == {b"not": "in the list"}
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.sampled_from(["kept", "kept with serde", "new", "new with serde", "clear"]), max_size=8)))
+def test_handles_of_one_list(batches: list[list[str]]) -> None:
+    """Whatever handle appends, and whenever it was made, the list has all items."""
+
+    def run_it(key: str, records: Any, state: Any) -> None:
+        kept = {"kept": state.list("l"), "kept with serde": state.list("l", value=JSON)}
+        for n, way in enumerate(json.loads(records[0].value)):
+            if way == "clear":
+                state.list("l", value=JSON).clear()
+            else:
+                made = state.list("l", **({"value": JSON} if "serde" in way else {}))
+                made = kept.get(way, made)
+                made.append([way, n])
+
+    driver, expected = ProcessorDriver(Text(run_it)), list[Any]()
+    for ways in batches:
+        driver.send("k", json.dumps(ways))
+        for n, way in enumerate(ways):
+            expected = [] if way == "clear" else [*expected, [way, n]]
+        assert driver.list("k", "l", value=JSON) == driver.list("k", "l") == expected
 
 
 def test_ranges_over_the_keys_of_the_partition() -> None:

@@ -107,9 +107,9 @@ class State:
         if lists is None:
             lists = self._lists = {}
         found = lists.get(name)
-        if found is None or value is not None:
-            found = lists[name] = ListState(self._scope, self._key, name, value)
-        return found
+        if found is None:
+            found = lists[name] = ListState(self._scope, self._key, name, None)
+        return found if value is None else ListState(self._scope, self._key, name, value, found)
 
     def table(self, name: str) -> JoinedTable:
         """A table that the flow joins with, as it was at the offsets of this batch.

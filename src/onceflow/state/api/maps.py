@@ -113,14 +113,15 @@ class ListState:
 
     __slots__ = ("_decode", "_name", "_next", "_prefix", "_scope", "_serde")
 
-    def __init__(self, scope: Scope, key: bytes, name: str, value_serde: Any) -> None:
+    def __init__(self, scope: Scope, key: bytes, name: str, value_serde: Any, other: ListState | None = None) -> None:
         serde = scope.value_serde if value_serde is None else value_serde
         self._scope = scope
         self._name = name
         self._prefix = rows.map_key(key, _LIST + name.encode())
         self._serde = serde
         self._decode = serde.decode
-        self._next: int | None = None  # index of the next item, once it is known
+        # Index of the next item, once it is known. All handles of a list share it, or two would take the same one.
+        self._next: list[int] = [] if other is None else other._next
 
     def append(self, value: Any, ttl: str | float | None = None) -> None:
         """Add an item at the end.
@@ -130,11 +131,12 @@ class ListState:
             ttl: see `State.put`.
         """
         scope, prefix = self._scope, self._prefix
-        if self._next is None:
+        at = self._next
+        if not at:
             last = next(scope.overlay.scan(prefix, _end(prefix), reverse=True), None)
-            self._next = 0 if last is None else int.from_bytes(last[0][len(prefix) :], "big") + 1
-        put(self, prefix + self._next.to_bytes(8, "big"), value, ttl)
-        self._next += 1
+            at.append(0 if last is None else int.from_bytes(last[0][len(prefix) :], "big") + 1)
+        put(self, prefix + at[0].to_bytes(8, "big"), value, ttl)
+        at[0] += 1
 
     def extend(self, items: Iterable[Any], ttl: str | float | None = None) -> None:
         """Add items at the end."""
@@ -158,7 +160,7 @@ class ListState:
     def clear(self) -> None:
         """Delete all items."""
         clear(self._scope, self._prefix)
-        self._next = 0
+        self._next[:] = [0]
 
 
 def _json_key(key: Any) -> bytes:
