@@ -24,6 +24,7 @@ from onceflow.protocol.progress import (
     HandOver,
     Origin,
     Progress,
+    Promotion,
     TableProgress,
     decode,
     encode,
@@ -116,6 +117,22 @@ def test_golden_bytes_of_a_copy_that_was_promoted() -> None:
     )
     assert encode(progress) == (b"next", golden)
     assert decode(b"next", golden) == progress
+
+
+def test_golden_bytes_of_a_flow_that_another_one_was_promoted_to() -> None:
+    """A record of before does not say after which batch that was."""
+    golden = GOLDEN.replace(
+        b'"time_ms":',
+        b'"promoted":{"batch_id":6,"flow":"next","inherited":["n","o"],"tables":{"t":"n"},"time_ms":9},"time_ms":',
+    )
+    progress = replace(PROGRESS, promoted=Promotion("next", 9, {"t": "n"}, 6, ("n", "o")))
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+    before = golden.replace(b'"batch_id":6,', b"").replace(b'"inherited":["n","o"],', b"")
+    assert decode(b"orders", before) == replace(PROGRESS, promoted=Promotion("next", 9, {"t": "n"}))
+    for wrong in (b'"inherited":7,', b'"inherited":["n",1],', b""):
+        with pytest.raises(ProtocolError, match="is not a progress record"):
+            decode(b"orders", golden.replace(b'"inherited":["n","o"],', wrong))
 
 
 def test_golden_bytes_of_a_flow_that_knows_leaders() -> None:

@@ -159,6 +159,20 @@ def test_the_first_run_after_a_promotion() -> None:
     assert "give table='third-sums'" in refused.value.next_step
 
 
+def test_a_first_run_after_a_promotion_that_ended_before_its_first_batch() -> None:
+    """Progress has its driver, and the table that its program has named, but no batch has used it."""
+    promotion = Promotion("third", 950, {"sums": "third-sums"}, 7, ("third-sums",))
+    tables = {"third-sums": TableProgress(), "third-sum": TableProgress()}
+    found = progress(batch_id=7, tables=tables, promoted=promotion, driver=DriverProcess("host", 1, 2))
+    assert decode(*encode(found)) == found
+    assert is_beside(options("third-sum"), found)
+    with pytest.raises(ProgressConflictError, match="its program does not use table third-sums: it names third-sum"):
+        check_inherited(found, {"third-sum"}, {"third-sum"}, flow="balances")
+    later = replace(found, batch_id=8, driver=None)  # it has run, and a command has moved it
+    assert not is_beside(options("third-sum"), later)
+    check_inherited(later, {"third-sum"}, {"third-sum"}, flow="balances")
+
+
 def test_a_table_that_is_meant_to_begin_empty() -> None:
     found = copy_of({"sums": "next-sums"})
     assert is_beside(options("new"), found)

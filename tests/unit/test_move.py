@@ -15,7 +15,7 @@ from onceflow.admin.target import BEGINNING, EARLIEST, LATEST, OFFSETS, TIMESTAM
 from onceflow.errors import DataLossError, OptionError, ProgressConflictError
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import CheckpointProgress, LocalTable, Progress, TableProgress
+from onceflow.protocol.progress import CheckpointProgress, HandOver, LocalTable, Progress, TableProgress
 
 IN = SourceTopic("in", "id-in", {0: 10, 1: 0, 2: 0}, {0: 50, 1: 7, 2: 3})
 FLOW = Progress("f", 4, {"in": {0: 40, 1: 7}, "gone": {0: 1}}, {"in": "id-in"}, 1)
@@ -164,6 +164,18 @@ def test_an_import_with_the_state_of_the_file() -> None:
         assert (found.after.changelogs, found.after.tables) == (FILE.changelogs, FILE.tables)
         assert not found.deletes
     assert imported(WITH_TABLE, state=DELETE).deletes
+
+
+def test_an_import_of_a_promoted_flow_that_has_not_run_yet() -> None:
+    """What it must not write again comes with the state of the file."""
+    handover = HandOver({"in": {0: 40}}, {"t": {"event": 7}})
+    file = replace(FILE, handover=handover)
+    for before in (None, WITH_TABLE, replace(WITH_TABLE, handover=handover)):
+        for state, expected in ((None, handover), (DELETE, None)):
+            found = plan_import(Names("f"), file, before, {"in": IN}, SAME, state)
+            assert found.after.handover == expected
+    changed = {**SAME, "t": replace(SAME["t"], is_same=False)}
+    assert plan_import(Names("f"), file, WITH_TABLE, {"in": IN}, changed, KEEP).after.handover is None
 
 
 def test_an_import_after_the_state_has_changed() -> None:

@@ -82,7 +82,7 @@ def test_a_gap() -> None:
     assert (found.tables, found.changelogs) == (after.tables, after.changelogs)
     assert found.topic_ids == after.topic_ids
     assert found.outputs == ("out",)
-    assert found.promoted == Promotion("next", 2000, {"t": "n"})
+    assert found.promoted == Promotion("next", 2000, {"t": "n"}, 7, ("n",))
     assert found.handover == HandOver(before.offsets, {"n": {"event": 50}})
     assert decode(*encode(found)) == found
     assert was_promoted(found, None, NEW)
@@ -259,7 +259,7 @@ def test_a_third_version() -> None:
     third = new({0: 8}, flow="third", forked=ForkOrigin("sums", 7, 0, {}, {"n": "m"}))
     third = replace(third, tables={"m": TableProgress(3)}, changelogs={"m": {0: 1}, "m-internal": {0: 1}})
     found = promoted_progress(second, third, 3000)
-    assert found.promoted == Promotion("third", 3000, {"t": "m", "n": "m"})
+    assert found.promoted == Promotion("third", 3000, {"t": "m", "n": "m"}, 7, ("m",))
     for table in ("t", "n"):
         with pytest.raises(ProgressConflictError, match="not this flow's any more") as refused:
             check_not_replaced(table, found)

@@ -117,6 +117,8 @@ def plan_import(
             topic_ids={**base.topic_ids, **file.topic_ids},
             tables=file.tables,
             checkpoint=file.checkpoint,
+            # Without it the outputs that an earlier version has written would be written again.
+            handover=None if state == DELETE else file.handover,
         )
         return Decision(move, after, deletes=state == DELETE)
     if before is None:

@@ -247,7 +247,8 @@ def promoted_progress(old: Progress, new: Progress, time_ms: int, unfired: Unfir
         table: copy for table, copy in {**before, **{t: copies.get(t, "") for t in old.tables}}.items()
         if table not in new.tables
     }  # fmt: skip
-    promotion = Promotion(new.flow, time_ms, {table: copies.get(copy, copy) for table, copy in replaced.items()})
+    now = {table: copies.get(copy, copy) for table, copy in replaced.items()}
+    promotion = Promotion(new.flow, time_ms, now, old.batch_id, tuple(sorted(new.tables)))
     tables = set(old.changelogs)
     known = {**{t: i for t, i in old.topic_ids.items() if t not in tables}, **new.topic_ids}
     if not new.tables:

@@ -9,7 +9,7 @@ from uuid import uuid4
 from onceflow.errors import ProgressConflictError
 from onceflow.planning.process import StepOptions
 from onceflow.protocol.names import INTERNAL_SUFFIX
-from onceflow.protocol.progress import LocalTable, Progress, TableProgress
+from onceflow.protocol.progress import LocalTable, Progress, Promotion, TableProgress
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.topics import TableTopics, check_known, without_topics
@@ -179,13 +179,22 @@ def check_inherited(found: Progress, used: Collection[str], beside: Collection[s
 
 def _inherited(found: Progress) -> tuple[str, dict[str, str]] | None:
     """How a flow that has not run since then has got its tables, and what each is a copy of ('': not known)."""
-    if found.promoted is not None and found.driver is None:  # a command has written it
-        return f"has the tables of {found.promoted.flow!r}, which was promoted", dict.fromkeys(found.tables, "")
+    promoted = found.promoted
+    if promoted is not None and promoted.batch_id is not None:
+        # A start may have ended before its first batch. Progress has its driver then, and the tables it has named.
+        if promoted.batch_id == found.batch_id:
+            return _has_tables_of(promoted), dict.fromkeys(promoted.inherited, "")
+    elif promoted is not None and found.driver is None:  # a command has written it
+        return _has_tables_of(promoted), dict.fromkeys(found.tables, "")
     forked = found.forked
     if forked is not None and found.batch_id == 0:
         copies = {copy: table for table, copy in forked.tables.items() if copy in found.tables}
         return f"is a copy of {forked.flow!r}", copies
     return None
+
+
+def _has_tables_of(promoted: Promotion) -> str:
+    return f"has the tables of {promoted.flow!r}, which was promoted"
 
 
 def without_tables(progress: Progress, tables: Collection[str]) -> Progress:

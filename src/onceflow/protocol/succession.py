@@ -72,11 +72,15 @@ class Promotion:
         time_ms: when that was, epoch milliseconds.
         tables: tables of earlier versions, which are not this flow's any more, and what has replaced each: the name of
             a table, or '' for nothing.
+        batch_id: this flow's last batch before that; None: not known, earlier builds have not kept it.
+        inherited: the tables that this flow has got from the other one, if `batch_id` is known.
     """
 
     flow: str
     time_ms: int
     tables: Mapping[str, str] = field(default_factory=dict)
+    batch_id: int | None = None
+    inherited: tuple[str, ...] = ()
 
 
 def fork_content(forked: ForkOrigin) -> dict[str, Any]:
@@ -127,13 +131,24 @@ def handover_of(content: dict[str, Any], flow: str) -> HandOver:
 
 def promotion_content(promoted: Promotion) -> dict[str, Any]:
     """The JSON object of a `Promotion`."""
-    return {"flow": promoted.flow, "time_ms": int(promoted.time_ms), "tables": dict(promoted.tables)}
+    content = {"flow": promoted.flow, "time_ms": int(promoted.time_ms), "tables": dict(promoted.tables)}
+    if promoted.batch_id is not None:
+        content |= {"batch_id": int(promoted.batch_id), "inherited": list(promoted.inherited)}
+    return content
 
 
 def promotion_of(content: dict[str, Any], flow: str) -> Promotion:
     """The `Promotion` of a JSON object."""
+    known = "batch_id" in content
+    inherited = take(content, flow, "inherited", list) if known else []
+    if not all(isinstance(name, str) for name in inherited):
+        garbage(flow, "inherited has a name that is not a text")
     return Promotion(
-        take(content, flow, "flow", str), take(content, flow, "time_ms", int), _names(content, flow, "tables")
+        take(content, flow, "flow", str),
+        take(content, flow, "time_ms", int),
+        _names(content, flow, "tables"),
+        take(content, flow, "batch_id", int) if known else None,
+        tuple(inherited),
     )
 
 
