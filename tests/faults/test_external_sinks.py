@@ -24,9 +24,11 @@ from sqlite_sink import SqliteSink
 import onceflow
 from onceflow import hooks
 from onceflow.admin import tables
+from onceflow.admin.reset import reset
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
+from onceflow.protocol.names import Names
 from onceflow.testing import faults, independent
 from onceflow.testing.s3 import S3Server
 
@@ -331,6 +333,20 @@ def test_an_older_state_of_the_database_is_restored(make_external: Callable[...,
     flow.run()
     flow.check()
     assert "an older state of" in caplog.text
+
+
+def test_a_reset_writes_no_dead_letter_again(make_external: Callable[..., External], caplog: Any) -> None:
+    """The progress row still decides, and its letters were written when its batch ended."""
+    flow = make_external(letters=True)
+    for _ in range(2):  # also if the row is at its first batch
+        flow.pipe.fill(900)
+        flow.run()
+        assert flow.dead_letters()
+        reset(ClientSettings(flow.pipe.bootstrap), Names(flow.flow), [flow.pipe.source])
+        flow.run()
+        flow.check()
+        assert "dead letters of that batch are not written once more" in caplog.text
+        caplog.clear()
 
 
 def test_another_database_is_refused(make_external: Callable[..., External]) -> None:

@@ -91,9 +91,11 @@ def test_golden_bytes_of_a_flow_that_names_its_driver() -> None:
         decode(b"orders", golden.replace(b"412", b'"412"'))
 
 
-def test_golden_bytes_of_a_flow_that_writes_another_system() -> None:
-    golden = GOLDEN.replace(b'"flow":', b'"external":"bank:ledger","external_commit":"0a1b","flow":')
-    progress = replace(PROGRESS, external="bank:ledger", external_commit="0a1b")
+@pytest.mark.parametrize("before", [None, "", "0c"])
+def test_golden_bytes_of_a_flow_that_writes_another_system(before: str | None) -> None:
+    follows = b"" if before is None else b'"external_before":"%b",' % before.encode()
+    golden = GOLDEN.replace(b'"flow":', b'"external":"bank:ledger",' + follows + b'"external_commit":"0a1b","flow":')
+    progress = replace(PROGRESS, external="bank:ledger", external_commit="0a1b", external_before=before)
     assert encode(progress) == (b"orders", golden)
     assert decode(b"orders", golden) == progress
     assert (decode(b"orders", GOLDEN).external, decode(b"orders", GOLDEN).external_commit) == ("", "")

@@ -55,12 +55,41 @@ def test_where_a_flow_with_an_external_sink_starts() -> None:
     assert "an older state of t was restored" in start.warning
 
 
+@pytest.mark.parametrize(
+    "kafka, before, owes",
+    [
+        (replace(progress(2, a=5), external_commit="two"), "two", True),
+        (replace(progress(2, a=7), external_commit="two"), "two", True),  # moved in time since
+        (replace(progress(2, a=5), external_commit="two"), None, True),  # a row of an earlier build
+        (progress(0, a=5), "two", False),  # reset, or lost
+        (progress(0, a=5), None, False),
+        (replace(progress(2, a=5), external_commit="other"), "two", False),
+        (progress(2, a=5), "two", False),
+        (replace(progress(1, a=5), external_commit="one"), "two", False),  # older progress was imported
+    ],
+)
+def test_dead_letters_of_the_last_batch_are_written_only_if_that_was_left(
+    kafka: Progress, before: str | None, owes: bool
+) -> None:
+    row = replace(progress(3, a=9), external_commit="three", external_before=before)
+    start = planned(kafka, row)
+    assert (start.progress, start.follows, start.owes_letters) == (row, True, owes)
+    assert ("are not written once more" in start.warning) == (not owes)
+
+
+def test_a_reset_after_the_first_batch() -> None:
+    """The first start has given Kafka's progress a commit of its own, so it is not that of a flow that is new again."""
+    row = replace(progress(1, a=9), external_commit="one", external_before="zero")
+    assert planned(replace(progress(0, a=0), external_commit="zero"), row).owes_letters
+    assert not planned(progress(0, a=0), row).owes_letters
+
+
 def test_two_batches_may_have_one_number() -> None:
     """The flow was reset, has written another database, and writes the first one again. Or this is another cluster that
     has the same id. What the row says is there, and nothing else."""
     row = replace(progress(3, a=9), external_commit="first")
     start = planned(replace(progress(3, a=20), external_commit="second"), row)
-    assert (start.progress, start.follows, start.is_behind) == (row, True, True)
+    assert (start.progress, start.follows, start.owes_letters) == (row, True, False)
     assert "is at batch 3, which is another one than that of progress in Kafka" in start.warning
     moved = replace(progress(3, a=20), external_commit="first")
     assert planned(moved, row).progress == moved
@@ -148,8 +177,10 @@ def test_progress_names_the_system_before_the_first_batch(monkeypatch: pytest.Mo
     """A driver that dies behind the commit of its first batch leaves rows there of which a collection has to know."""
     kafka = replace(progress(0, a=5), external=before)
     (owned, _, _), followed = started(Target(None), kafka, monkeypatch)
-    assert followed == ([] if before == "t" else [replace(kafka, external="t")])
+    assert [replace(each, external_commit="") for each in followed] == [replace(kafka, external="t")] * (before != "t")
     assert owned.progress.external == "t"
+    assert bool(owned.progress.external_commit) == (before != "t")
+    assert [each.external_commit for each in followed] == [owned.progress.external_commit] * (before != "t")
 
 
 @pytest.mark.parametrize(

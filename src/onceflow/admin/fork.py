@@ -175,6 +175,7 @@ def forked_progress(
         letters={},  # the new version has others
         external="",
         external_commit="",
+        external_before=None,
         producer_id=-1,
         producer_epoch=-1,
         promoted=None,

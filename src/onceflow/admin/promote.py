@@ -268,6 +268,7 @@ def promoted_progress(old: Progress, new: Progress, time_ms: int, unfired: Unfir
         letters=old.letters,
         external=old.external or new.external,
         external_commit=old.external_commit,
+        external_before=old.external_before,
         forked=old.forked,
         promoted=promotion,
         handover=_handover(HandOver({**offsets, **old.offsets}, timers, unfired or {}), old, new),

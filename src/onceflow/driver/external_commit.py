@@ -58,10 +58,14 @@ log = logging.getLogger("onceflow.sink")
 _T = TypeVar("_T")
 
 _SMALL_BATCH_ROWS = 8_000
-_COMMIT_DIGITS = 16
 _FIND_OUT_S = 120.0
 _END_S = 60.0
 _LOOK_S = 30.0
+
+
+def new_commit() -> str:
+    """A value of `Progress.external_commit`."""
+    return uuid4().hex[:16]
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,8 @@ class ExternalCommit:
             offsets={**self.progress.offsets, **attempt.source.end},
             epochs=self._watch.epochs(attempt.source, self.progress.epochs),
             driver=self._driver,
-            external_commit=uuid4().hex[:_COMMIT_DIGITS],
+            external_commit=new_commit(),
+            external_before=self.progress.external_commit,
             time_ms=clock_ms(),
         )
         with timed(summary, "commit"):

@@ -17,7 +17,7 @@ from onceflow.client.topics import find_topics, topic_limits
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.checkpoint_location import CheckpointLocation, scratch_folder
-from onceflow.driver.external_commit import ExternalCommit, Ownership
+from onceflow.driver.external_commit import ExternalCommit, Ownership, new_commit
 from onceflow.driver.external_waiting import at_start
 from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.refused_rows import LettersToWrite, RefusedRows, parsed
@@ -166,10 +166,14 @@ def _take_over(
     # collection of a claim check) has to know of that from progress before.
     if start.follows or kafka.external != sink.target:
         left = None
-        if start.follows and decided.letters is not None and not start.is_behind:
+        if start.owes_letters and decided.letters is not None:
             left = LettersToWrite(session, decided.letters, decided.targets, start.progress.batch_id)
-        named = replace(start.progress, external=sink.target)
+        if opened.progress is None:  # it tells a row that follows this progress from one that follows a later reset
+            named = replace(start.progress, external=sink.target, external_commit=new_commit())
+        else:
+            named = replace(start.progress, external=sink.target)
         commit_progress(session, named, startup.sources, deadline, left)
+        start = replace(start, progress=named)
     letters = letter_topics({}, [write.dead_letter_topic])
     progress = replace(start.progress, letters=letters, external=sink.target)
     owned = Ownership(identity, owner, opened.generation, opened.progress, progress)
@@ -195,7 +199,7 @@ def _decided(
     except OnceflowError as error:
         raise (of_row(error, target, identity) if start.follows else error) from None
     topics = {write.dead_letter_topic}
-    if letters is not None and start.follows and not start.is_behind:
+    if letters is not None and start.owes_letters:
         topics |= {*letters["topic"].to_pylist()}
     return _Decided(start, starts, letters, _targets(startup, topics, kafka, deadline))
 

@@ -16,13 +16,13 @@ class ExternalStart:
     Args:
         progress: where the flow is.
         follows: whether Kafka's progress has to be moved there.
-        is_behind: whether Kafka's progress was further: an older state of the system was restored.
+        owes_letters: whether the dead letters of the row's batch are not in Kafka yet.
         warning: a text to log, or "".
     """
 
     progress: Progress
     follows: bool
-    is_behind: bool = False
+    owes_letters: bool = False
     warning: str = ""
 
 
@@ -68,10 +68,18 @@ def plan_external(
         warning = (
             "which is another one than that of progress in Kafka: the flow was reset, or has written another system"
         )
-    if behind:
+    # A driver that dies between both commits leaves Kafka one batch behind. Anything else was done by hand after the
+    # letters of the row's batch were written.
+    is_next = row.batch_id == kafka.batch_id + 1 and row.external_before in (None, kafka.external_commit)
+    if not behind and not is_next:
+        warning = (
+            f"and progress in Kafka at batch {kafka.batch_id}, from which it does not follow: the flow was reset, or "
+            "older progress was imported; dead letters of that batch are not written once more"
+        )
+    if warning:
         at = f"{target} (progress row {identity!r}) is at batch {row.batch_id}"
         warning = f"{at}, {warning}; the flow continues there"
-    return ExternalStart(progress, follows=True, is_behind=behind, warning=warning)
+    return ExternalStart(progress, follows=True, owes_letters=is_next and not behind, warning=warning)
 
 
 def of_row(error: OnceflowError, target: str, identity: str) -> OnceflowError:

@@ -184,6 +184,7 @@ class Progress:
         external: the system other than Kafka that the flow writes, in words; "": it writes none.
         external_commit: a random text of the transaction of that system which has committed the batch: two batches may
             have one number, after a reset, or in clusters with the same id. "": not known.
+        external_before: the ``external_commit`` of the progress that this batch has begun from; None: not known.
         transactional_id: of the flow. Flows may share the key of the record: prefix ``a.`` with name ``b``, and name
             ``a.b`` without a prefix. Their transactional ids differ, so they do not fence each other. "": not known.
         time_ms: when the record was created, epoch milliseconds.
@@ -212,6 +213,7 @@ class Progress:
     driver: DriverProcess | None = None
     external: str = ""
     external_commit: str = ""
+    external_before: str | None = None
     transactional_id: str = ""
 
 
@@ -263,6 +265,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["external"] = progress.external
     if progress.external_commit:
         content["external_commit"] = progress.external_commit
+    if progress.external_before is not None:
+        content["external_before"] = progress.external_before
     if progress.transactional_id:
         content["transactional_id"] = progress.transactional_id
     if progress.tables:
@@ -341,6 +345,7 @@ def _progress(content: dict[str, Any], name: str) -> Progress:
         driver=_part(content, name, "driver", _driver),
         external=take(content, name, "external", str) if "external" in content else "",
         external_commit=take(content, name, "external_commit", str) if "external_commit" in content else "",
+        external_before=take(content, name, "external_before", str) if "external_before" in content else None,
         transactional_id=take(content, name, "transactional_id", str) if "transactional_id" in content else "",
         time_ms=take(content, name, "time_ms", int),
     )
