@@ -213,12 +213,14 @@ class Collector:
         else:
             named = self._with_written(flows, there)
         self._check_flows(flows, named)
+        if not self._every:
+            named += self._of_no_flow(flows, there, named)
         companions = [name + INTERNAL_SUFFIX for name in named if name + INTERNAL_SUFFIX not in named]
         for companion in list(companions):
             if find_topic(cluster, companion, "READ", deadline) is None:
                 companions.remove(companion)
         found = find_topics(cluster, dict.fromkeys([*named, *companions], ""), deadline)
-        self.found.references = dict.fromkeys(found, 0)
+        self.found.references = {**dict.fromkeys(found, 0), **self.found.references}
         return {name: sorted(topic.leaders) for name, topic in found.items()}
 
     def _with_written(self, flows: Sequence[Progress], there: Mapping[str, object]) -> list[str]:
@@ -239,6 +241,11 @@ class Collector:
                     written = (*flow.changelogs, *flow.outputs, *flow.letters)
                     found |= dict.fromkeys(t for t in written if t in there and t not in self._without)
         return list(found)
+
+    def _of_no_flow(self, flows: Sequence[Progress], there: Mapping[str, object], named: Sequence[str]) -> list[str]:
+        """Tables that no progress names: `onceflow fork` may be filling them at this moment, in one transaction."""
+        known = {topic for flow in flows for topic in flow.changelogs} | {*named, *self._without}
+        return [name for name in there if name + INTERNAL_SUFFIX in there and name not in known]
 
     def _unreadable(self, flow: str, error: OnceflowError) -> None:
         """Refuse, unless the user vouches for this flow: nobody knows what it reads, and where it keeps that."""
@@ -283,7 +290,29 @@ class Collector:
                     self._refer_all(_CONTENTS, self._store.content(name), f"object {name}")
 
     def _scan(self, cluster: Cluster, partitions: Mapping[str, Sequence[int]]) -> None:
-        """Take everything off the list that a record refers to."""
+        """Take everything off the list that a record, a row or an object refers to."""
+        ends = self._scan_topics(cluster, partitions)
+        # After the topics: what has gone from one of them to another system since, is found there.
+        for flow, command in self._rows.items():
+            self._scan_rows(flow, command)
+        # A flow may have copied a reference to a topic that was read already, from one that was read later and had lost
+        # the record by then. It may even be in a topic or a partition that is new: a fork and a repartition copy rows.
+        while True:
+            deadline = Deadline(_CALL_S, "reading the offsets of topics")
+            later = _places(list_offsets(cluster, _numbers(ends), LATEST, deadline, committed=False))
+            for (topic, number), end in later.items():
+                self._read_all(cluster, topic, number, ends[topic, number], end)
+            ends |= later
+            # Last, so that no partition is left which was there when the offsets were asked for.
+            found = _places({topic: dict.fromkeys(all_, 0) for topic, all_ in self._partitions(cluster).items()})
+            if not (added := found.keys() - ends.keys()):
+                break
+            ends |= self._scan_topics(cluster, _numbers(added))
+        # No object goes before this command is done, so what went from a record into one is found, and the other way.
+        self._scan_objects()
+
+    def _scan_topics(self, cluster: Cluster, partitions: Mapping[str, Sequence[int]]) -> dict[Place, int]:
+        """Read these partitions. Returns the offsets up to which that was."""
         deadline = Deadline(_CALL_S, "reading the offsets of topics")
         starts = _places(list_offsets(cluster, partitions, EARLIEST, deadline))
         # In this order: what is decided meanwhile is read as if it were not.
@@ -300,16 +329,7 @@ class Collector:
                 self._show(name, done + chunk.next_offset - start, total)
             self._read_all(cluster, topic, number, max(start, stable[topic, number]), ends[topic, number])
             done += max(0, ends[topic, number] - start)
-        # After the topics: what has gone from one of them to another system since, is found there.
-        for flow, command in self._rows.items():
-            self._scan_rows(flow, command)
-        self._scan_objects()
-        # A flow may have copied a reference to a topic that was read already, from one that was read later and had lost
-        # the record by then.
-        deadline = Deadline(_CALL_S, "reading the offsets of topics")
-        later = _places(list_offsets(cluster, partitions, LATEST, deadline, committed=False))
-        for (topic, number), end in later.items():
-            self._read_all(cluster, topic, number, ends[topic, number], end)
+        return ends
 
     def _read_all(self, cluster: Cluster, topic: str, number: int, start: int, end: int) -> None:
         """Read records whatever becomes of their transactions."""
@@ -420,6 +440,13 @@ class Collector:
 
 def _places(offsets: Mapping[str, Mapping[int, int]]) -> dict[Place, int]:
     return {(topic, number): offset for topic, numbers in offsets.items() for number, offset in numbers.items()}
+
+
+def _numbers(places: Iterable[Place]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for topic, number in sorted(places):
+        found.setdefault(topic, []).append(number)
+    return found
 
 
 def _reads(flow: Progress) -> set[str]:
