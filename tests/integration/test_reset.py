@@ -90,7 +90,7 @@ def test_lost_progress_is_not_a_first_start(make_pipe: Any) -> None:
     transactions = Transactions(cluster, f"onceflow.{pipe.flow}")
     transactions.init(deadline)
     transactions.begin(deadline)
-    hint = progress_log.hint(progress_log.partition_of(pipe.flow), 123_456_789)
+    hint = progress_log.hint(pipe.flow, 123_456_789)
     transactions.commit_offsets(pipe.flow, {pipe.source: {0: 7}}, deadline, metadata=hint)
     transactions.end(deadline, commit=True)
     cluster.close()

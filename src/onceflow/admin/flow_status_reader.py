@@ -32,7 +32,7 @@ from onceflow.client.nodes import silent_nodes
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
 from onceflow.client.producers import open_transactions
 from onceflow.client.transaction_requests import describe_transaction
-from onceflow.driver.progress_log import hint, partition_of
+from onceflow.driver.progress_log import offset_of_hint, partition_of
 from onceflow.errors import DeadlineExceededError, OnceflowError, OptionError, PermissionDeniedError
 from onceflow.protocol import acls, timestamps
 from onceflow.protocol import progress as records
@@ -178,7 +178,7 @@ class StatusReader:
         status.age_s = self._age_s(progress.time_ms)
         status.producer_id, status.producer_epoch = progress.producer_id, progress.producer_epoch
         status.committed_by = progress.driver
-        read = self._topics_read(status, progress, hint(partition, record.offset), deadline)
+        read = self._topics_read(status, progress, record.offset, deadline)
         for topic, offsets in sorted(progress.offsets.items()):
             if topic in read:
                 status.sources.append(self._source(status, progress, topic, offsets, there, deadline))
@@ -227,7 +227,7 @@ class StatusReader:
                 self._age_s(started_ms) if found["state"] in PENDING and started_ms >= 0 else None,
             )
 
-    def _topics_read(self, status: FlowStatus, progress: Progress, mark: str, deadline: Deadline) -> set[str]:
+    def _topics_read(self, status: FlowStatus, progress: Progress, at: int, deadline: Deadline) -> set[str]:
         """The sources without those that the last batch has not read: their offsets in the group point elsewhere."""
         if len(progress.offsets) < 2:
             return set(progress.offsets)
@@ -245,7 +245,7 @@ class StatusReader:
         left = {
             topic
             for topic, partitions in (committed or {}).items()
-            if all(metadata != mark for _, metadata in partitions.values())
+            if all(offset_of_hint(metadata, progress.flow) != at for _, metadata in partitions.values())
         }
         return set(progress.offsets) - left or set(progress.offsets)
 

@@ -90,7 +90,7 @@ class DriverSession:
         left = self._left_open([own, *enrolled(self._described)], deadline)
         if own in left:
             hinted = progress_log.hinted_offset(
-                self.cluster, names.group_id, source_topics, own[1], deadline, stable=True
+                self.cluster, names.group_id, source_topics, names.progress_key, deadline, stable=True
             )
             # The group's offsets are a part of the same transaction: when they point to the record, it is committed.
             points_there = hinted is not None and hinted >= left[own].start_offset

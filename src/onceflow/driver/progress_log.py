@@ -7,6 +7,7 @@ a start reads a few records instead of the topic. It is only a hint: without it 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ _CONFIGS = {
 }
 # For a record outside any transaction. If a retry writes it twice, both records are equal.
 _PLAIN = ProducerIdAndEpoch(-1, -1, transactional=False)
-_HINT = re.compile(r"onceflow:(\d+):(\d+)")
+_HINT = re.compile(r"onceflow:(\d+):(\d+)(?::([0-9a-f]{8}))?")
 
 
 @lru_cache
@@ -62,9 +63,24 @@ def topic_partition_of(flow: str) -> TopicPartition:
     return PROGRESS_TOPIC, partition_of(flow)
 
 
-def hint(partition: int, offset: int) -> str:
-    """Metadata of the offset commit: where the progress record of the same transaction is."""
-    return f"onceflow:{partition}:{offset}"
+def hint(flow: str, offset: int) -> str:
+    """Metadata of the offset commit: where the progress record of the same transaction is, and whose it is. Flows with
+    different prefixes of the transactional id may share a group."""
+    return f"onceflow:{partition_of(flow)}:{offset}:{_digest(flow)}"
+
+
+def offset_of_hint(metadata: str, flow: str) -> int | None:
+    """The offset of a flow's progress record; None: this is no hint to it. Those of earlier builds do not say whose they
+    are."""
+    found = _HINT.fullmatch(metadata)
+    if found is None or int(found[1]) != partition_of(flow) or found[3] not in (None, _digest(flow)):
+        return None
+    return int(found[2])
+
+
+@lru_cache
+def _digest(flow: str) -> str:
+    return hashlib.sha256(flow.encode()).hexdigest()[:8]
 
 
 def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
@@ -145,7 +161,7 @@ def read_progress(
     partition = partition_of(flow)
     span = {PROGRESS_TOPIC: [partition]}
     begin = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[PROGRESS_TOPIC][partition]
-    hinted = hinted_offset(cluster, group, source_topics, partition, deadline)
+    hinted = hinted_offset(cluster, group, source_topics, flow, deadline)
     latest = None
     if hinted is not None and begin <= hinted:
         latest = _latest(cluster, flow, partition, hinted, hinted, deadline)
@@ -172,7 +188,7 @@ def hinted_offset(
     cluster: Cluster,
     group: str,
     source_topics: Mapping[str, list[int]],
-    partition: int,
+    flow: str,
     deadline: Deadline,
     *,
     stable: bool = False,
@@ -180,15 +196,16 @@ def hinted_offset(
     """Offset of the progress record, according to the group's committed offsets.
 
     Args:
+        flow: key of the record.
         stable: wait until no transaction on the group's offsets is open. Otherwise they may be older: that is good
             enough to find the record, and needs no waiting.
     """
     committed = kafka_offsets.fetch_committed(cluster, group, source_topics, deadline, stable=stable)
     hints = [
-        int(match[2])
+        offset
         for by_partition in committed.values()
         for _, metadata in by_partition.values()
-        if (match := _HINT.fullmatch(metadata)) and int(match[1]) == partition
+        if (offset := offset_of_hint(metadata, flow)) is not None
     ]
     return min(hints) if hints else None
 
@@ -273,7 +290,7 @@ def write_progress(
     batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=sequence)
     sender.send(PROGRESS_TOPIC, partition, batch)
     written = sender.flush()[PROGRESS_TOPIC, partition].base_offset
-    metadata = hint(partition, written)
+    metadata = hint(progress.flow, written)
     if offsets and transactions is None:
         kafka_offsets.commit_offsets(cluster, names.group_id, offsets, deadline, metadata=metadata)
     elif (
