@@ -23,6 +23,7 @@ from onceflow.claim_check import reference as reference_module
 from onceflow.claim_check.columns import ColumnTask
 from onceflow.claim_check.reference import PREFIX, Reference
 from onceflow.claim_check.scan import Found, scan
+from onceflow.claim_check.stored_value import StoredValue
 from onceflow.errors import OptionError, ProcessorError, StorageUnavailableError
 from onceflow.planning.local_state import check_local
 from onceflow.sizes import size_bytes, size_text
@@ -218,6 +219,41 @@ def test_files(claim: ClaimCheck, tmp_path: Path, content: bytes) -> None:
     with claim.open(raw) as source:
         assert source.read() == content
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["given", "got"]
+
+
+def test_a_file_of_another_store_is_refused(claim: ClaimCheck, tmp_path: Path) -> None:
+    """Its reference would name an object that is not there."""
+    path = tmp_path / "given"
+    path.write_bytes(LARGE)
+    other = ClaimCheck(str(tmp_path / "other"), above=100)
+    (tmp_path / "other").mkdir()
+    for raw in (other.put_file(path), pickle.loads(pickle.dumps(other.put_file(path)))):
+        with pytest.raises(ClaimCheckError, match=r"(?s)was stored by another claim check.*put_file\(\) of the claim"):
+            claim.encode(raw)
+    assert claim.encode(claim.put_file(path)) == claim.encode(LARGE)
+
+
+@pytest.mark.parametrize(
+    "one, other, same",
+    [
+        ({}, {}, True),
+        ({"aws_endpoint_url": "http://a:9000"}, {"aws_endpoint_url": "http://b:9000"}, False),
+        ({"aws_endpoint_url": "http://a:9000"}, {}, False),
+        ({"key": "ada"}, {"key": "bob", "secret": "hidden"}, True),
+        ({"AWS_SECRET_ACCESS_KEY": "1"}, {"AWS_SESSION_TOKEN": "2"}, True),
+    ],
+)
+def test_a_value_of_another_service_is_copied(
+    monkeypatch: pytest.MonkeyPatch, one: dict[str, str], other: dict[str, str], same: bool
+) -> None:
+    """Buckets of one name may be in two services. A reference is passed on only within a store."""
+    source, target = (ClaimCheck("s3://pictures/claims", 100, storage_options=options) for options in (one, other))
+    copied: list[bytes] = []
+    monkeypatch.setattr(StoredValue, "read_bytes", lambda self: LARGE)
+    monkeypatch.setattr(target.objects, "put", lambda data: copied.append(data) or b"copied")
+    reference = bytes(Reference.of(f"2026-11-23/{'a' * 64}", 100, "a" * 64))
+    assert target.encode(source.lazy().decode(reference)) == (reference if same else b"copied")
+    assert copied == [] if same else [LARGE]
 
 
 def test_a_file_that_is_altered_does_not_appear(claim: ClaimCheck, tmp_path: Path) -> None:

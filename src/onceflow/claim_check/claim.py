@@ -16,7 +16,7 @@ from onceflow.arguments import known_arguments
 from onceflow.claim_check.objects import ObjectStore
 from onceflow.claim_check.reference import PREFIX, Reference, is_reference
 from onceflow.claim_check.stored_value import StoredValue
-from onceflow.errors import OptionError
+from onceflow.errors import ClaimCheckError, OptionError
 from onceflow.object_storage import CHUNK_BYTES
 from onceflow.sizes import size_bytes
 from onceflow.state.api.serdes import BYTES, is_serde
@@ -109,11 +109,19 @@ class ClaimCheck:
 
         Raises:
             StorageUnavailableError: the store cannot be written.
+            ClaimCheckError: `put_file` of another store has returned it.
         """
         if isinstance(value, Reference):
+            if value.place not in ("", self._store.place):
+                raise ClaimCheckError(
+                    f"Object {value.name} was stored by another claim check than that of {self._store.url}, which has "
+                    "to write the reference",
+                    next_step="call put_file() of the claim check that is the serde of the output",
+                )
             return bytes(value)
         if isinstance(value, StoredValue):
-            return value.raw if value.store_url == self._store.url else self.encode_bytes(value.read_bytes())
+            same = value.store_place == self._store.place
+            return value.raw if same else self.encode_bytes(value.read_bytes())
         return self.encode_bytes(self._inner.encode(value))
 
     def encode_bytes(self, raw: bytes) -> bytes:

@@ -40,6 +40,7 @@ MARKER = "onceflow-claim-check.json"
 DAY_MS = 86_400_000
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
 _UNFINISHED = re.compile(r"\.unfinished-[0-9a-f]{32}")
+_CREDENTIAL = re.compile("key|secret|token|password|credential|client|sas|certificate|expir")
 _FILE = "file://"
 _SAID_BYTES = 300
 
@@ -83,6 +84,13 @@ class ObjectStore:
     def __repr__(self) -> str:
         return f"<objects at {self.url}>"
 
+    @property
+    def place(self) -> str:
+        """Where the objects are: two stores with the same URL may be in two services, or accounts. Options that are no
+        credentials count, also those that make no difference: then a value is copied, although it is there."""
+        options = {name: str(value) for name, value in self._options.items() if not _CREDENTIAL.search(name.lower())}
+        return f"{self.url} {json.dumps(options, sort_keys=True)}" if options else self.url
+
     # ---- writing -------------------------------------------------------------------------------------
 
     def put(self, data: bytes) -> Reference:
@@ -95,6 +103,7 @@ class ObjectStore:
         with self._storing(reference.name):
             if not self._has(reference):
                 self._storage.write(reference.name, data)
+        reference.place = self.place
         return reference
 
     def put_file(self, path: str | os.PathLike[str]) -> Reference:
@@ -129,6 +138,7 @@ class ObjectStore:
                         next_step="give files that nobody writes any more, for example by renaming them when they are "
                         "complete",
                     ) from error
+        reference.place = self.place
         return reference
 
     def _has(self, reference: Reference) -> bool:

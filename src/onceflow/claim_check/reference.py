@@ -41,11 +41,13 @@ class Reference(bytes):
         name: of the object, relative to the store.
         size: of the value, in bytes.
         sha256: of the value, as hexadecimal digits.
+        place: the `place` of the store that has just stored it; "": it was read. It is not in the bytes.
     """
 
     name: str
     size: int
     sha256: str
+    place: str = ""
 
     @classmethod
     def of(cls, name: str, size: int, sha256: str) -> Reference:
@@ -83,7 +85,13 @@ class Reference(bytes):
         return found
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Reference.parse, (bytes(self),)
+        return _stored_at, (bytes(self), self.place)
+
+
+def _stored_at(raw: bytes, place: str) -> Reference:
+    found = Reference.parse(raw)
+    found.place = place
+    return found
 
 
 def is_reference(raw: bytes) -> bool:

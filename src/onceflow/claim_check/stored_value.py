@@ -35,9 +35,9 @@ class StoredValue:
         return None if self._reference is None else self._reference.name
 
     @property
-    def store_url(self) -> str:
-        """The store's URL."""
-        return self._store.url
+    def store_place(self) -> str:
+        """See `ObjectStore.place`."""
+        return self._store.place
 
     def open(self) -> IO[bytes]:
         """The bytes of the value as a stream, for values that should not be in memory as a whole.

@@ -70,8 +70,7 @@ def hint(flow: str, offset: int) -> str:
 
 
 def offset_of_hint(metadata: str, flow: str) -> int | None:
-    """The offset of a flow's progress record; None: this is no hint to it. Those of earlier builds do not say whose they
-    are."""
+    """The offset of a flow's progress record; None: this is no hint to it. Earlier builds have not said whose it is."""
     found = _HINT.fullmatch(metadata)
     if found is None or int(found[1]) != partition_of(flow) or found[3] not in (None, _digest(flow)):
         return None
