@@ -158,6 +158,18 @@ def _check_table(table: str, flow: str, sources: Iterable[str], tables: Iterable
         raise OptionError(
             f"table={table!r} has a step already", flow=flow, next_step="give each step a table of its own"
         )
+    # A table has two topics. The name of the second one is derived, so it may be that of something else.
+    own = (table, table + INTERNAL_SUFFIX)
+    others = {**dict.fromkeys(sources, "is read by this flow")}
+    for other in tables:
+        others |= dict.fromkeys((other, other + INTERNAL_SUFFIX), f"is a topic of table {other}")
+    for name in own:
+        if name in others:
+            raise OptionError(
+                f"table={table!r} needs the topics {' and '.join(own)}, but {name} {others[name]}",
+                flow=flow,
+                next_step="give the table another name",
+            )
 
 
 def _check_dead_letters(options: StepOptions, processor: Processor | ColumnProcessor, flow: str) -> None:
