@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +20,12 @@ from onceflow.admin.promote import (
     was_promoted,
 )
 from onceflow.admin.promote_timers import TIMERS_MAX, check_unfired
-from onceflow.admin.promoter import Promoted
+from onceflow.admin.promoter import Promoted, _check_tables
 from onceflow.cli.promote import _plan
+from onceflow.client.deadline import Deadline
 from onceflow.driver import handover
 from onceflow.driver.offset_log import SourceRange
-from onceflow.errors import OptionError, ProgressConflictError
+from onceflow.errors import OptionError, PermissionDeniedError, ProgressConflictError, UnknownTopicError
 from onceflow.planning.table_plan import check_not_replaced
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import (
@@ -333,6 +336,31 @@ def test_timers_in_processing_time() -> None:
     # A table that only one of both has is not handed over.
     more = {**new({}).tables, "m": TableProgress(processing_timers=True)}
     check_can_promote(old({0: 8}), new({0: 8}, tables=more), OLD, NEW)
+
+
+@pytest.mark.parametrize(
+    "there, text",
+    [
+        ({"n": "id-n", "n-internal": "id-m", "in": "id"}, ""),
+        ({"n": "id-n"}, "Topic n-internal of flow 'next' does not exist"),
+        ({"n": "another", "n-internal": "id-m"}, "Topic n of flow 'next' was deleted and created again"),
+        ({"n": None, "n-internal": "id-m"}, ""),  # this principal may not see it
+    ],
+)
+def test_the_copy_has_its_tables(there: dict[str, str | None], text: str) -> None:
+    """Otherwise neither version could go on."""
+
+    def topics(names: list[str], deadline: Deadline, once: bool) -> dict[str, Any]:
+        (name,) = names
+        if name not in there:
+            raise UnknownTopicError(f"Topic {name} does not exist")
+        if there[name] is None:
+            raise PermissionDeniedError(f"No DESCRIBE on topic {name}")
+        return {name: SimpleNamespace(topic_id=there[name])}
+
+    cluster: Any = SimpleNamespace(topics=topics)
+    with pytest.raises(ProgressConflictError, match=text) if text else nullcontext():
+        _check_tables(cluster, new({0: 8}), NEW, Deadline(5, "a test"))
 
 
 def test_whose_copy_it_is() -> None:

@@ -8,6 +8,7 @@ started again as they were: a start of the new flow waits until the transaction 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from onceflow.admin.flow_transaction import FlowTransaction, Wording, Written
@@ -31,9 +32,16 @@ from onceflow.admin.writer import Row, Writer
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
+from onceflow.client.topics import find_topic
 from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
-from onceflow.errors import DeadlineExceededError, FencedError, ProgressConflictError, located
+from onceflow.errors import (
+    DeadlineExceededError,
+    FencedError,
+    PermissionDeniedError,
+    ProgressConflictError,
+    located,
+)
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress, encode
 
@@ -110,6 +118,7 @@ def preview(cluster: Cluster, names: Names, other: Names, limits: Limits) -> Pro
         return Promoted(names.flow, other.flow, old, (), bool(old.tables), old, already=True)
     new = known(new, other, cluster)
     limits.check(old, new, names, other)
+    _check_tables(cluster, new, other, deadline)
     _check_gap(old, new, other, limits.max_gap)
     return Promoted(names.flow, other.flow, old, positions(old, new), bool(new.tables), copy=new)
 
@@ -164,6 +173,23 @@ def _end_earlier(cluster: Cluster, names: Names, other: Names, wording: Wording,
     except DeadlineExceededError:
         if left_by_command(cluster, names, deadline):
             FlowTransaction(cluster, names, wording).take_over(deadline)
+
+
+def _check_tables(cluster: Cluster, new: Progress, other: Names, deadline: Deadline) -> None:
+    """Refuse tables whose topics are gone: the flow could not be started after that, and its old state would be no
+    flow's. Topics that this principal may not see are not looked at."""
+    for name in sorted(new.changelogs):
+        with suppress(PermissionDeniedError):
+            found = find_topic(cluster, name, "DESCRIBE", deadline)
+            if found is None or new.topic_ids.get(name, found.topic_id) != found.topic_id:
+                raise ProgressConflictError(
+                    f"Topic {name} of flow {other.flow!r} "
+                    + ("does not exist" if found is None else "was deleted and created again"),
+                    flow=other.flow,
+                    topic=name,
+                    next_step=f"the state of {other.flow!r} is lost: make another copy with `onceflow fork`, and "
+                    "promote that one",
+                )
 
 
 def _check_gap(old: Progress, new: Progress, other: Names, max_gap: int) -> None:
