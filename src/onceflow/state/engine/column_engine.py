@@ -20,7 +20,7 @@ from onceflow.state.api.json_columns import JsonRowError
 from onceflow.state.api.processor import BadRows, ColumnContext, ColumnProcessor
 from onceflow.state.api.scope import ABSENT
 from onceflow.state.api.serdes import BYTES, Struct
-from onceflow.state.api.whole_numbers import NEXT_STEP, changed, rounded, with_nullable_integers
+from onceflow.state.api.whole_numbers import NEXT_STEP, cast, changed, rounded, with_nullable_integers
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import one_chunk, output_batch
@@ -345,7 +345,7 @@ def _cast(column: Any, field: Any) -> Any:
     if other is not None:
         raise ValueError(f"state field {field.name} is {field.type}, and {other!r} would be another number in it")
     try:
-        return column.cast(field.type)
+        return cast(column, field.type)
     except pa.ArrowException as error:
         raise ValueError(f"state field {field.name} is {field.type}: {error}") from None
 
