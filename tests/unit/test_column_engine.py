@@ -201,6 +201,7 @@ def test_outputs_may_have_topics_headers_and_times(store: Any) -> None:
 
 
 NAMES = pa.struct([("key", pa.string()), ("value", pa.binary())])
+OTHERS = pa.struct([("key", pa.string()), ("content", pa.binary())])
 OF_MAP = pa.map_(pa.string(), pa.binary())
 
 
@@ -217,7 +218,7 @@ OF_MAP = pa.map_(pa.string(), pa.binary())
     pa.array([[{"name": "h", "value": b"x"}]]),
     pa.array([[{"key": "h", "value": b"x", "more": 1}]]),
     pa.array([[{"key": "h"}]]),
-    pa.array([[{"key": "h", "content": b"x"}]]).cast(pa.large_list(pa.struct({"key": pa.string(), "content": pa.binary()}))),
+    pa.array([[{"key": "h", "content": b"x"}]]).cast(pa.large_list(OTHERS)),
     pa.array([[{"key": "h", "value": b"x"}, {"key": None, "value": b"1"}]], pa.list_(NAMES)),
     pa.array([[None]], pa.list_(NAMES)),
 ])  # fmt: skip
