@@ -232,6 +232,8 @@ def _plus(left: Any, right: Any, of: Source) -> Any:
     """
     if left is None:
         return right
+    if type(left) is int and type(right) is int:
+        return left + right
     left, right = _number_of(left), _number_of(right)
     total: Any
     try:
@@ -249,6 +251,9 @@ def _plus(left: Any, right: Any, of: Source) -> Any:
 
 def _is_less(left: Any, right: Any) -> bool:
     """Whether one number is less than another, in parts. A float counts as it is written, as in `_plus`."""
+    kind = type(left)
+    if kind is type(right) and (kind is int or kind is float):
+        return bool(left < right)
     left, right = _number_of(left), _number_of(right)
     if isinstance(left, Decimal) or isinstance(right, Decimal) or _is_beyond_floats(left, right):
         left, right = _decimal(left), _decimal(right)
