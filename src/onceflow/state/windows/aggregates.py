@@ -234,6 +234,8 @@ def _plus(left: Any, right: Any, of: Source) -> Any:
         return right
     if type(left) is int and type(right) is int:
         return left + right
+    if type(left) is float and type(right) is float and math.isfinite(left + right):
+        return left + right
     left, right = _number_of(left), _number_of(right)
     total: Any
     try:
