@@ -200,6 +200,41 @@ def test_outputs_may_have_topics_headers_and_times(store: Any) -> None:
     }
 
 
+NAMES = pa.struct([("key", pa.string()), ("value", pa.binary())])
+OTHERS = pa.struct([("key", pa.string()), ("content", pa.binary())])
+OF_MAP = pa.map_(pa.string(), pa.binary())
+
+
+@pytest.mark.parametrize("topic", [None, "aside"])
+@pytest.mark.parametrize("good", [
+    pa.array([[{"key": "h", "value": b"x"}]], pa.list_(NAMES)),
+    pa.array([[{"value": "x", "key": b"h"}]]),
+    pa.array([[{"key": "h", "value": b"x"}]], pa.large_list(NAMES)),
+    pa.array([[{"key": "h", "value": b"x"}]], pa.list_(NAMES, 1)),
+    pa.array([[("h", b"x")]], OF_MAP),
+])  # fmt: skip
+@pytest.mark.parametrize("bad", [
+    pa.array([[{"key": "h", "content": b"x"}]]),
+    pa.array([[{"name": "h", "value": b"x"}]]),
+    pa.array([[{"key": "h", "value": b"x", "more": 1}]]),
+    pa.array([[{"key": "h"}]]),
+    pa.array([[{"key": "h", "content": b"x"}]]).cast(pa.large_list(OTHERS)),
+    pa.array([[{"key": "h", "value": b"x"}, {"key": None, "value": b"1"}]], pa.list_(NAMES)),
+    pa.array([[None]], pa.list_(NAMES)),
+])  # fmt: skip
+def test_headers_are_kept_or_their_record_is_bad(topic: str | None, good: pa.Array, bad: pa.Array) -> None:
+    def run(records: Any, states: Any, context: Any) -> Any:
+        (kind,) = set(records["value"].to_pylist())  # those of both cannot be in one table
+        headers = {b"good": good, b"bad": bad, b"none": pa.nulls(1)}[kind].take(pa.array([0] * len(records)))
+        topics = pa.array([topic] * len(records), pa.string())
+        return pa.table({"key": records["key"], "value": records["value"], "topic": topics, "headers": headers}), None
+
+    driver = ProcessorDriver(Columns(run), on_error="dead-letter")
+    driver.send_many([(b"a", value) for value in (b"good", b"bad", b"none", b"good")])
+    assert [record.headers for record in driver.outputs] == [(("h", b"x"),), (), (("h", b"x"),)]
+    assert [letter.value for letter in driver.dead_letters] == [b"bad"]
+
+
 # ---- new states --------------------------------------------------------------------------------------
 
 

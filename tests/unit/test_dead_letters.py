@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from onceflow import windows
 from onceflow.errors import DeadLetterLimitError, OptionError, ProcessorError
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Record
@@ -126,6 +127,127 @@ def test_state_that_other_code_has_written_is_no_fault_of_records(new: type[Proc
     assert "migrate" in caught.value.next_step
     driver.processor = Old()
     assert driver.state("ada") == {"sum": 5}  # nothing of the trials is kept
+
+
+class Rated(Renamed):
+    """As `Renamed`, with a joined table."""
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+        assert state.table("rates").get("EUR") == 2
+        yield from super().process(key, records, state)
+
+
+def test_the_trial_of_a_record_finds_the_joined_tables() -> None:
+    driver = ProcessorDriver(Old(), on_error="dead-letter", tables={"rates": {"EUR": 2}})
+    driver.send("ada", {"amount": 5})
+    driver.processor = Rated()
+    with pytest.raises(ProcessorError, match="lacks fields that process"):
+        driver.send("ada", {"amount": 1})
+
+
+class OldDays(Old):
+    """A map of days, with a serde of its own if it is given one."""
+
+    state: Any = JSON
+    fields: tuple[str, ...] = ("n",)
+
+    def __init__(self, serde: Any = None, fields: tuple[str, ...] = ("n",)) -> None:
+        self.serde, self.fields = serde, fields
+        if serde is not None:
+            self.state = BYTES
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+        days = state.map("days", value=self.serde)
+        for record in records:
+            day = days.get(record.value["day"]) or dict.fromkeys(self.fields, 0)
+            for name in self.fields:
+                day[name] += record.value["amount"]
+            days.put(record.value["day"], day)
+        yield Record(key, {})
+
+
+@pytest.mark.parametrize("serde", [None, JSON])
+@pytest.mark.parametrize("records", [1, 3])
+def test_entries_of_a_map_that_other_code_has_written_are_no_fault_of_records(serde: Any, records: int) -> None:
+    driver = ProcessorDriver(OldDays(serde), on_error="dead-letter")
+    driver.send_many([("ada", {"day": "mon", "amount": 1}), ("bob", {"day": "sun", "amount": 1})])
+    driver.processor = OldDays(serde, ("n", "total"))
+    driver.send_many([("ada", {"day": "tue", "amount": 1}), ("ada", {"day": "tue", "amount": 1})])  # a new entry
+    with pytest.raises(ProcessorError, match="lacks fields that process") as caught:
+        driver.send_many([("ada", {"day": "mon", "amount": 2})] * records)
+    assert "define migrate" in caught.value.next_step
+
+
+@pytest.mark.parametrize("serde", [None, JSON])
+@pytest.mark.parametrize("bad", [{}, {"day": "mon"}, {"day": "mon", "amount": "x"}, {"day": 7, "amount": 1}])
+def test_bad_records_of_maps_stay_dead_letters(serde: Any, bad: dict[str, Any]) -> None:
+    driver = ProcessorDriver(OldDays(serde), on_error="dead-letter")
+    driver.send("ada", {"day": "mon", "amount": 5})
+    driver.send_many([("ada", bad), ("ada", {"day": "mon", "amount": 2})])
+    assert len(driver.dead_letters) == 1
+    driver.processor = OldDays(serde, ("n", "total"))
+    driver.send_many([("ada", bad), ("ada", {"day": "tue", "amount": 2})])
+    assert len(driver.dead_letters) == 2
+
+
+class OldWindows(windows.WindowProcessor):
+    key, value = STRING, JSON
+    window: Any = windows.Tumbling("1 minute")
+
+    def initial(self) -> Any:
+        return {"n": 0}
+
+    def add(self, accumulator: Any, record: Record) -> Any:
+        accumulator["n"] += record.value["amount"]
+        return accumulator
+
+    def merge(self, left: Any, right: Any) -> Any:
+        return left
+
+    def result(self, key: Any, window: Any, accumulator: Any) -> Any:
+        return Record(key, accumulator["n"])
+
+
+class NewWindows(OldWindows):
+    def initial(self) -> Any:
+        return {"n": 0, "total": 0}
+
+    def add(self, accumulator: Any, record: Record) -> Any:
+        accumulator["total"] += record.value["amount"]
+        return super().add(accumulator, record)
+
+    def result(self, key: Any, window: Any, accumulator: Any) -> Any:
+        return Record(key, accumulator["total"])
+
+
+class NewSessions(NewWindows):
+    window = windows.Session("1 minute")
+
+
+class OldSessions(OldWindows):
+    window = windows.Session("1 minute")
+
+
+@pytest.mark.parametrize("old, new", [(OldWindows, NewWindows), (OldSessions, NewSessions)])
+def test_windows_that_other_code_has_filled_are_no_fault_of_records_nor_of_timers(old: Any, new: Any) -> None:
+    def filled() -> ProcessorDriver:
+        driver = ProcessorDriver(old(), on_error="dead-letter")
+        driver.send("ada", {"amount": 1}, timestamp_ms=1)
+        driver.processor = new()
+        return driver
+
+    for at_ms in (1, 9):
+        driver = filled()
+        with pytest.raises(ProcessorError, match="lacks fields that process"):
+            driver.send("ada", {"amount": 1}, timestamp_ms=at_ms)
+    driver = filled()
+    with pytest.raises(ProcessorError, match="lacks fields that closing its windows needs: KeyError: 'total'"):
+        driver.send("bob", {"amount": 1}, timestamp_ms=1_000_000)
+    driver = ProcessorDriver(new(), on_error="dead-letter")
+    driver.send_many([Record("ada", {}, timestamp_ms=1), Record("ada", {"amount": 2}, timestamp_ms=1)])
+    driver.send("bob", {"amount": 1}, timestamp_ms=1_000_000)
+    driver.run()
+    assert ([record.value for record in driver.outputs], len(driver.dead_letters)) == ([2], 1)
 
 
 @pytest.mark.parametrize("bad", [{}, {"amount": "x"}, {"amount": None}, {"amount": [1]}])

@@ -245,6 +245,9 @@ def test_bytes_that_the_serdes_cannot_decode() -> None:
         ([Record(b"k", b"v", timestamp_ms=1 << 63)], "timestamp_ms is a 64-bit integer"),
         ([Record(b"k", b"v", headers=[(b"h", b"x")])], "header's name is text"),
         ([Record(b"k", b"v", headers=[("h", 1)])], "header h is bytes"),
+        ([Record(b"k", b"v", headers=[{"key": "h", "value": b"1"}])], "a header is a pair of name and content"),  # type: ignore[list-item]
+        ([Record(b"k", b"v", topic="t", headers=["ab"])], "a header is a pair of name and content"),  # type: ignore[list-item]
+        ([Record(b"k", b"v", headers=[("h", b"1", 2)])], "a header is a pair of name and content"),  # type: ignore[list-item]
         (
             [Record(b"k", b"v", headers=[("\u00e4\ud835", b"1")])],
             r"header's name is not text in UTF-8: .*got '\\xe4\\ud835'",

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -346,16 +347,18 @@ NO_TIMES = {
 }
 
 
+@pytest.mark.parametrize("encoded", [False, True])
 @pytest.mark.parametrize("kind", NO_TIMES)
-def test_a_column_of_no_times_is_none(kind: str) -> None:
+def test_a_column_of_no_times_is_none(kind: str, encoded: bool) -> None:
     """In an event time it is the error of its records, and in an output too: it would be another time."""
-    run = driver(OwnColumn(NO_TIMES[kind]))
+    column = NO_TIMES[kind].dictionary_encode() if encoded else NO_TIMES[kind]
+    run = driver(OwnColumn(column))
     run.send(b"k", b"v", timestamp_ms=NOW)
     assert (run.outputs, run.late, run.watermark_ms, len(run.dead_letters)) == ([], [], None, 1)
 
     class Written(Columns):
         def process(self, records: pa.Table, states: pa.Table, context: Any) -> Any:
-            return records.select(["key", "value"]).append_column("timestamp_ms", NO_TIMES[kind]), None
+            return records.select(["key", "value"]).append_column("timestamp_ms", column), None
 
     run = driver(Written())
     run.send(b"k", b"v", timestamp_ms=NOW)
@@ -371,6 +374,10 @@ def test_a_column_of_no_times_is_none(kind: str) -> None:
         pa.array([NOW], pa.uint64()),
         pa.array([NOW * 1_000_000], pa.int64()).view(pa.timestamp("ns")),
         [NOW],
+        pa.array([NOW]).dictionary_encode(),
+        pa.array([NOW * 1000], pa.timestamp("us")).dictionary_encode(),
+        pa.chunked_array([pa.array([NOW * 1_000_000], pa.timestamp("ns", "UTC")).dictionary_encode()]),
+        pd.Series([pd.Timestamp(NOW, unit="ms")]).astype("category"),
     ],
 )
 def test_columns_of_whole_milliseconds_and_of_timestamps_are_times(times: Any) -> None:

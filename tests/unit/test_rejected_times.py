@@ -253,6 +253,23 @@ def test_a_partition_whose_records_have_no_time_is_not_waited_for(make: Callable
         run.end()
 
 
+REFUSED = One(b"refused", value_of("refused", None), None, -1, 1)
+
+
+@pytest.mark.parametrize("make", [ByTimestamp, ByValue, WithCalls, Columns, NamesBad])
+@settings(deadline=None, max_examples=20)
+@given(others=st.lists(st.builds(good, TIMES, st.just(0)), min_size=1, max_size=5), data=st.data())
+def test_that_records_without_a_time_are_rejected_too_makes_no_difference(
+    make: Callable[[], Any], others: list[One], data: st.DataObject
+) -> None:
+    run = Run(make)
+    try:
+        records = data.draw(st.permutations([*others, REFUSED, REFUSED]))
+        assert run.batch(records, records) == ([], max(each.timestamp for each in others) - 100)
+    finally:
+        run.end()
+
+
 def test_columns_without_any_event_time() -> None:
     class Never(ColumnProcessor):
         allowed_lateness = 0.1

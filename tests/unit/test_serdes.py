@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import struct as packing
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -92,6 +95,11 @@ def test_long_and_double_are_big_endian_as_in_java(number: int, real: float) -> 
         (DOUBLE.encode, "1"),
         (DOUBLE.encode, 2**53 + 1),
         (DOUBLE.encode, np.int64(-(2**53) - 1)),
+        (DOUBLE.encode, 10**400),
+        (DOUBLE.encode, Decimal(2**53 + 1)),
+        (DOUBLE.encode, Decimal("1e400")),
+        (DOUBLE.encode, Decimal("sNaN")),
+        (DOUBLE.encode, Fraction(2**53 + 1)),
         (DOUBLE.decode, b"123456789"),
     ],
 )
@@ -158,6 +166,12 @@ def test_layout_of_a_struct_is_fixed() -> None:
         {"unknown": 1},
         {"real": 2**53 + 1},
         {"real": np.uint64(2**64 - 1)},
+        {"real": Decimal(2**53 + 1)},
+        {"real": Decimal("-1e400")},
+        {"real": 10**400},
+        {"small": Decimal(2**24 + 1)},
+        {"small": Decimal("1e39")},
+        {"small": Fraction(2**24 + 1)},
         {"small": 2**24 + 1},
         {"small": 1e300},
     ],
@@ -176,6 +190,24 @@ def test_whole_numbers_in_fields_of_floats_are_kept_or_refused(number: int, kind
         assert int(np.dtype(kind.replace("float", "float32")).type(number)) != number
     else:
         assert serde.decode(raw) == {"real": number, "n": 1}
+
+
+@given(st.decimals(allow_nan=False), st.sampled_from(["float", "double", "DOUBLE"]))
+def test_decimals_in_fields_of_floats_are_whole_or_rounded_fractions(number: Decimal, kind: str) -> None:
+    form = "f" if kind == "float" else "d"
+    try:
+        if kind == "DOUBLE":
+            found = DOUBLE.decode(DOUBLE.encode(number))
+        else:
+            serde = struct(n="int8", real=kind)
+            found = serde.decode(serde.encode({"real": number, "n": 1}))["real"]
+    except ValueError:
+        whole = number.is_finite() and number == number.to_integral_value()
+        with contextlib.suppress(OverflowError):
+            assert np.isinf(float(number)) or (whole and packing.unpack(form, packing.pack(form, number))[0] != number)
+    else:
+        assert found == packing.unpack(form, packing.pack(form, number))[0]
+        assert found == number or (number != number.to_integral_value() and abs(found) < float("inf"))
 
 
 def test_structs_refuse_bytes_of_others() -> None:

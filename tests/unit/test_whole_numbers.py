@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from decimal import Decimal
+from decimal import Context, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from onceflow.errors import OnceflowError, SchemaError
 from onceflow.state import rows
 from onceflow.state.api.json_columns import format_json, parse_json
 from onceflow.state.api.processor import ColumnProcessor
-from onceflow.state.api.whole_numbers import changed, rounded
+from onceflow.state.api.whole_numbers import cast, changed, rounded
 from onceflow.state.local.stored_rows import StoredRows
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.tables.lookups import Lookups
@@ -163,6 +163,76 @@ def test_floats_of_two_digits_become_decimals_of_two_digits(values: list[float |
     assert found == [None if value is None else round(Decimal(repr(value)), 2) for value in values]
 
 
+D = Decimal
+DECIMALS = pa.decimal128(38, 0)
+
+
+@pytest.mark.parametrize(
+    "column, kind",
+    [
+        (pa.array([D(5), D(BIG)], DECIMALS), pa.float64()),
+        (pa.array([D("0.5"), None, D(BIG)], pa.decimal128(38, 10)), pa.float64()),
+        (pa.array([-D(BIG)], pa.decimal256(60, 0)), pa.float64()),
+        (pa.array([D(2**24 + 1)], DECIMALS), pa.float32()),
+        (pa.array([D(10**40)], pa.decimal256(45, 0)), pa.float32()),
+        (pa.array([D("12345678901234567890")]).dictionary_encode(), pa.float64()),
+        (pa.array([[D(5)], None, [None, D(BIG)]], pa.list_(DECIMALS)), pa.large_list(pa.float64())),
+        (pa.array([[D(BIG)]], pa.list_(DECIMALS, 1)), pa.list_(pa.float64())),
+        (pa.array([{"a": 1, "b": D(BIG)}]), pa.struct([("b", pa.float64()), ("a", pa.int64())])),
+        (pa.array([[("k", D(BIG))]], pa.map_(pa.string(), DECIMALS)), pa.map_(pa.string(), pa.float64())),
+    ],
+)
+def test_decimals_that_a_cast_would_make_other_numbers_are_refused(column: pa.Array, kind: pa.DataType) -> None:
+    made = RowsMap(lambda given: batch_of({"n": column}), "f", 1, pa.schema([("n", kind)]), "flow")
+    with pytest.raises(SchemaError, match=r"Decimal\('.*'\) would be another number"):
+        made.apply(batch_of({"n": pa.array([1])}))
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([(pa.decimal128(10, 2), 2), (pa.decimal128(38, 0), 0), (pa.decimal256(60, 20), 20)]),
+    st.sampled_from([pa.float64(), pa.float32()]),
+    st.data(),
+)
+def test_decimals_become_the_nearest_floats(given_type: Any, floats: pa.DataType, data: st.DataObject) -> None:
+    kind, places = given_type
+    numbers = st.integers(-(10**9), 10**9) | st.integers(-(10**kind.precision) + 1, 10**kind.precision - 1)
+    values = data.draw(st.lists(st.none() | numbers.map(lambda n: D(n).scaleb(-places, Context(prec=99))), min_size=1))
+    nearest = [None if value is None else _nearest(value, floats.to_pandas_dtype()) for value in values]
+    wrong = [
+        value
+        for value, real in zip(values, nearest, strict=True)
+        if value is not None and value != real and (value == value.to_integral_value() or np.isinf(real or 0))
+    ]
+    for column, wanted in [
+        (pa.array(values, kind), floats),
+        (pa.array([values], pa.list_(kind)), pa.list_(floats)),
+        (pa.array([{"n": value} for value in values], pa.struct([("n", kind)])), pa.struct([("n", floats)])),
+        (pa.array([[(1, value)] for value in values], pa.map_(pa.int8(), kind)), pa.map_(pa.int8(), floats)),
+    ]:
+        assert changed(column, wanted) == (wrong[0] if wrong else None)
+        if not wrong:
+            assert cast(column, wanted).equals(pa.array(_with(column.to_pylist(), values, nearest), wanted))
+
+
+def _nearest(value: Decimal, kind: Any) -> float:
+    with np.errstate(over="ignore"):
+        real = kind(float(value))  # of float32, it is rounded twice
+        others = [real, np.nextafter(real, kind("-inf")), np.nextafter(real, kind("inf"))]
+    if np.isinf(real):
+        return float(real)
+    return float(min(others, key=lambda each: abs(Context(prec=999).subtract(Decimal(float(each)), value))))
+
+
+def _with(rows: Any, values: list[Any], nearest: list[Any]) -> Any:
+    """The rows with floats in place of the decimals."""
+    if isinstance(rows, dict):
+        return {name: _with(each, values, nearest) for name, each in rows.items()}
+    if isinstance(rows, list | tuple):
+        return type(rows)(_with(each, values, nearest) for each in rows)
+    return nearest[values.index(rows)] if isinstance(rows, Decimal) else rows
+
+
 class SmallFloats(ColumnProcessor):
     state_fields = {"n": "float32"}  # noqa: RUF012
 
@@ -177,6 +247,24 @@ def test_a_state_that_would_become_infinity_is_refused() -> None:
     assert driver.state("a") == {"n": pytest.approx(0.1)}
     (letter,) = driver.dead_letters
     assert b"1e+300 would be another number" in (dict(letter.headers)["onceflow.error.message"] or b"")
+
+
+class Reals(ColumnProcessor):
+    state_fields = {"n": "float64"}  # noqa: RUF012
+
+    def process(self, records: Any, states: Any, context: Any) -> Any:
+        numbers = pa.array([Decimal(value.decode()) for value in records["value"].to_pylist()])
+        return None, pa.table({"key": states["key"], "n": numbers})
+
+
+def test_a_decimal_that_a_state_would_round_is_refused() -> None:
+    driver = ProcessorDriver(Reals(), on_error="dead-letter")
+    driver.send("a", b"62.19")
+    driver.send("a", str(BIG).encode())
+    assert driver.state("a") == {"n": 62.19}
+    (letter,) = driver.dead_letters
+    message = dict(letter.headers)["onceflow.error.message"] or b""
+    assert f"Decimal('{BIG}') would be another number".encode() in message
 
 
 class Columns(ColumnProcessor):

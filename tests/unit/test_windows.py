@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 
 import onceflow
 from onceflow import Record, serdes, windows
-from onceflow.errors import OptionError, ProcessorError
+from onceflow.errors import OptionError, ProcessorError, ProgressConflictError
 from onceflow.planning.process import StepOptions, check_options
+from onceflow.planning.table_plan import plan_local_table
+from onceflow.protocol.progress import Progress
+from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.windows import panes, sessions
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -409,6 +412,53 @@ def test_declarations_are_checked_before_anything_runs(declared: dict[str, Any],
 def test_windows_that_cannot_be(make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
+
+
+OPTIONS = StepOptions("t", None, "fail", None, "late", None, False, "lmdb", None, False, "30 seconds")
+CHOICE: dict[str, Any] = {
+    "count": windows.Count(),
+    "sum": windows.Sum("price"),
+    "of": windows.Sum("tax"),
+    "most": windows.Max("price"),
+    "last": windows.Max("price", text=True),
+    "made": windows.Sum(lambda record: 1),
+}
+DECLARED = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(sorted(CHOICE))), min_size=1, max_size=3).map(
+    dict
+)
+
+
+@given(before=DECLARED, after=DECLARED, version=st.sampled_from([1, 2]))
+@settings(deadline=None)
+def test_other_aggregates_than_those_of_the_open_windows_are_refused_at_the_start(
+    before: dict[str, str], after: dict[str, str], version: int
+) -> None:
+    """The parts of a window are kept in the order of the aggregates: others would take them for their own."""
+    old = Changed(aggregates={name: CHOICE[kind] for name, kind in before.items()}, version=1)
+    new = Changed(aggregates={name: CHOICE[kind] for name, kind in after.items()}, version=version)
+    _, progress = plan_local_table(OPTIONS, old, 1, Progress("f", 0, {}, {}, 0))
+    if version > 1 or list(before.items()) == list(after.items()):
+        assert plan_local_table(OPTIONS, new, 1, progress)[1] is progress
+    else:
+        with pytest.raises(ProgressConflictError, match="raise the processor's `version`") as refused:
+            plan_local_table(OPTIONS, new, 1, progress)
+        assert str(declared_fields(new)) in str(refused.value)
+        assert str(declared_fields(old)) in str(refused.value)
+    with pytest.raises(ProgressConflictError, match="declare the windows as they were"):
+        plan_local_table(OPTIONS, Changed(window=windows.Session(1), version=version), 1, progress)
+
+
+def test_progress_of_earlier_versions_says_nothing_of_aggregates() -> None:
+    _, progress = plan_local_table(OPTIONS, Sales(), 1, Progress("f", 0, {}, {}, 0))
+    plain = repr(Sales.window)
+    older = replace(progress, tables={"t": replace(progress.tables["t"], fields=plain)})
+    for aggregates in ({"count": windows.Count()}, Sales.aggregates):
+        assert plan_local_table(OPTIONS, Changed(aggregates=aggregates), 1, older)[1] is older
+    assert declared_fields(Changed(aggregates=CHOICE)) == (
+        "aggregates(count=Count(), sum=Sum('price'), of=Sum('tax'), most=Max('price'), last=Max('price', text), "
+        f"made=Sum(function)) of {plain}"
+    )
+    assert declared_fields(Numbers(windows.Tumbling(60))) == repr(windows.Tumbling(60))
 
 
 def test_a_migration_gets_accumulators() -> None:

@@ -243,7 +243,9 @@ def _check_state(table: str, known: TableProgress, processor: Processor | Column
             next_step="give the table another name, or declare the windows as they were: what was added to other "
             "windows cannot be divided",
         )
-    if processor.version == known.version and None not in (fields, known.fields) and fields != known.fields:
+    # Earlier versions have not noted the aggregates of windows.
+    same = known.fields in (None, fields, declared_fields(processor, aggregates=False))
+    if processor.version == known.version and fields is not None and not same:
         raise ProgressConflictError(
             f"The state of table {table} has the fields {known.fields}, but the processor declares {fields}",
             topic=table,

@@ -14,7 +14,7 @@ from onceflow.spark import queries
 from onceflow.spark.pickling import Pickled
 from onceflow.state.api import user_errors
 from onceflow.state.api.dictionaries import decoded
-from onceflow.state.api.whole_numbers import NEXT_STEP, changed, rounded, with_nullable_integers
+from onceflow.state.api.whole_numbers import NEXT_STEP, cast, changed, rounded, with_nullable_integers
 
 _UTC_TIMES = pa.timestamp("us", tz="UTC")
 # Types of one kind are cast to each other where no value changes.
@@ -162,7 +162,7 @@ class RowsMap:
                     f"round it as it should be rounded, or {self._columns()}",
                 )
             try:
-                return column.cast(field.type)
+                return cast(column, field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
                 why = f" ({str(error).splitlines()[0]:.200})"
         else:

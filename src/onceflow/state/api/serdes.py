@@ -9,11 +9,11 @@ from __future__ import annotations
 import struct as _struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 from onceflow.state import exact_json
 from onceflow.state.api.structs import Struct, struct
+from onceflow.state.api.whole_numbers import is_another
 
 __all__ = ["BYTES", "DOUBLE", "JSON", "LONG", "STRING", "Serde", "Struct", "struct"]
 
@@ -85,8 +85,10 @@ def _to_double(value: Any) -> bytes:
         raw = _DOUBLE.pack(value)
     except _struct.error as error:
         raise ValueError(f"{value!r} is not a number: {error}") from None
-    if type(value) is not float and isinstance(value, Integral) and _DOUBLE.unpack(raw)[0] != int(value):
-        raise ValueError(f"{value!r} is not a double: it would be rounded")
+    except OverflowError:
+        raise ValueError(f"{value!r:.100} is not a double: it is too large") from None
+    if type(value) is not float and is_another(value, _DOUBLE.unpack(raw)[0]):
+        raise ValueError(f"{value!r:.100} is not a double: it would become {_DOUBLE.unpack(raw)[0]!r}")
     return raw
 
 

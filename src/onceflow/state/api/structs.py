@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import struct as _struct
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from onceflow.state.api.whole_numbers import is_another
 
 _FORMATS = {
     "bool": ("?", pa.bool_()),
@@ -126,7 +127,7 @@ class Struct:
             raise ValueError(f"{self.name} cannot hold {value!r}: {error}") from None
         for i in self._reals:
             if type(numbers[i]) is not float and _is_rounded(numbers[i], self._fixed, fixed, i):
-                raise ValueError(f"{self.name} cannot hold {value!r}: {numbers[i]!r} would be rounded")
+                raise ValueError(f"{self.name} cannot hold {value!r}: {numbers[i]!r} would be another number")
         return nulls.to_bytes(self._bitmap, "little") + fixed + tail
 
     def decode(self, raw: bytes) -> dict[str, Any]:
@@ -235,8 +236,10 @@ class Struct:
 
 
 def _is_rounded(number: Any, form: _struct.Struct, raw: bytes, at: int) -> bool:
-    """Whether a whole number has become another one in a field of floats, as when a column is cast."""
-    return isinstance(number, Integral) and abs(int(number)) > _EXACT_FLOATS and form.unpack(raw)[at] != int(number)
+    """Whether a number has become another one in a field of floats, as when a column is cast."""
+    if type(number) is int and -_EXACT_FLOATS <= number <= _EXACT_FLOATS:
+        return False
+    return is_another(number, form.unpack(raw)[at])
 
 
 def _long_bytes(name: str, item: Any, kind: str) -> bytes:

@@ -1,8 +1,11 @@
-"""Whole numbers in columns that user code turns into pandas and back, without a rounded one.
+"""Whole numbers and decimals beside floats, without a rounded one.
 
 NumPy has no integer that is missing. So pandas makes floats of an integer column with nulls, and a float does not hold
 every integer beyond 2^53. Two things prevent that such a number is stored: columns say that pandas has a type for them,
 ``Int64``, and a float that large does not become an integer again.
+
+A whole number or a decimal becomes a float only if no whole number is rounded, and no finite number becomes infinite.
+Fractions are rounded to the nearest float.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import json
 import math
 from collections.abc import Callable
 from decimal import Decimal
+from fractions import Fraction
+from numbers import Integral
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -20,6 +25,8 @@ _Columns = TypeVar("_Columns", pa.RecordBatch, pa.Table)
 
 _PANDAS = b"pandas"  # the metadata that `to_pandas` reads
 _FIRST_INEXACT = float(1 << 53)
+# By the type of floats: all whole numbers up to here are floats, and all of so many digits.
+_WHOLE_FLOATS = {16: (1 << 11, 3), 32: (1 << 24, 7), 64: (1 << 53, 15)}
 
 #: What errors say next.
 NEXT_STEP = (
@@ -53,27 +60,73 @@ def rounded(column: Any, kind: pa.DataType) -> float | None:
     Returns:
         The first one; None: there is none.
     """
-    return _first(column, kind, _rounded)
+    found: float | None = _first(column, kind, _rounded)
+    return found
 
 
-def changed(column: Any, kind: pa.DataType) -> float | None:
-    """A float that a cast would make another number, which Arrow does not refuse: it has more digits than a decimal
-    type, or a smaller type of floats has infinity in its place. That a smaller type has fewer digits does not count.
+def changed(column: Any, kind: pa.DataType) -> float | Decimal | None:
+    """A number that a cast would make another one, which Arrow does not refuse: a float with more digits than a decimal
+    type has; a whole decimal that is none of the floats; one in whose place a type of floats has infinity. That a type
+    of floats has fewer digits for a fraction does not count.
 
     Args, returns: as `rounded`.
     """
-    return _first(column, kind, _changed)
+    found: float | Decimal | None = _first(column, kind, _changed)
+    return found
 
 
-_Find = Callable[[Any, pa.DataType], "float | None"]
+def is_another(number: Any, real: float) -> bool:
+    """Whether a number that is no float has become another one as this float. That a fraction is rounded does not
+    count."""
+    if math.isinf(real):
+        return bool(number != real)
+    if isinstance(number, Integral):  # of NumPy, which would compare them as floats
+        return int(number) != real
+    if isinstance(number, Decimal):
+        return number.is_finite() and number == number.to_integral_value() and number != real
+    return isinstance(number, Fraction) and number.denominator == 1 and number != real
 
 
-def _first(column: Any, kind: pa.DataType, find: _Find) -> float | None:
-    """What ``find`` finds first in a column of floats, or in such a part of it."""
+def cast(column: Any, kind: pa.DataType) -> Any:
+    """As ``column.cast``, but a decimal becomes the nearest float. Arrow makes 62.190000000000005 of 62.19.
+
+    To be called when `changed` finds nothing.
+    """
+    return column.cast(_with_texts(column.type, kind)).cast(kind)
+
+
+def _with_texts(given: pa.DataType, kind: pa.DataType) -> pa.DataType:
+    """The type with texts in place of decimals that are to become floats, at any depth."""
+    if pa.types.is_decimal(given):
+        return pa.string() if pa.types.is_floating(kind) else given
+    if pa.types.is_struct(given) and pa.types.is_struct(kind):
+        fields = [given.field(at) for at in range(given.num_fields)]
+        wanted = {name: kind.field(name).type for name in kind.names if kind.get_field_index(name) >= 0}
+        inner = [_with_texts(each.type, wanted.get(each.name, each.type)) for each in fields]
+        if inner != [each.type for each in fields]:
+            return pa.struct([each.with_type(made) for each, made in zip(fields, inner, strict=True)])
+    elif pa.types.is_map(given) and pa.types.is_map(kind):
+        pair = _with_texts(given.key_type, kind.key_type), _with_texts(given.item_type, kind.item_type)
+        return given if pair == (given.key_type, given.item_type) else pa.map_(*pair)
+    elif hasattr(given, "value_type") and hasattr(kind, "value_type"):
+        made = _with_texts(given.value_type, kind.value_type)
+        if made != given.value_type:
+            field = given.value_field.with_type(made)
+            if pa.types.is_fixed_size_list(given):
+                return pa.list_(field, given.list_size)
+            return pa.large_list(field) if pa.types.is_large_list(given) else pa.list_(field)
+    return given
+
+
+_Find = Callable[[Any, pa.DataType], "float | Decimal | None"]
+
+
+def _first(column: Any, kind: pa.DataType, find: _Find) -> Any:
+    """What ``find`` finds first in a column of floats or decimals, or in such a part of it."""
     given = column.type
     if pa.types.is_dictionary(given):
         return _first(column.dictionary, kind, find)
-    if pa.types.is_floating(given):
+    if pa.types.is_floating(given) or pa.types.is_decimal(given):
         return find(column, kind)
     pairs: list[tuple[Any, Any]] = []
     if pa.types.is_struct(given) and pa.types.is_struct(kind):
@@ -91,14 +144,16 @@ def _first(column: Any, kind: pa.DataType, find: _Find) -> float | None:
 
 
 def _rounded(column: Any, kind: pa.DataType) -> float | None:
-    if not (pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
+    if pa.types.is_decimal(column.type) or not (pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
         return None
     values = column.cast(pa.float64())
     large = values.filter(pc.and_(pc.is_finite(values), pc.greater_equal(pc.abs(values), _FIRST_INEXACT)))
     return float(large[0].as_py()) if len(large) else None
 
 
-def _changed(column: Any, kind: pa.DataType) -> float | None:
+def _changed(column: Any, kind: pa.DataType) -> float | Decimal | None:
+    if pa.types.is_decimal(column.type):
+        return _no_float(column, kind) if pa.types.is_floating(kind) else None
     if pa.types.is_decimal(kind):
         texts = column.cast(pa.string())  # a float stands for the number of its fewest digits
         try:
@@ -112,6 +167,19 @@ def _changed(column: Any, kind: pa.DataType) -> float | None:
     if pa.types.is_floating(kind) and kind.bit_width < column.type.bit_width:
         other = column.filter(pc.and_(pc.is_finite(column), pc.invert(pc.is_finite(column.cast(kind)))))
         return float(other[0].as_py()) if len(other) else None
+    return None
+
+
+def _no_float(column: Any, kind: pa.DataType) -> Decimal | None:
+    limit, digits = _WHOLE_FLOATS[kind.bit_width]
+    if column.type.precision - column.type.scale <= digits:
+        return None
+    # Arrow's cast is not quite exact.
+    large = column.filter(pc.greater_equal(pc.abs(column.cast(pa.float64())), limit * 0.999))
+    for value, real in zip(large.to_pylist(), large.cast(pa.string()).cast(kind).to_pylist(), strict=True):
+        if is_another(value, float(real)):
+            assert isinstance(value, Decimal)
+            return value
     return None
 
 

@@ -125,8 +125,9 @@ class BaseEngine:
         self._timers_until, self._unfired = timers_until, due.Unfired(unfired)
         self.timers_left, self.fired, self._max_timers = False, set[str](), max_timers_per_batch
         self._rules, self._overlay = rules, Overlay(store, rules.small_row_bytes)
+        self._tables = tables or {}
         self._scope = self._scope_over(self._overlay, default_ttl_ms)
-        self._scope.tables, self._scope.check_rows = tables or {}, self._check_rows
+        self._scope.check_rows = self._check_rows
         self._own_topics = own_topics or OwnTopics()
         self._collector = OutputCollector(own_topics=self._own_topics, rules=rules)
         self.max_event_ms, self.untimed = dict[Origin, int](), set[Origin]()
@@ -134,9 +135,9 @@ class BaseEngine:
         self._last_ms = _last_ms(now_ms, self._max_ahead)
         self.counts, self.causes = dict.fromkeys(COUNTS, 0), dict[str, tuple[int, str]]()
 
-    def _scope_over(self, overlay: Overlay, ttl_ms: int | None = None) -> Scope:
+    def _scope_over(self, overlay: Overlay, ttl_ms: int | None = None, kind: type[Scope] = Scope) -> Scope:
         """What handles of this batch share, over these rows."""
-        scope = Scope(
+        scope = kind(
             self.processor,
             overlay,
             partition=self.partition,
@@ -145,6 +146,7 @@ class BaseEngine:
             ttl_ms=ttl_ms,
         )
         scope.has_event_time = self.uses_event_time or self.watermark_ms is not None
+        scope.tables = self._tables
         return scope
 
     def _check(self, on_error: str, dead_letter_topic: str | None, late_topic: str | None) -> None:

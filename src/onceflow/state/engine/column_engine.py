@@ -20,7 +20,7 @@ from onceflow.state.api.json_columns import JsonRowError
 from onceflow.state.api.processor import BadRows, ColumnContext, ColumnProcessor
 from onceflow.state.api.scope import ABSENT
 from onceflow.state.api.serdes import BYTES, Struct
-from onceflow.state.api.whole_numbers import NEXT_STEP, changed, rounded, with_nullable_integers
+from onceflow.state.api.whole_numbers import NEXT_STEP, cast, changed, rounded, with_nullable_integers
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import one_chunk, output_batch
@@ -52,6 +52,7 @@ class ColumnEngine(BaseEngine):
             self.partition, self.now_ms, self.watermark_ms, MappingProxyType(dict(self._scope.tables))
         )
         self._asked: Any = self.processor.process  # the method that was called last
+        self._known_times: Any = None  # of the last attempt, if event_time() has given them
 
     def _feed(self, batch: pa.RecordBatch) -> None:
         error = self._attempt(batch)
@@ -68,6 +69,7 @@ class ColumnEngine(BaseEngine):
                     error, f"the value of the record is not JSON with the fields that parse_json reads: {reason}"
                 )
             self._reject(first, error)
+            self._note_rejected(batch, range(batch.num_rows))
             return
         middle = batch.num_rows // 2
         self._feed(batch.slice(0, middle))
@@ -102,19 +104,32 @@ class ColumnEngine(BaseEngine):
         away = batch.take(pa.array(numbers, pa.int64()))
         for record, row in zip(self._raw(away), numbers, strict=True):
             self._reject(record, bad.causes[row])
+        self._note_rejected(batch, numbers)
         others = np.ones(batch.num_rows, dtype=bool)
         others[numbers] = False
         return batch.filter(pa.array(others))
 
+    def _note_rejected(self, batch: pa.RecordBatch, numbers: Sequence[int]) -> None:
+        """Note which of the rejected records have no event time, see `_note_times`.
+
+        Args:
+            batch: the batch of the last attempt.
+            numbers: the row numbers of the records that are rejected.
+        """
+        if self._known_times is not None and self._known_times.null_count:
+            places = pa.array(numbers, pa.int64())
+            self._note_untimed(batch.take(places).filter(self._known_times.take(places).is_null()))
+
     def _work(self, batch: pa.RecordBatch) -> None:
         """Process all records or none."""
+        self._known_times = None
         places = np.arange(batch.num_rows)
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         if "timestamp" in columns:
             columns["timestamp_ms"] = columns.pop("timestamp")
         given, times = batch, None
         if self.uses_event_time:
-            times = self._times(columns, batch.num_rows)
+            times = self._known_times = self._times(columns, batch.num_rows)
             in_time = self._set_late_aside(batch, times)
             if in_time is not None:
                 mask, places = pa.array(in_time), places[in_time]
@@ -183,7 +198,7 @@ class ColumnEngine(BaseEngine):
         times = self._asked(with_nullable_integers(pa.table(columns)))
         if times is None:
             return pa.nulls(count, pa.int64())
-        array = times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times)
+        array = decoded(times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times))
         known = timestamps.known_times(input_batch.milliseconds(one_chunk(array)))
         if len(known) != count:
             raise ValueError(f"event_time() gives {len(known)} times for {count} records")
@@ -345,7 +360,7 @@ def _cast(column: Any, field: Any) -> Any:
     if other is not None:
         raise ValueError(f"state field {field.name} is {field.type}, and {other!r} would be another number in it")
     try:
-        return column.cast(field.type)
+        return cast(column, field.type)
     except pa.ArrowException as error:
         raise ValueError(f"state field {field.name} is {field.type}: {error}") from None
 

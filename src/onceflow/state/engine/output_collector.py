@@ -282,10 +282,26 @@ def output_batch(table: pa.Table) -> pa.RecordBatch:
             column = binary(column, name)
         elif name == "timestamp_ms":
             column = _written_times(milliseconds(column))
+        elif name == "headers":
+            column = _header_column(column)
         elif column.type != field.type:
             column = column.cast(field.type)
         columns.append(column)
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def _header_column(column: Any) -> Any:
+    kind, wanted = column.type, SCHEMA.field("headers").type
+    entries = None if pa.types.is_map(kind) else getattr(kind, "value_type", None)
+    if entries is not None and pa.types.is_struct(entries):
+        names = [entries.field(at).name for at in range(entries.num_fields)]
+        if sorted(names) != ["key", "value"]:  # a cast would fill those that are missing with nulls
+            raise ValueError(f"headers are lists of structs of key and value, got the fields {', '.join(names)}")
+    if kind != wanted:
+        column = column.cast(wanted)
+    if pc.struct_field(column.flatten(), 0).null_count:
+        raise ValueError("a header has a null key: give every header a key, or leave it out")
+    return column
 
 
 def _written_times(column: Any) -> Any:
@@ -333,7 +349,10 @@ def _extras(record: Record) -> _Extras:
         at_ms = timestamps.known_ms(at_ms)
     headers: list[Header] = []
     given: Any = record.headers
-    for name, content in given.items() if isinstance(given, Mapping) else (given or ()):
+    for header in given.items() if isinstance(given, Mapping) else (given or ()):
+        if not isinstance(header, (tuple, list)) or len(header) != 2:  # of a dict, its names would be taken
+            raise TypeError(f"a header is a pair of name and content, got {header!r:.200}")
+        name, content = header
         if not isinstance(name, str):
             raise TypeError(f"a header's name is text, got {name!r:.200}")
         _check_text(name, "a header's name")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import index
 from typing import Any
@@ -19,7 +19,7 @@ from onceflow.state.api import user_errors
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import Processor, overrides
 from onceflow.state.api.record import Record
-from onceflow.state.api.scope import Failures
+from onceflow.state.api.scope import ABSENT, Failures, Scope
 from onceflow.state.api.serdes import JSON
 from onceflow.state.api.timers import Timer
 from onceflow.state.api.user_errors import shown
@@ -29,6 +29,7 @@ from onceflow.state.engine.output_collector import NotRecordsError, OutputCollec
 from onceflow.state.engine.shapes import SHAPE_ERRORS, lacks
 from onceflow.state.retry import Retry
 from onceflow.state.stores.overlay import NoRows, Overlay
+from onceflow.state.windows.panes import MAP as WINDOWS
 from onceflow.state.windows.panes import TIMER as WINDOWS_TIMER
 from onceflow.state.windows.processor import WindowProcessor
 
@@ -37,6 +38,18 @@ log = logging.getLogger("onceflow.state")
 # So few that they are freed before the garbage collector promotes them to an older generation. With a whole Arrow batch
 # at a time, full collections take a quarter of the time.
 _RECORDS_AT_ONCE = 1000
+
+
+class _Trial(Scope):
+    """The scope of a trial. It notes how the values of each map are decoded, and the key's own value (None)."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.decoders: dict[str | None, Callable[[bytes], Any]] = {}
+
+    def read(self, row: bytes, decode: Callable[[bytes], Any], name: str | None) -> Any:
+        self.decoders[name] = decode
+        return super().read(row, decode, name)
 
 
 class Engine(BaseEngine):
@@ -97,7 +110,24 @@ class Engine(BaseEngine):
                 lost = processor.give_up(timer, State(self._scope, raw_key))
             failures.found = [(about, error) for about in lost or [{}]]
         for about, reason in failures.found:
+            self._check_accumulators(raw_key, reason, about)
             self._reject_timer(raw_key, timer, reason, about)
+
+    def _check_accumulators(self, raw_key: bytes, error: Exception, about: Mapping[str, Any]) -> None:
+        """Raise a ProcessorError if windows cannot be closed because older code has stored their accumulators.
+
+        Args:
+            about: what the letter says of them.
+        """
+        processor = self.processor
+        if not isinstance(processor, WindowProcessor) or not isinstance(error, SHAPE_ERRORS):
+            return
+        try:
+            new = processor.initial()
+        except Exception:
+            return
+        if any(lacks(stored, new) for stored in about.get("accumulators", ())):
+            raise self._located(self._of_older_code(raw_key, error, "closing its windows needs")) from error
 
     def _run_timer(self, raw_key: bytes, timer: Timer) -> Exception | None:
         """Call on_timer(). Returns what went wrong; then nothing has changed."""
@@ -329,43 +359,70 @@ class Engine(BaseEngine):
                 detail=", ".join(filter(None, (f"table {self.table}-{self.partition}", user_errors.line_of(error)))),
             )
         if self._scope.fatal is None and self._is_fault_of_state(record, raw_key, error):
-            self._scope.fatal = ProcessorError(
-                f"the stored state of key {shown(raw_key)} lacks fields that process() looks for: "
-                f"{user_errors.full_text_of(error)}",
-                detail=", ".join(filter(None, (f"table {self.table}-{self.partition}", user_errors.line_of(error)))),
-                next_step="records are not at fault. Did the fields of the state change? Then raise `version` and "
-                "define migrate(self, payload, from_version).",
-            )
+            self._scope.fatal = self._of_older_code(raw_key, error, "process() looks for")
         self._reject(record, error)
 
+    def _of_older_code(self, raw_key: bytes, error: Exception, needed: str) -> ProcessorError:
+        """The error for state that lacks fields, because another version of the code has stored it."""
+        return ProcessorError(
+            f"the stored state of key {shown(raw_key)} lacks fields that {needed}: {user_errors.full_text_of(error)}",
+            detail=", ".join(filter(None, (f"table {self.table}-{self.partition}", user_errors.line_of(error)))),
+            next_step="records are not at fault. Did the fields of the state change? Then raise `version` and "
+            "define migrate(self, payload, from_version).",
+        )
+
     def _is_fault_of_state(self, record: Record, raw_key: bytes, error: Exception) -> bool:
-        """Whether a record fails only because another version of the code has stored the key's value.
+        """Whether a record fails only because another version of the code has stored the state of the key.
 
         This is the case if three things hold: the record succeeds with empty state, it succeeds once more with the
-        resulting state, and that state has fields that the stored one lacks. The results of these trials are discarded.
+        resulting state, and that state has fields that the stored one lacks: the value of the key, or an entry of a
+        map. The results of these trials are discarded.
         """
         if not isinstance(error, SHAPE_ERRORS) or isinstance(error, NotRecordsError):
             return False
-        row_key = rows.value_key(raw_key)
-        row = self._overlay.store.get(row_key)
-        if row is None or self._overlay.get(row_key) != row:
-            return False  # the value was written by this code, in this batch
+        row_key, entries, store = rows.value_key(raw_key), rows.MAP + rows.escape(raw_key), self._overlay.store
+        row = store.get(row_key)
+        is_stored = row is not None and self._overlay.get(row_key) == row
+        if not is_stored and not any(store.scan(entries, rows.after(entries))):
+            return False  # all of it was written by this code, in this batch
         try:
             # A scope of its own, so that an error of the trial does not become a fatal error of the batch.
-            stored = State(self._scope_over(self._overlay), raw_key).get()
-            if stored is None:
-                return False
-            state = State(self._scope_over(Overlay(NoRows())), raw_key)
+            made = Overlay(NoRows())
+            trial = self._scope_over(made, kind=_Trial)
+            assert isinstance(trial, _Trial)
+            state = State(trial, raw_key)
             for _ in range(2):
                 again = self._decoded_again(record, raw_key)
                 outputs = self.processor.process(again.key, [again], state)
                 if outputs is not None:  # check that they can be written
                     self._new_collector().extend(outputs, again.key, raw_key)
-            return lacks(stored, state.get())
+            return any(self._lacks(*change, trial) for change in made.changes())
         except NOT_OF_A_RECORD:
             raise
         except Exception:  # raised by user code: the record fails with empty state as well, so it is bad
             return False
+
+    def _lacks(self, row_key: bytes, new: bytes | None, trial: _Trial) -> bool:
+        """Whether the stored row lacks fields that the row of a trial has. False if this batch has written it.
+
+        The windows of a key have other bounds in a trial, so any window is compared.
+        """
+        store, name = self._overlay.store, None
+        stored: Iterable[tuple[bytes, bytes | None]] = [(row_key, store.get(row_key))]
+        if row_key[:1] == rows.MAP:
+            key, raw_name, _ = rows.map_parts(row_key)
+            name = raw_name.decode(errors="replace")
+            if name == WINDOWS and isinstance(self.processor, WindowProcessor):
+                first = rows.map_key(key, raw_name)
+                stored = store.scan(first, rows.after(first))
+        decode = trial.decoders.get(name)
+        # Rows of lists and timers have no decoder, and those that were not read.
+        if new is None or row_key[:1] not in (rows.MAP, rows.VALUE) or decode is None:
+            return False
+        value = trial.read(new, decode, name)
+        older = [row for place, row in stored if row is not None and self._overlay.get(place) == row]
+        found = [trial.read(row, decode, name) for row in older]
+        return value is not ABSENT and any(each is not ABSENT and lacks(each, value) for each in found)
 
     def _event_times(self, records: list[Record], bad: dict[int, Exception]) -> Any:
         """The event times by the processor's own event_time(), null where they are not known. Errors are added to

@@ -6,6 +6,7 @@ from typing import Any
 
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.serdes import Struct
+from onceflow.state.windows.aggregates import described
 from onceflow.state.windows.processor import WindowProcessor
 
 SHAPE_ERRORS = (KeyError, AttributeError, TypeError, IndexError)
@@ -37,8 +38,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, bytes, list, tuple, set, frozenset))
 
 
-def declared_fields(processor: Processor | ColumnProcessor) -> str | None:
-    """The fields and windows that a processor declares for its state, as text; None if it declares none."""
+def declared_fields(processor: Processor | ColumnProcessor, *, aggregates: bool = True) -> str | None:
+    """The fields, aggregates and windows that a processor declares for its state, as text; None if it declares none.
+
+    Args:
+        aggregates: False: without them, as the earlier versions have noted it.
+    """
     if isinstance(processor, ColumnProcessor):
         if processor.state_fields is None:
             return None
@@ -48,7 +53,9 @@ def declared_fields(processor: Processor | ColumnProcessor) -> str | None:
                 f"fields cannot be named {', '.join(sorted(reserved))}: the table of states has such columns"
             )
         return Struct(processor.state_fields).name
-    fields = processor.state.name if isinstance(processor.state, Struct) else None
+    fields = [processor.state.name] if isinstance(processor.state, Struct) else []
     if isinstance(processor, WindowProcessor):
-        return " of ".join(filter(None, (fields, repr(processor.window))))
-    return fields
+        if aggregates and processor.aggregates:
+            fields.append(described(processor.aggregates))
+        fields.append(repr(processor.window))
+    return " of ".join(fields) or None

@@ -1,4 +1,8 @@
-"""Ready aggregates for windows: ``Count``, ``Sum``, ``Min``, ``Max``, ``Mean``. As in SQL, nulls are left out."""
+"""Ready aggregates for windows: ``Count``, ``Sum``, ``Min``, ``Max``, ``Mean``. As in SQL, nulls are left out.
+
+In a part, a Decimal is text: JSON, in which parts are kept, reads a Decimal with few digits as a float. Parts of
+earlier versions have numbers in its place.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +104,9 @@ class Sum(Aggregate):
     def merge(self, left: Any, right: Any) -> Any:
         return right if left is None else left if right is None else _plus(left, right, self._of)
 
+    def result(self, part: Any) -> Any:
+        return _number_of(part)
+
 
 class _Extreme(Aggregate):
     """The smallest or the largest value; null if there is none.
@@ -117,21 +124,31 @@ class _Extreme(Aggregate):
         self._text = text
 
     def part(self, value: Any) -> Any:
-        return _text(value, self._of) if self._text else _number(value, self._of)
+        return _text(value, self._of) if self._text else _kept(_number(value, self._of))
+
+    def result(self, part: Any) -> Any:
+        return part if self._text else _number_of(part)
+
+    def _is_less(self, left: Any, right: Any) -> bool:
+        return bool(left < right) if self._text else _is_less(left, right)
 
 
 class Min(_Extreme):
     """The smallest number, or with ``text=True`` the first text; null if there is none."""
 
     def merge(self, left: Any, right: Any) -> Any:
-        return right if left is None else left if right is None else min(left, right)
+        if left is None or right is None:
+            return right if left is None else left
+        return right if self._is_less(right, left) else left
 
 
 class Max(_Extreme):
     """The largest number, or with ``text=True`` the last text; null if there is none."""
 
     def merge(self, left: Any, right: Any) -> Any:
-        return right if left is None else left if right is None else max(left, right)
+        if left is None or right is None:
+            return right if left is None else left
+        return right if self._is_less(left, right) else left
 
 
 class Mean(Aggregate):
@@ -148,7 +165,21 @@ class Mean(Aggregate):
 
     def result(self, part: Any) -> float | None:
         total, count = part
-        return float(total / count) if count else None
+        return float(_number_of(total) / count) if count else None
+
+
+def described(aggregates: Mapping[str, Aggregate]) -> str:
+    """Aggregates in their order, by name, class and field, as text. The parts of a window are kept in this order.
+
+    Of a function it says only that it is one: it has no name that stays the same.
+    """
+    texts = []
+    for name, aggregate in aggregates.items():
+        of = getattr(aggregate, "_of", None)  # a subclass may know nothing of fields
+        given = [repr(of)] if isinstance(of, str) else [] if of is None or of is _one else ["function"]
+        given += ["text"] if getattr(aggregate, "_text", False) is True else []
+        texts.append(f"{name}={type(aggregate).__name__}({', '.join(given)})")
+    return f"aggregates({', '.join(texts)})"
 
 
 def _one(record: Record) -> int:
@@ -173,7 +204,7 @@ def _number(value: Any, of: Source) -> Any:
 
 
 def _summand(value: Any, of: Source) -> Any:
-    """As `_number`, for numbers that are summed with others.
+    """As `_number`, as a part that is summed with others.
 
     Raises:
         ValueError: it is too large for that, or has too many digits.
@@ -183,7 +214,7 @@ def _summand(value: Any, of: Source) -> Any:
         raise ValueError(f"{_name(of)} has more than {_DIGITS} digits behind the point")
     if not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{_name(of)} is beyond {_LARGEST:.0e}: a sum of such numbers may be no number any more")
-    return value
+    return _kept(value)
 
 
 def _text(value: Any, of: Source) -> str:
@@ -201,6 +232,11 @@ def _plus(left: Any, right: Any, of: Source) -> Any:
     """
     if left is None:
         return right
+    if type(left) is int and type(right) is int:
+        return left + right
+    if type(left) is float and type(right) is float and math.isfinite(left + right):
+        return left + right
+    left, right = _number_of(left), _number_of(right)
     total: Any
     try:
         if isinstance(left, Decimal) or isinstance(right, Decimal) or _is_beyond_floats(left, right):
@@ -212,7 +248,28 @@ def _plus(left: Any, right: Any, of: Source) -> Any:
     # As in `_number`: the sum of the window would begin again, without the records that it had.
     if isinstance(total, float) and not math.isfinite(total):
         raise _too_large(of)
-    return total
+    return _kept(total)
+
+
+def _is_less(left: Any, right: Any) -> bool:
+    """Whether one number is less than another, in parts. A float counts as it is written, as in `_plus`."""
+    kind = type(left)
+    if kind is type(right) and (kind is int or kind is float):
+        return bool(left < right)
+    left, right = _number_of(left), _number_of(right)
+    if isinstance(left, Decimal) or isinstance(right, Decimal) or _is_beyond_floats(left, right):
+        left, right = _decimal(left), _decimal(right)
+    return bool(left < right)
+
+
+def _kept(number: Any) -> Any:
+    """A number as it is in a part."""
+    return str(number) if isinstance(number, Decimal) else number
+
+
+def _number_of(part: Any) -> Any:
+    """The number that is in a part; null, if there is none."""
+    return Decimal(part) if isinstance(part, str) else part
 
 
 def _is_beyond_floats(left: Any, right: Any) -> bool:
