@@ -82,6 +82,8 @@ class Scope:
         self.uses_clock = ttl_ms is not None
         """Whether results may depend on processing time: user code has asked for it, or has set a timer of that clock
         or a time to live, even if it was taken back in the same batch."""
+        self.scanned = False
+        """Set when user code has read the state of other keys."""
         self.check_rows: Callable[[], None] = _nothing
         """Raises a BadRecordError if the topics of the table do not take a row that this call has put."""
         self.refusal: Callable[[Record], str] = _taken
