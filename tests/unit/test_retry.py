@@ -359,6 +359,14 @@ def test_headers_that_are_passed_on_do_not_make_one_record_of_several() -> None:
     assert [dict(record.headers)[RETRY_TOPIC] for record in found] == [b"retry-b"] * 2
 
 
+def test_headers_are_believed_if_it_is_not_known_where_a_record_was_read() -> None:
+    """A row may have a column `topic` of its own; its attempts would never end if they began again each time."""
+    headers = [*ORIGIN_HEADERS, (dead_letters.ATTEMPT, b"2"), (RETRY_TOPIC, b"retry")]
+    failed = dead_letters.refused_record(Record(b"k", b"row", "sports", headers), "failed", "DataError", "too long")
+    assert dict(failed.headers)[dead_letters.ATTEMPT] == b"3"
+    assert dict(failed.headers)["onceflow.origin.offset"] == b"17"
+
+
 def test_headers_of_earlier_versions_are_believed() -> None:
     """They do not say to which topic a record was sent."""
     headers = [*ORIGIN_HEADERS, (dead_letters.ATTEMPT, b"2")]

@@ -320,7 +320,9 @@ def has_come_back(record: Record) -> bool:
     come back. Records without this header come from other services, or from earlier versions.
     """
     sent_to = dict(record.headers).get(RETRY_TOPIC)
-    return sent_to is None or record.topic is None or sent_to == record.topic.encode()
+    if sent_to is None or record.topic is None or None in (record.partition, record.offset):
+        return True  # it is not known, or not for sure, where it was read
+    return sent_to == record.topic.encode()
 
 
 def attempts(record: Record) -> int:
