@@ -49,8 +49,15 @@ class Lot:
     def settings(self) -> ClientSettings:
         return ClientSettings(self.servers)
 
-    def park(self, *records: tuple[str, bytes | None, bytes | None], producer: Any = None) -> None:
-        """Origin, key and value of each; written by a producer that is not onceflow's."""
+    def park(
+        self, *records: tuple[str, bytes | None, bytes | None], producer: Any = None, named: bool = True
+    ) -> list[bytes]:
+        """Origin, key and value of each; written by a producer that is not onceflow's. Returns their keys.
+
+        Args:
+            named: False: with the origins alone as keys, as earlier versions have written them.
+        """
+        keys = []
         driver = ProcessorDriver(Retry(retry_topic=self.retry, parked_topic=self.parked))
         given = producer or Producer(
             {"bootstrap.servers": self.servers, "partitioner": "murmur2_random", "log_level": 0}
@@ -59,11 +66,11 @@ class Lot:
             headers: list[Any] = [("onceflow.error.class", b"KeyError"), ("onceflow.attempt", b"3"), ("trace", b"x")]
             headers += [] if key is None else [("onceflow.key", key)]
             (found,) = driver.send(origin, value, headers=headers, timestamp_ms=1_700_000_000_000)
-            given.produce(
-                self.parked, found.value, found.key.encode(), headers=list(found.headers), timestamp=found.timestamp_ms
-            )
+            keys.append(found.key.encode() if named else origin.encode())
+            given.produce(self.parked, found.value, keys[-1], headers=list(found.headers), timestamp=found.timestamp_ms)
         if producer is None:
             given.flush(30)
+        return keys
 
     def call(self, command: str, *arguments: str) -> Result:
         return CliRunner().invoke(
@@ -80,9 +87,10 @@ class Lot:
         return independent.read_topic(self.servers, self.retry, decided=True)
 
     def rows(self) -> list[str]:
-        """What is parked, by a consumer that shares no code with the command."""
+        """The origins of what is parked, by a consumer that shares no code with the command."""
         last = {seen.key: seen.value for seen in independent.read_topic(self.servers, self.parked, decided=True)}
-        return sorted((key or b"").decode() for key, value in last.items() if value is not None)
+        names = [(key or b"").decode() for key, value in last.items() if value is not None]
+        return sorted("/".join(name.split("/")[:3]) for name in names)
 
     def ends(self) -> dict[tuple[str, int], int]:
         return independent.end_offsets(self.servers, self.parked, isolation="read_uncommitted")
@@ -140,6 +148,7 @@ def test_retry_moves_a_record_as_it_was(lot: Lot) -> None:
         "onceflow.origin.topic": b"orders",
         "onceflow.origin.partition": b"1",
         "onceflow.origin.offset": b"7",
+        "onceflow.retry.topic": lot.retry.encode(),
     }
     assert lot.rows() == sorted({origin for origin, _, _ in MANY} - {"orders/1/7", "orders/2/8"})
     assert set(lot.origins()) == set(lot.rows())
@@ -156,13 +165,28 @@ def test_null_key_and_null_value_survive(lot: Lot) -> None:
 
 
 def test_all_are_retried_once(lot: Lot) -> None:
-    lot.park(*MANY)
-    lot.park(MANY[5])  # written twice is there once
+    lot.park(*MANY, named=False)
+    lot.park(MANY[5], named=False)  # written twice is there once
     assert lot.call("retry", "--all").stdout == f"40 records went from {lot.parked} to {lot.retry}.\n"
     answer = lot.call("retry", "--all")
     assert (answer.exit_code, answer.stdout) == (0, f"Nothing is parked in {lot.parked}.\n")
     assert sorted(seen.value or b"" for seen in lot.retried()) == sorted(value or b"" for _, _, value in MANY)
     assert lot.origins() == lot.rows() == []
+
+
+def test_records_of_one_origin_are_several(lot: Lot) -> None:
+    """Such as rows that were made of one record; one of them was parked by an earlier version."""
+    lot.park(("orders/0/1", b"a", b"1"), named=False)
+    _, second = lot.park(("orders/0/1", b"b", b"2"), ("orders/0/1", b"b", b"2"))
+    lot.park(MANY[0])
+    assert lot.rows() == lot.origins() == ["orders/0/0", "orders/0/1", "orders/0/1", "orders/0/1"]
+    assert second.decode() in lot.call("list").stdout
+    assert len(lot.call("show", "orders/0/1", "--json").stdout.splitlines()) == 3
+    assert lot.call("retry", second.decode()).exit_code == 0
+    assert [seen.value for seen in lot.retried()] == [b"2"]
+    assert lot.call("retry", "orders/0/1").stdout == f"2 records went from {lot.parked} to {lot.retry}.\n"
+    assert sorted(seen.value or b"" for seen in lot.retried()) == [b"1", b"2", b"2"]
+    assert lot.rows() == lot.origins() == ["orders/0/0"]
 
 
 def test_the_same_record_twice(lot: Lot) -> None:
@@ -229,11 +253,11 @@ def test_what_was_aborted_is_not_there(lot: Lot) -> None:
 
 def test_what_was_done_behind_an_open_transaction_is_seen(lot: Lot) -> None:
     """The flow that parks has a transaction open, and behind its beginning the record was dropped."""
-    lot.park(MANY[0])
+    (name,) = lot.park(MANY[0], named=False)
     producer = begun(lot)
-    lot.park((MANY[0][0], b"key", b"aborted"), producer=producer)
+    lot.park((MANY[0][0], b"key", b"aborted"), producer=producer, named=False)
     producer.flush(30)
-    independent.fill(lot.servers, lot.parked, [(MANY[0][0].encode(), None)])
+    independent.fill(lot.servers, lot.parked, [(name, None)])
     # A consumer that reads as far as it may now does not see the tombstone.
     seen = independent.read_topic(lot.servers, lot.parked)
     assert [each.value for each in seen] == [b"value-0"]
@@ -291,7 +315,7 @@ def test_a_record_that_is_too_large_for_the_retry_topic_stays_and_so_do_all(
     small = make_topic("small", 1, max_message_bytes=1000, **KEPT)
     origins = [f"orders/9/{n}" for n in range(100)]
     last = origins[key_partitions(pa.array(origins), 3).tolist().index(2)]
-    lot.park(*MANY, (last, b"k", random.Random(7).randbytes(5000)))  # compression does not help
+    lot.park(*MANY, (last, b"k", random.Random(7).randbytes(5000)), named=False)  # compression does not help
     for _ in range(10):  # until others were on their way when it was found
         answer = lot.call("retry", "--all", "--to", small)
         assert isinstance(answer.exception, BadRecordError)
@@ -365,4 +389,5 @@ def test_the_record_that_the_flow_parks_is_the_one_that_is_read(lot: Lot) -> Non
     (record,) = driver.send_many([Record("orders/0/1", b"v", headers=[("onceflow.error.class", b"KeyError")])])
     lot.park(("orders/0/1", None, b"v"))
     (found,) = parking.read(lot.settings, lot.parked, ["orders/0/1"])
-    assert (found.origin, found.value, found.retry_topic) == (record.key, record.value, lot.retry)
+    assert (found.origin, found.value, found.retry_topic) == ("orders/0/1", record.value, lot.retry)
+    assert found.name.rpartition("/")[0] == record.key.rpartition("/")[0] == "orders/0/1"

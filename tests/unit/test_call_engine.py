@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections import defaultdict
@@ -11,6 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import onceflow
 from onceflow import Record, serdes
@@ -194,6 +197,138 @@ def test_calls_made_ahead_that_turn_out_different_are_made_again() -> None:
     outputs = driver.send_many([("a", n) for n in (1, 2, 3)])
     assert [record.value for record in outputs] == [10, 30, 60]
     assert {("a", 1), ("a", 3), ("a", 6)} <= set(bank.calls)
+
+
+_ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def spoil(value: Any) -> None:
+    """Change whatever can be changed in a value."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in list(inner):
+        spoil(each)
+    if isinstance(value, dict):
+        value["changed"] = len(value)
+    elif isinstance(value, list):
+        value.append(len(value))
+
+
+@settings(max_examples=30, deadline=None)
+@given(answers=st.lists(_ANY_JSON, min_size=1, max_size=4))
+def test_what_user_code_changes_in_a_result_is_changed_once(answers: list[Any]) -> None:
+    """`process` runs again after each call, and got the object that its earlier run had changed."""
+
+    class Changes(onceflow.Processor):
+        key, value, output = serdes.STRING, serdes.JSON, serdes.JSON
+
+        def __init__(self) -> None:
+            self.ask = onceflow.concurrently(lambda at, _: copy.deepcopy(answers[at]))
+
+        def process(self, key: str, records: Sequence[Record], state: Any) -> Iterator[Record]:
+            for _record in records:
+                found: list[Any] = []
+                for at in range(len(answers)):
+                    found.append(self.ask(at, found))
+                    spoil(found[-1])
+                yield Record(key, found)
+
+    expected = copy.deepcopy(answers)
+    for each in expected:
+        spoil(each)
+    assert [record.value for record in ProcessorDriver(Changes()).send("a", 1)] == [expected]
+
+
+def test_a_result_that_cannot_be_copied_is_handed_over_itself() -> None:
+    lock = threading.Lock()
+    marker = object()
+
+    class Asks(onceflow.Processor):
+        key = value = output = serdes.STRING
+
+        def __init__(self) -> None:
+            self.ask = onceflow.concurrently(lambda what: what)
+
+        def process(self, key: str, records: Sequence[Record], state: Any) -> Iterator[Record]:
+            assert self.ask(lock) is lock
+            assert self.ask(marker) is marker
+            yield Record(key, "both")
+
+    assert [record.value for record in ProcessorDriver(Asks()).send("a", "x")] == ["both"]
+
+
+@pytest.mark.parametrize("order", ["key", None])
+@pytest.mark.parametrize("retries", [0, 1])
+def test_what_a_function_changes_in_its_arguments_changes_no_other_call(order: str | None, retries: int) -> None:
+    """It changed the arguments with which later runs of `process` are compared, so calls were made again."""
+    calls = []
+
+    def ask(order_: dict[str, int]) -> int:
+        calls.append(dict(order_))
+        order_["n"] += 100
+        return order_["n"]
+
+    class Asks(onceflow.Processor):
+        key, value, output = serdes.STRING, serdes.JSON, serdes.JSON
+
+        def __init__(self) -> None:
+            self.ask = onceflow.concurrently(ask, order=order, retries=retries)
+
+        def process(self, key: str, records: Sequence[Record], state: Any) -> Iterator[Record]:
+            for record in records:
+                yield Record(key, self.ask(record.value))
+
+    outputs = ProcessorDriver(Asks()).send_many([("a", {"n": n}) for n in range(5)])
+    assert [record.value for record in outputs] == [100, 101, 102, 103, 104]
+    assert sorted(each["n"] for each in calls) == [0, 1, 2, 3, 4]
+
+
+class Counts(onceflow.Processor):
+    """Asks with what other keys have at that moment."""
+
+    key, value, state, output = serdes.STRING, serdes.JSON, serdes.JSON, serdes.JSON
+
+    def __init__(self, ask: Any, *, prefix: bool = False) -> None:
+        self.ask = onceflow.concurrently(ask, limit=8)
+        self.prefix = prefix
+
+    def process(self, key: str, records: Sequence[Record], state: Any) -> Iterator[Record]:
+        for record in records:
+            others = sum(each for _, each in (state.prefix(b"") if self.prefix else state.range()))
+            asked = self.ask(record.value, others)
+            state.put(state.get(0) + 1)
+            yield Record(key, [asked, others])
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_an_answer_belongs_to_what_was_read_of_other_keys(prefix: bool) -> None:
+    """Records of other keys may be done while a call is under way. The answer to the earlier question was taken."""
+    calls = []
+
+    def ask(number: int, others: int) -> int:
+        calls.append(number)
+        time.sleep(0.05 if number == 0 else 0.002 * (number % 3))
+        return others
+
+    driver = ProcessorDriver(Counts(ask, prefix=prefix))
+    outputs = driver.send_many([(f"k{n}", n) for n in range(8)])
+    assert all(asked == others for asked, others in (record.value for record in outputs))
+    assert sorted(record.value[1] for record in outputs) == list(range(8))
+    assert set(calls) == set(range(8))
+
+
+def test_a_question_that_differs_each_time_is_answered_in_the_end() -> None:
+    class Differs(Counts):
+        def process(self, key: str, records: Sequence[Record], state: Any) -> Iterator[Record]:
+            list(state.range())
+            state.put(1)
+            yield Record(key, self.ask(time.perf_counter_ns(), 0))
+
+    driver = ProcessorDriver(Differs(lambda *_: 1))
+    assert len(driver.send_many([(f"k{n}", n) for n in range(10)])) == 10
 
 
 def test_several_calls_of_a_record_and_what_user_code_does_with_their_errors() -> None:

@@ -8,17 +8,21 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import onceflow
+from onceflow import serdes
 from onceflow.calls import breaker as breakers
+from onceflow.calls.copies import copied
 from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call
 from onceflow.calls.threads import NAME
 from onceflow.errors import CallTimeoutError, CircuitOpenError, OptionError
+from onceflow.task.call_rows import CallOrder, _Round
 from onceflow.testing.waiting import wait_until
 
 BOTH = pytest.mark.parametrize("kind", ["plain", "async"])
@@ -358,3 +362,65 @@ def test_idempotency_keys_stay_the_same() -> None:
     assert onceflow.idempotency_key(came_back) == "payments/3/17"
     with pytest.raises(ValueError, match="keep the columns"):
         onceflow.idempotency_key(onceflow.Record(b"k", b"v"))
+
+
+# ---- arguments ---------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_each_attempt_gets_the_arguments_as_they_were_given(kind: str) -> None:
+    """What a failed attempt had changed in them was there for the next one."""
+    seen = []
+
+    def post(order: dict[str, Any], *, notes: list[str]) -> int:
+        seen.append((order["amount"], list(order["items"]), list(notes)))
+        order["amount"] += 1
+        order["items"].append("fee")
+        notes.append("sent")
+        if len(seen) % 3:
+            raise ConnectionError("reset")
+        return int(order["amount"])
+
+    async def post_async(order: dict[str, Any], *, notes: list[str]) -> int:
+        return post(order, notes=notes)
+
+    ask = onceflow.concurrently(post if kind == "plain" else post_async, retries=2, backoff=0.001)
+    order, notes = {"amount": 100, "items": ["book"]}, ["new"]
+    assert ask(order, notes=notes) == 101
+    assert seen == [(100, ["book"], ["new"])] * 3
+    assert (order, notes) == ({"amount": 100, "items": ["book"]}, ["new"])
+
+
+def test_each_attempt_of_a_row_gets_the_record_as_it_was_read() -> None:
+    attempts = []
+
+    def add(record: onceflow.Record) -> Any:
+        attempts.append((record.value["amount"], record.headers))
+        record.value["amount"] += 1
+        if len(attempts) < 3:
+            raise ConnectionError("reset")
+        return record.value
+
+    order = CallOrder(
+        onceflow.concurrently(add, backoff=0.001), "t", None, serdes.JSON, serdes.JSON, "flow", max_dead_letters=None
+    )
+    record = onceflow.Record(b"k", b'{"amount": 100}', "in", (("trace", b"x"),), 5, 0, 7)
+    with closing(CallRunner()) as runner:
+        (outcome,) = _Round(order, runner).outcomes([record])
+    assert outcome.get() == {"amount": 101}
+    assert attempts == [(100, (("trace", b"x"),))] * 3
+
+
+def test_a_copied_record_is_the_same_record() -> None:
+    record = onceflow.Record("k", {"a": [1]}, "in", [("trace", b"x")], 5, 0, 7, "in")
+    found = copied(record)
+    assert (found, found._read_from) == (record, "in")
+    found.value["a"].append(2)
+    found.headers.append(("more", None))
+    assert (record.value, record.headers) == ({"a": [1]}, [("trace", b"x")])
+
+
+def test_what_cannot_be_copied_is_handed_on() -> None:
+    lock = threading.Lock()
+    ask = onceflow.concurrently(lambda given, of: given is lock and of[1] is lock)
+    assert ask(lock, of=(1, lock))

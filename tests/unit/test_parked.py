@@ -20,8 +20,10 @@ from onceflow.testing.processor_driver import ProcessorDriver
 ORIGIN = "orders/3/17"
 
 
-def parked(key: bytes | None, value: bytes | None, *more: tuple[str, bytes | None], origin: str = ORIGIN) -> Parked:
-    """A record as `Retry` parks it."""
+def parked(
+    key: bytes | None, value: bytes | None, *more: tuple[str, bytes | None], origin: str = ORIGIN, named: bool = True
+) -> Parked:
+    """A record as `Retry` parks it; not ``named``: as earlier versions have, with the origin as key."""
     headers: list[Any] = [
         ("trace", b"x"),
         ("onceflow.error.class", b"KeyError"),
@@ -33,7 +35,14 @@ def parked(key: bytes | None, value: bytes | None, *more: tuple[str, bytes | Non
         headers.append(("onceflow.key", key))
     driver = ProcessorDriver(Retry(retry_topic="retry", parked_topic="parked"))
     (record,) = driver.send(origin, value, headers=headers, timestamp_ms=7)
-    return Parked(record.key, 1, record.value, tuple(record.headers), record.timestamp_ms or 0)
+    return Parked(
+        origin,
+        1,
+        record.value,
+        tuple(record.headers),
+        record.timestamp_ms or 0,
+        stored_key=record.key.encode() if named else None,
+    )
 
 
 @pytest.mark.parametrize("key", [None, b"", b"ada", b"\xff\x00"])
@@ -66,7 +75,7 @@ def test_an_attempt_that_is_no_number_is_none(attempt: bytes) -> None:
 
 
 def test_a_record_goes_out_as_it_came_and_its_attempts_begin_again() -> None:
-    again = parked(b"ada", None, ("other", None)).again()
+    again = parked(b"ada", None, ("other", None)).again("elsewhere")
     assert (again.value, again.timestamp_ms) == (None, 7)
     headers = dict(again.headers or [])
     assert headers.keys() == {
@@ -77,19 +86,26 @@ def test_a_record_goes_out_as_it_came_and_its_attempts_begin_again() -> None:
         "onceflow.origin.topic",
         "onceflow.origin.partition",
         "onceflow.origin.offset",
+        "onceflow.retry.topic",
     }
     assert headers["onceflow.origin.offset"] == b"17"
+    assert headers["onceflow.retry.topic"] == b"elsewhere"
 
 
 def test_keys_of_a_topic_that_are_no_text_can_be_named_too() -> None:
     record = Parked(parking._text(b"\xff/0/1"), 0, b"", [], 0)
-    assert record.raw_origin == b"\xff/0/1"
+    assert record.raw_name == b"\xff/0/1"
 
 
 @pytest.mark.parametrize(
     "key, origin, parked_there",
     [
         (b"orders/3/17", ORIGIN, True),
+        (b"orders/3/17/0123456789abcdef", ORIGIN, True),
+        (b"orders/3/17/0123456789abcdef", None, True),
+        (b"orders/3/17/0123456789abcdef", "orders/3/18", False),
+        (b"orders/3/17/0123456789ABCDEF", None, False),
+        (b"orders/3/17/", None, False),
         (b"orders/3/17", None, True),  # a tombstone
         (b"orders/3/17", "orders/3/18", False),  # the letter of a record with a key that looks like an origin
         (b"ada", ORIGIN, False),
@@ -154,12 +170,31 @@ def test_list_as_json(topic: dict[str, Any]) -> None:
     lines = [json.loads(line) for line in call("list", "parked", "--json").stdout.splitlines()]
     assert lines[0] == {
         "origin": ORIGIN,
+        "name": topic["records"][0].name,
         "attempt": 2,
         "error": "KeyError",
         "message": "'card'\nmore",
         "retry_topic": "retry",
     }
     assert len(lines) == 2
+
+
+def test_several_records_of_one_origin(topic: dict[str, Any]) -> None:
+    """Rows that were made of one record; one was parked by an earlier version."""
+    several = [parked(b"ada", b"1", named=False), parked(b"bob", b"22")]
+    topic["records"] = [*several, parked(b"eve", b"3", origin="orders/3/100")]
+    names = [line.split()[0] for line in call("list", "parked").stdout.splitlines()[1:]]
+    assert names == [ORIGIN, several[1].name, "orders/3/100"]
+    assert several[1].name.startswith(f"{ORIGIN}/")
+    shown = call("show", "parked", ORIGIN).stdout
+    assert [line for line in shown.splitlines() if line.startswith(("name", "value"))] == [
+        "value      1",
+        f"name       {several[1].name}",
+        "value      22",
+    ]
+    lines = [json.loads(line) for line in call("show", "parked", ORIGIN, "--json").stdout.splitlines()]
+    assert [line["key"] for line in lines] == ["ada", "bob"]
+    parking._check_found("parked", [ORIGIN, several[1].name], [several])
 
 
 def test_list_of_nothing(topic: dict[str, Any]) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from onceflow import ColumnProcessor, Processor, Record
+from onceflow import ColumnProcessor, Processor, Record, Retry
 from onceflow.errors import OptionError
 from onceflow.planning.process import StepOptions, check_options
 
 OPTIONS = StepOptions("t", None, "dead-letter", "dead", None, None, False, "lmdb", None, False, "30 seconds")
+RETRIES = replace(OPTIONS, on_error="fail", dead_letter_topic=None)
+
+
+def policy() -> Retry:
+    return Retry(retry_topic="retry", parked_topic="parked")
 
 
 class Misspelled(Processor):
@@ -83,3 +89,21 @@ def test_names_of_a_class_that_are_almost_known(caplog: pytest.LogCaptureFixture
 def test_other_names_of_a_class_are_its_own(processor: Any, caplog: pytest.LogCaptureFixture) -> None:
     check_options(OPTIONS, processor, flow="f", sources=["s"], tables=[])
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("name, given", [("retention", "1 minute"), ("changelog", False)])
+def test_an_option_that_would_lose_waiting_records_is_refused(name: str, given: Any) -> None:
+    """Records that waited for their retry vanished when the time was over, or with the disk of a host."""
+    with pytest.raises(OptionError, match=f"{name}.* cannot be combined with Retry"):
+        check_options(replace(RETRIES, **{name: given}), policy(), flow="f", sources=["s"], tables=[])
+
+
+def test_a_retry_with_a_time_to_live_is_refused() -> None:
+    class Brief(Retry):
+        ttl = "1 minute"
+
+    for brief in (Brief(retry_topic="retry", parked_topic="parked"), policy()):
+        brief.ttl = "1 minute"
+        with pytest.raises(OptionError, match="ttl cannot be combined with Retry"):
+            check_options(RETRIES, brief, flow="f", sources=["s"], tables=[])
+    assert check_options(RETRIES, policy(), flow="f", sources=["s"], tables=[])

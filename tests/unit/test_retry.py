@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onceflow.errors import OptionError, ProcessorError
+from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.state import dead_letters
 from onceflow.state.api.record import Record
 from onceflow.state.api.timers import Timer
-from onceflow.state.retry import KEY, NULL_VALUE, RETRY_TOPIC, Retry
+from onceflow.state.retry import KEY, NULL_VALUE, PARKED, RETRY_TOPIC, Retry
 from onceflow.testing.processor_driver import ProcessorDriver
 
 ORIGIN = "orders/3/17"
@@ -40,6 +43,13 @@ def letter(attempt: int | bytes = 1, cause: str = "TimeoutError", *more: tuple[s
     ]
 
 
+def origin_of(parked: Record) -> str:
+    found = PARKED.fullmatch(parked.key)
+    assert found is not None
+    assert found[1] != parked.key
+    return found[1]
+
+
 # ---- waiting -----------------------------------------------------------------------------------------
 
 
@@ -50,7 +60,7 @@ def test_a_letter_comes_back_when_its_time_has_come_and_not_before() -> None:
     assert driver.advance(9.999) == []
     (found,) = driver.advance(0.001)
     assert (found.key, found.value, found.topic, found.timestamp_ms) == ("ada", b"order", "retry", 7)
-    assert dict(found.headers) == dict(letter()[:-1])
+    assert dict(found.headers) == {**dict(letter()[:-1]), RETRY_TOPIC: b"retry"}
     assert [name for name, _ in found.headers].count("onceflow.origin.topic") == 1
 
 
@@ -83,9 +93,14 @@ def test_the_wait_grows_up_to_the_ceiling(attempt: int | bytes, seconds: float) 
 
 
 def test_a_record_that_waits_may_fail_again_it_waits_once() -> None:
+    """Letters that are read once more, for example: the last attempt of a record counts."""
     driver = ProcessorDriver(policy(base=2))
-    driver.send_many([Record(ORIGIN, b"old", headers=letter(1)), Record(ORIGIN, b"new", headers=letter(2))])
-    assert [record.value for record in driver.advance(3600)] == [b"new"]
+    driver.send(ORIGIN, b"other", headers=letter(1))
+    driver.send_many([Record(ORIGIN, b"order", headers=letter(attempt)) for attempt in (1, 2)])
+    found = {record.value: dict(record.headers)[dead_letters.ATTEMPT] for record in driver.advance(3600)}
+    assert found == {b"other": b"1", b"order": b"2"}
+    assert len(driver.outputs) == 2
+    assert (driver.states, driver.timers, driver.map(ORIGIN, "others")) == ({}, [], {})
 
 
 def test_jitter_spreads_below_the_wait_and_says_the_same_again() -> None:
@@ -106,7 +121,7 @@ def test_the_last_attempt_is_parked_with_its_cause() -> None:
     assert driver.send(ORIGIN, b"order", headers=letter(2)) == []
     driver.advance(3600)
     (found,) = driver.send(ORIGIN, b"order", headers=letter(3), timestamp_ms=7)
-    assert (found.key, found.value, found.topic, found.timestamp_ms) == (ORIGIN, b"order", "parked", 7)
+    assert (origin_of(found), found.value, found.topic, found.timestamp_ms) == (ORIGIN, b"order", "parked", 7)
     assert dict(found.headers) == {**dict(letter(3)), RETRY_TOPIC: b"retry"}
     assert (driver.states, driver.timers) == ({}, [])
 
@@ -124,7 +139,7 @@ def test_the_letter_of_a_timer_is_parked_at_once() -> None:
     lost = dead_letters.timer_letter(b"ada", timer, "failed", "balances-3", RuntimeError("any"))
     driver = ProcessorDriver(policy())
     (found,) = driver.send("failed/0/3", lost.value, headers=[*lost.headers, (KEY, b"ada")])
-    assert (found.topic, found.key, found.value) == ("parked", "failed/0/3", lost.value)
+    assert (found.topic, origin_of(found), found.value) == ("parked", "failed/0/3", lost.value)
     assert driver.timers == []
 
 
@@ -137,7 +152,7 @@ def test_causes_are_classes_or_their_names() -> None:
 
 def test_what_is_parked_does_not_wait_any_more() -> None:
     driver = ProcessorDriver(policy())
-    driver.send_many([Record(ORIGIN, b"a", headers=letter(1)), Record(ORIGIN, b"b", headers=letter(1, "KeyError"))])
+    driver.send_many([Record(ORIGIN, b"a", headers=letter(1)), Record(ORIGIN, b"a", headers=letter(2, "KeyError"))])
     assert (driver.states, driver.timers) == ({}, [])
     assert [record.topic for record in driver.outputs] == ["parked"]
 
@@ -170,6 +185,7 @@ def test_a_letter_without_onceflow_headers_waits_as_after_a_first_failure() -> N
         "onceflow.origin.topic": b"failed",
         "onceflow.origin.partition": b"0",
         "onceflow.origin.offset": b"5",
+        "onceflow.retry.topic": b"retry",
     }
 
 
@@ -178,6 +194,184 @@ def test_a_record_without_a_timestamp_does_not_stop_the_flow() -> None:
     driver.send(ORIGIN, b"order", headers=letter(), timestamp_ms=-1)
     (found,) = driver.advance(3600)
     assert found.timestamp_ms is None
+
+
+# ---- several records of one origin -------------------------------------------------------------------
+
+
+def test_rows_that_were_made_of_one_record_come_back_each() -> None:
+    """One replaced the other, which was lost."""
+    driver = ProcessorDriver(policy(base="10 seconds"))
+    for value in (b"item 1", b"item 2", b"item 1"):
+        driver.send(ORIGIN, value, headers=letter())
+    found = driver.advance(10)
+    assert sorted(record.value for record in found) == [b"item 1", b"item 1", b"item 2"]
+    assert {(record.key, record.topic) for record in found} == {("ada", "retry")}
+    assert (driver.states, driver.timers, driver.map(ORIGIN, "others")) == ({}, [], {})
+
+
+def test_a_row_that_is_parked_does_not_end_the_wait_of_another() -> None:
+    driver = ProcessorDriver(policy(base="10 seconds"))
+    driver.send(ORIGIN, b"item 1", headers=letter())
+    (parked,) = driver.send(ORIGIN, b"item 2", headers=letter(1, "KeyError"))
+    assert (parked.topic, parked.value) == ("parked", b"item 2")
+    (found,) = driver.advance(10)
+    assert (found.topic, found.value) == ("retry", b"item 1")
+
+
+def test_parked_rows_of_one_record_have_keys_of_their_own() -> None:
+    """The topic is compacted, so only one of them stayed."""
+    driver = ProcessorDriver(policy())
+    for value in (b"item 1", b"item 2", b"item 1"):
+        driver.send(ORIGIN, value, headers=letter(1, "KeyError"))
+    assert len({record.key for record in driver.outputs}) == 3
+    assert {origin_of(record) for record in driver.outputs} == {ORIGIN}
+
+
+LETTERS = st.lists(
+    st.tuples(
+        st.sampled_from([None, b"k1", b"k2"]),
+        st.sampled_from([None, b"", b"1", b"2"]),
+        st.sampled_from(["TimeoutError", "TimeoutError", "KeyError"]),
+        st.sampled_from([0, 0, 1, 5]),
+    ),
+    max_size=12,
+)
+
+
+@given(letters=LETTERS, max_timers=st.sampled_from([1, 1000]))
+def test_each_letter_is_in_one_place(letters: list[Any], max_timers: int) -> None:
+    driver = ProcessorDriver(policy(base=2), max_timers_per_batch=max_timers)
+    for key, value, cause, seconds in letters:
+        own = [] if key is None else [(KEY, key)]
+        driver.send(ORIGIN, value, headers=[*letter(1, cause, ("other", None)), *own])
+        driver.advance(seconds)
+    driver.advance(3600)
+    sent = [("parked" if cause == "KeyError" else "retry", key, value) for key, value, cause, _ in letters]
+    found = []
+    for record in driver.outputs:
+        headers = dict(record.headers)
+        parked = record.topic == "parked"
+        key = headers.get(KEY) if parked else record.key and record.key.encode()
+        found.append((record.topic, key, None if parked and NULL_VALUE in headers else record.value))
+    assert Counter(found) == Counter(sent)
+    keys = [record.key for record in driver.outputs if record.topic == "parked"]
+    assert len(keys) == len(set(keys))
+    assert (driver.states, driver.timers, driver.map(ORIGIN, "others")) == ({}, [], {})
+
+
+def test_what_an_earlier_version_has_stored_is_retried() -> None:
+    """It knew one record of each origin: the value of the key, with the timer `due`."""
+    waiting = Record(b"ada", b"order", headers=letter()[:3], timestamp_ms=7)
+
+    class Earlier(Retry):
+        def process(self, key: str, records: Any, state: Any) -> Any:
+            state.put(waiting)
+            state.timers.register("due", state.now_ms + 1000, "processing")
+            return ()
+
+    driver = ProcessorDriver(Earlier(retry_topic="retry", parked_topic="parked"))
+    driver.send(ORIGIN, b"order")
+    driver.processor = policy()
+    driver.send(ORIGIN, b"item 2", headers=letter())
+    assert sorted(record.value for record in driver.advance(3600)) == [b"item 2", b"order"]
+
+
+def test_what_waits_does_not_expire() -> None:
+    """With a time to live, which `Flow.process` refuses now, waiting records vanished."""
+    driver = ProcessorDriver(policy(base="10 minutes"), default_ttl_ms=1000)
+    for value in (b"item 1", b"item 2"):
+        driver.send(ORIGIN, value, headers=letter())
+    assert len(driver.advance(600)) == 2
+
+
+@pytest.mark.parametrize("on_error", ["fail", "dead-letter"])
+def test_what_the_retry_topic_refuses_is_parked(on_error: str) -> None:
+    """It stopped the flow at each start, or stayed in the table for ever, without a timer."""
+    small, large = TopicRules("retry", 1000), TopicRules("any", 1_000_000)
+    rules = WriteRules(lambda topic: small if topic == "retry" else large, large)
+    driver = ProcessorDriver(policy(), rules=rules, on_error=on_error)
+    noise = random.Random(7).randbytes(5000)
+    for value in (noise, b"small", noise):
+        driver.send(ORIGIN, value, headers=[*letter(), (dead_letters.ERROR_MESSAGE, b"no answer")])
+    found = driver.advance(3600)
+    assert sorted(record.topic for record in found) == ["parked", "parked", "retry"]
+    parked = [record for record in found if record.topic == "parked"]
+    assert {record.value for record in parked} == {noise}
+    assert len({record.key for record in parked}) == 2
+    headers = dict(parked[0].headers)
+    assert (headers[KEY], headers[RETRY_TOPIC], headers["trace"]) == (b"ada", b"retry", b"x")
+    assert headers[dead_letters.ERROR_CLASS] == b"BadRecordError"
+    message = (headers[dead_letters.ERROR_MESSAGE] or b"").decode()
+    assert "of topic retry (max.message.bytes); it failed with TimeoutError: no answer" in message
+    assert (driver.states, driver.timers, driver.dead_letters) == ({}, [], [])
+
+
+# ---- what a record says when it comes back -----------------------------------------------------------
+
+
+def fail(records: list[Record]) -> list[Record]:
+    """Dead letters of records that were read, as `Retry.by_origin` hands them on."""
+    found = []
+    for record in records:
+        failed = dead_letters.dead_letter(record, "failed", OSError("away"))
+        told = dict(failed.headers)
+        origin = "/".join(
+            (told[f"onceflow.origin.{part}"] or b"").decode() for part in ("topic", "partition", "offset")
+        )
+        found.append(Record(origin, failed.value, "failed", (*failed.headers, (KEY, failed.key))))
+    return found
+
+
+def test_a_record_that_comes_back_keeps_its_origin_and_counts_on() -> None:
+    driver = ProcessorDriver(policy())
+    records = [Record(b"k", b"order", "orders", (), 7, 0, 17)]
+    for attempt in (1, 2, 3):
+        (failed,) = fail(records)
+        headers = dict(failed.headers)
+        assert (failed.key, headers[dead_letters.ATTEMPT]) == ("orders/0/17", str(attempt).encode())
+        assert RETRY_TOPIC not in headers
+        driver.send_many([failed])
+        (again,) = driver.advance(3600)
+        records = [Record(b"k", again.value, again.topic, again.headers, 7, 2, 100 + attempt)]
+        assert dead_letters.idempotency_key(records[0]) == "orders/0/17"
+
+
+def test_headers_that_are_passed_on_do_not_make_one_record_of_several() -> None:
+    """Another flow reads outputs with the headers of a retried record. Their letters had its origin and attempts."""
+    driver = ProcessorDriver(policy())
+    driver.send_many(fail([Record(b"k", b"order", "orders", [("trace", b"x")], 7, 0, 17)]))
+    (again,) = driver.advance(3600)
+    lines = [Record(b"k", b"line", "lines", again.headers, 7, 1, offset) for offset in (100, 101)]
+    assert [dead_letters.idempotency_key(line) for line in lines] == ["lines/1/100", "lines/1/101"]
+    letters = fail(lines)
+    assert [each.key for each in letters] == ["lines/1/100", "lines/1/101"]
+    for each in letters:
+        headers = dict(each.headers)
+        assert (headers[dead_letters.ATTEMPT], headers["trace"]) == (b"1", b"x")
+        assert len(headers) == len(list(each.headers))
+    late = dead_letters.late_record(lines[0], "late", 1, 2)
+    assert dict(late.headers)["onceflow.origin.offset"] == b"100"
+    assert dead_letters.ATTEMPT not in dict(late.headers)
+    other = ProcessorDriver(policy(retry_topic="retry-b"))
+    other.send_many(letters)
+    found = other.advance(3600)
+    assert [dict(record.headers)[RETRY_TOPIC] for record in found] == [b"retry-b"] * 2
+
+
+def test_headers_are_believed_if_it_is_not_known_where_a_record_was_read() -> None:
+    """A row may have a column `topic` of its own; its attempts would never end if they began again each time."""
+    headers = [*ORIGIN_HEADERS, (dead_letters.ATTEMPT, b"2"), (RETRY_TOPIC, b"retry")]
+    failed = dead_letters.refused_record(Record(b"k", b"row", "sports", headers), "failed", "DataError", "too long")
+    assert dict(failed.headers)[dead_letters.ATTEMPT] == b"3"
+    assert dict(failed.headers)["onceflow.origin.offset"] == b"17"
+
+
+def test_headers_of_earlier_versions_are_believed() -> None:
+    """They do not say to which topic a record was sent."""
+    headers = [*ORIGIN_HEADERS, (dead_letters.ATTEMPT, b"2")]
+    (failed,) = fail([Record(b"k", b"order", "retry", headers, 7, 1, 5)])
+    assert (failed.key, dict(failed.headers)[dead_letters.ATTEMPT]) == (ORIGIN, b"3")
 
 
 # ---- what is kept ------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Parked records are dead letters that ``Retry`` has given up. This module reads, retries and drops them.
 
-A topic of parked records works like a table: the key is the origin of the record (``topic/partition/offset``), and a
-tombstone removes it. An ordinary topic of dead letters does not: its keys are those of the records, so several dead
-letters may have the same key, and none can be removed. Such a topic can be read here, but its records can neither be
-retried nor dropped.
+A topic of parked records works like a table: the key is the origin of the record (``topic/partition/offset``) with what
+tells it from other records of this origin, and a tombstone removes it. Keys of earlier versions are the origin alone.
+An ordinary topic of dead letters is no table: its keys are those of the records, so several dead letters may have the
+same key, and none can be removed. Such a topic can be read here, but its records can neither be retried nor dropped.
 
 A retry is one transaction. It writes the record to the retry topic and its tombstone to the topic of parked records, so
 the record is never in both topics, and never in neither. All commands for a topic use the same transactional id. A
@@ -40,7 +40,7 @@ from onceflow.protocol.names import transactional_id_of_parked
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import dead_letters
 from onceflow.state.api.record import Header
-from onceflow.state.retry import IDENTITY, KEY, NULL_VALUE, RETRY_TOPIC
+from onceflow.state.retry import IDENTITY, KEY, NULL_VALUE, PARKED, RETRY_TOPIC
 
 _PREPARE_S, _COMMIT_S = 60.0, 60.0
 _TIMEOUT_MS = 60_000
@@ -51,13 +51,13 @@ class Parked:
     """One parked record, or one dead letter of an ordinary topic.
 
     Args:
-        origin: where it was first read, ``topic/partition/offset``. The key of a parked record.
+        origin: where it was first read, ``topic/partition/offset``. Several records may have the same one.
         partition: its partition in the topic that was read here.
         stored: its value in that topic.
         headers: its headers in that topic.
         timestamp_ms: timestamp of the record; negative: it has none.
         dead_letter: whether it is an ordinary dead letter, not a parked record.
-        stored_key: for a dead letter: its key in that topic.
+        stored_key: its key in that topic. For a parked record None: the origin.
     """
 
     origin: str
@@ -69,9 +69,14 @@ class Parked:
     stored_key: bytes | None = None
 
     @property
-    def raw_origin(self) -> bytes:
-        """The key in the topic."""
-        return self.origin.encode(errors="surrogateescape")
+    def raw_name(self) -> bytes:
+        """The key of a parked record in the topic."""
+        return self.origin.encode(errors="surrogateescape") if self.stored_key is None else self.stored_key
+
+    @property
+    def name(self) -> str:
+        """What names this parked record alone: its key in the topic. Of a dead letter: its origin."""
+        return self.origin if self.dead_letter else _text(self.raw_name)
 
     @property
     def key(self) -> bytes | None:
@@ -108,10 +113,11 @@ class Parked:
         """The last header with this name, as text; empty if there is none."""
         return (dict(self.headers).get(name) or b"").decode(errors="replace")
 
-    def again(self) -> Row:
-        """The record for the retry topic: attempts are counted from the beginning again, the origin stays."""
+    def again(self, topic: str) -> Row:
+        """The record for a retry topic: attempts are counted from the beginning again, the origin stays."""
         left_out = (KEY, NULL_VALUE, RETRY_TOPIC, dead_letters.ATTEMPT)
         headers = [(name, content) for name, content in self.headers if name not in left_out]
+        headers.append((RETRY_TOPIC, topic.encode()))
         return Row(self.value, self.timestamp_ms, headers)
 
 
@@ -122,7 +128,7 @@ def read(settings: ClientSettings, topic: str, origins: Collection[str] | None =
     so the effects of earlier commands are visible.
 
     Args:
-        origins: the records to return; None: all, but without their values.
+        origins: the records to return, by origins or names; None: all, but without their values.
 
     Raises:
         OptionError: one of the origins is not there.
@@ -133,7 +139,8 @@ def read(settings: ClientSettings, topic: str, origins: Collection[str] | None =
         parts = list(_parts(cluster, topic, origins, deadline, values=origins is not None))
         if origins is not None:
             _check_found(topic, origins, parts)
-        return sorted((record for part in parts for record in part), key=lambda record: _order(record.origin))
+        found = (record for part in parts for record in part)
+        return sorted(found, key=lambda record: (_order(record.origin), "" if record.dead_letter else record.name))
 
 
 def retry(
@@ -143,7 +150,7 @@ def retry(
 
     Args:
         topic: the topic of parked records.
-        origins: the records to retry; None: all.
+        origins: the records to retry, by origins (all records of each) or names; None: all.
         to: the retry topic; None: the one that the headers of each record name.
 
     Returns:
@@ -237,7 +244,7 @@ class _Change:
                         self._write_to(target, found, writer, deadline)
                     counts[target] = counts.get(target, 0) + len(found)
                 if records:
-                    writer.delete(self._topic, records[0].partition, [record.raw_origin for record in records])
+                    writer.delete(self._topic, records[0].partition, [record.raw_name for record in records])
                     writer.finish()
             self._at("write")
         except BaseException as problem:
@@ -251,10 +258,10 @@ class _Change:
         keys = pa.array([record.key for record in found], pa.large_binary())
         places = key_partitions(keys, count)
         # Records without a key may go to any partition.
-        spread = key_partitions(pa.array([record.raw_origin for record in found], pa.large_binary()), count)
+        spread = key_partitions(pa.array([record.raw_name for record in found], pa.large_binary()), count)
         places[places < 0] = spread[places < 0]
         for partition, rows in group_by_partition(places, count):
-            again = [(found[n].key, found[n].again()) for n in rows.tolist()]
+            again = [(found[n].key, found[n].again(target)) for n in rows.tolist()]
             writer.write(target, partition, again)
 
     def _commit(self) -> None:
@@ -319,17 +326,18 @@ def _parts(
                 headers = tuple(chunk.headers.get(row, ()))
                 if key is not None and _is_parked(key, headers):
                     live.pop(key, None)
-                    origin = _text(key)
-                    if value is not None and (wanted is None or origin in wanted):
-                        live[key] = Parked(origin, partition, value if values else b"", headers, stamp)
+                    origin = _stem(key)
+                    if value is not None and (wanted is None or origin in wanted or _text(key) in wanted):
+                        stored = value if values else b""
+                        live[key] = Parked(origin, partition, stored, headers, stamp, stored_key=key)
                     continue
                 origin = _origin_in_headers(headers) or f"{topic}/{partition}/{offset}"
                 if wanted is None or origin in wanted:
                     headers = (
                         headers if values else tuple(each for each in headers if each[0] != dead_letters.ERROR_STACK)
                     )
-                    stored = value if values else b""
-                    found.append(Parked(origin, partition, stored, headers, stamp, dead_letter=True, stored_key=key))
+                    content = value if values else b""
+                    found.append(Parked(origin, partition, content, headers, stamp, dead_letter=True, stored_key=key))
         yield [*live.values(), *found]
 
 
@@ -338,8 +346,14 @@ def _is_parked(key: bytes, headers: Sequence[Header]) -> bool:
 
     The key of an ordinary dead letter may look like an origin. But then the origin in its headers is another one.
     """
+    return PARKED.fullmatch(_text(key)) is not None and _origin_in_headers(headers) in ("", _stem(key))
+
+
+def _stem(key: bytes) -> str:
+    """The origin in the key of a parked record."""
     text = _text(key)
-    return IDENTITY.fullmatch(text) is not None and _origin_in_headers(headers) in ("", text)
+    found = PARKED.fullmatch(text)
+    return text if found is None else found[1]
 
 
 def _origin_in_headers(headers: Sequence[Header]) -> str:
@@ -367,7 +381,7 @@ def _refuse_dead_letters(topic: str, records: Iterable[Parked]) -> None:
 
 
 def _check_found(topic: str, origins: Collection[str], parts: Iterable[list[Parked]]) -> None:
-    found = {record.origin for part in parts for record in part}
+    found = {name for part in parts for record in part for name in (record.origin, record.name)}
     missing = [origin for origin in dict.fromkeys(origins) if origin not in found]
     if missing:
         more = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""

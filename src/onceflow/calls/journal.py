@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from onceflow.calls.copies import copied
 from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call, Target
 from onceflow.errors import OnceflowError
@@ -72,11 +73,14 @@ class Journal:
 
     Args:
         wake: called when a call is done that user code waits for.
+        seen: returns a number that grows with changes of other keys if the current run has read their state; None: it
+            has not, and no such change can be the reason for what it does.
     """
 
-    def __init__(self, runner: CallRunner, wake: Callable[[], None]) -> None:
+    def __init__(self, runner: CallRunner, wake: Callable[[], None], seen: Callable[[], int | None]) -> None:
         self._runner = runner
         self._wake = wake
+        self._seen = seen
         self._calls: list[Call] = []
         self._ahead = False
         self._position = 0
@@ -123,13 +127,14 @@ class Journal:
         if at < len(self._calls) and not self._is_same(self._calls[at], target, args, kwargs):
             del self._calls[at:]  # what is still under way there is not waited for
         if at == len(self._calls):
-            self._calls.append(self._started(Call(target, args, kwargs, self._done, self._ahead)))
+            call = Call(target, args, kwargs, self._done, self._ahead, is_compared=True, seen=self._seen())
+            self._calls.append(self._started(call))
         found = self._calls[at]
         if found.outcome is None:
             self.waits = True
             raise Suspended
         self._position += 1
-        return found.outcome.get()
+        return copied(found.outcome.get())  # user code may change it, and run again
 
     def settled(self) -> None:
         """The record is done: forget what is not needed any more."""
@@ -146,10 +151,17 @@ class Journal:
     def _is_same(self, call: Call, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if call.target is not target:
             return False
-        # In its turn, user code does the same each time, but for what it takes from the clock or from chance.
+        # In its turn, user code does the same each time, but for what it takes from the clock, from chance, or from the
+        # state of other keys.
         if call.ahead and not self._ahead:
             call.ahead = not _equal((call.args, call.kwargs), (args, kwargs))
             return not call.ahead
+        # Records of other keys may be done since, and then what it has read of them is another.
+        seen = self._seen()
+        if seen is not None and seen != call.seen:
+            if not _equal((call.args, call.kwargs), (args, kwargs)):
+                return False
+            call.seen = seen
         return True
 
     def _done(self, call: Call) -> None:
@@ -159,7 +171,7 @@ class Journal:
     def _recalled(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for call in self._calls:
             if call.target is target and call.outcome is not None and _equal((call.args, call.kwargs), (args, kwargs)):
-                return call.outcome.get()
+                return copied(call.outcome.get())
         raise RuntimeError("no calls are made while it is looked for the cause of an error")
 
 

@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
+from onceflow.calls.copies import copied
 from onceflow.calls.target import Call, Outcome, Target
 from onceflow.calls.threads import NAME, DaemonThreads
 from onceflow.errors import BatchAbortedError, CallTimeoutError, CircuitOpenError, DeadlineExceededError
@@ -239,17 +240,19 @@ class CallRunner:
 
     async def _attempt(self, call: Call, lane: _Lane, timeout_s: float) -> Any:
         """Call the function once. Raises what it raises, or CallTimeoutError."""
-        args = call.args
+        args, kwargs = call.args, call.kwargs
+        if call.is_compared or call.target.options.retries:  # the function may change what it gets
+            args, kwargs = tuple(map(copied, args)), {name: copied(each) for name, each in kwargs.items()}
         if call.target.resource is not None:
             args = (await self._resource(call.target, lane), *args)
         if lane.is_async:
             work: asyncio.Future[Any] = self._keep(
-                asyncio.get_running_loop().create_task(_converted(call.target.function(*args, **call.kwargs)))
+                asyncio.get_running_loop().create_task(_converted(call.target.function(*args, **kwargs)))
             )
             left_s = timeout_s
         else:
             began_at = time.monotonic()
-            work = await self._in_thread(call, args, lane, timeout_s)
+            work = await self._in_thread(call, args, kwargs, lane, timeout_s)
             left_s = max(0.0, timeout_s - (time.monotonic() - began_at))
         try:
             await asyncio.wait({work}, timeout=left_s)
@@ -268,7 +271,9 @@ class CallRunner:
             await asyncio.wait({work}, timeout=_CANCEL_S)
         raise _timed_out(call.target, timeout_s, "did not return")
 
-    async def _in_thread(self, call: Call, args: tuple[Any, ...], lane: _Lane, timeout_s: float) -> asyncio.Future[Any]:
+    async def _in_thread(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], lane: _Lane, timeout_s: float
+    ) -> asyncio.Future[Any]:
         """Call a plain function in a thread. It has a place among ``limit`` until it really ends: a call that was given
         up goes on, and the other side must not get more calls at a time than it may."""
         try:
@@ -293,7 +298,7 @@ class CallRunner:
         def job() -> None:
             value, error = None, None
             try:
-                value = _returned(call.target.function(*args, **call.kwargs))
+                value = _returned(call.target.function(*args, **kwargs))
             except BaseException as problem:
                 error = _as_exception(problem)
             self._returned.append((partial(finish, value, error), partial(call.dropped, value)))

@@ -96,6 +96,8 @@ class Call:
     Args:
         done: called in the thread that waits for the calls.
         ahead: whether it was made before the turn of its record, see ``Journal``.
+        is_compared: whether the arguments are looked at later, so the function must not change them.
+        seen: what the state of other keys was at, see ``Journal``.
         discard: called with a value that nobody takes any more, in any thread.
     """
 
@@ -104,6 +106,8 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     done: Callable[[Call], None] | None = None
     ahead: bool = False
+    is_compared: bool = False
+    seen: int | None = None
     discard: Callable[[Any], None] | None = None
     outcome: Outcome | None = None
 

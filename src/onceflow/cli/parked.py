@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,7 +27,8 @@ def parked() -> None:
     """List, show, retry and drop parked records.
 
     A flow that retries dead letters parks those that have failed for the last time. An ORIGIN is the place where a
-    record was read first: topic/partition/offset.
+    record was read first: topic/partition/offset. Records that were made of one record have the same one. It stands for
+    all of them; a name, as `list` prints it then, stands for one.
 
     `list` and `show` also read an ordinary topic of dead letters. What is in it cannot be retried or dropped here.
     """
@@ -58,12 +60,14 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
     if not found:
         click.echo(f"Nothing is parked in {topic}.", err=True)
         return
-    width = max(6, *(len(shown(record.origin)) for record in found))
+    often = {origin for origin, count in Counter(record.origin for record in found).items() if count > 1}
+    names = [shown(record.name if record.origin in often else record.origin) for record in found]
+    width = max(6, *map(len, names))
     click.echo(f"{'ORIGIN':{width}}  ATTEMPTS  CAUSE")
-    for record in found:
+    for name, record in zip(names, found, strict=True):
         message = shown(record.message.partition("\n")[0])
         message = message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:_MESSAGE_CHARACTERS]}..."
-        click.echo(f"{shown(record.origin):{width}}  {record.attempt:8}  {shown(record.cause)}: {message}")
+        click.echo(f"{name:{width}}  {record.attempt:8}  {shown(record.cause)}: {message}")
     dead_letters = sum(record.dead_letter for record in found)
     if dead_letters:
         click.echo(
@@ -80,11 +84,20 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
 def show(topic: str, origin: str, settings: ClientSettings, as_json: bool) -> None:
     """Show key, value and headers of the record with this ORIGIN.
 
-    When a record has several dead letters, the last one is shown.
+    When several records are parked that have it, all are shown. When a record has several dead letters, the last one is
+    shown.
     """
     from onceflow.admin import parked as parking
 
-    (*_, record) = parking.read(settings, topic, [origin])
+    found = parking.read(settings, topic, [origin])
+    parked_there = [record for record in found if not record.dead_letter]
+    for number, record in enumerate(parked_there or found[-1:]):
+        if number and not as_json:
+            click.echo()
+        _show(record, as_json)
+
+
+def _show(record: Parked, as_json: bool) -> None:
     stamp_ms = None if record.timestamp_ms < 0 else record.timestamp_ms
     if as_json:
         whole = {**field("key", record.key), **field("value", record.value)}
@@ -92,6 +105,8 @@ def show(topic: str, origin: str, settings: ClientSettings, as_json: bool) -> No
         click.echo(json.dumps({**_summary(record), "timestamp_ms": stamp_ms, **whole}))
         return
     click.echo(f"origin     {shown(record.origin)}")
+    if record.name != record.origin:
+        click.echo(f"name       {shown(record.name)}")
     click.echo(f"timestamp  {'unknown' if stamp_ms is None else f'{stamp_ms} ms, {in_utc(stamp_ms)}'}")
     click.echo(f"key        {in_words(record.key, lines=True)}")
     for name, content in record.headers:
@@ -157,7 +172,7 @@ def drop(
 
     chosen = _chosen(origins, everything)
     if not yes:
-        what = "everything that is" if chosen is None else f"{counted(len(set(chosen)))}"
+        what = "everything that is" if chosen is None else f"what has {counted(len(set(chosen)), 'origin')} and is"
         click.confirm(f"Drop {what} parked in {topic} for good?", abort=True, err=True)
     count = parking.drop(settings, topic, chosen)
     dropped = {"topic": topic, "records": count}
@@ -173,6 +188,7 @@ def _chosen(origins: tuple[str, ...], everything: bool) -> tuple[str, ...] | Non
 def _summary(record: Parked) -> dict[str, Any]:
     return {
         "origin": record.origin,
+        "name": record.name,
         "attempt": record.attempt,
         "error": record.cause,
         "message": record.message,

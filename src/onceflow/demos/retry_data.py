@@ -184,17 +184,18 @@ def expected_retry(orders: Iterable[Order], origins: Mapping[str, Origin]) -> It
 
 
 def expected_parked(orders: Iterable[Order], origins: Mapping[str, Origin]) -> Iterator[Expected]:
-    """Those that are never charged, under their origins."""
+    """Those that are never charged, under their origins. Their keys go on: one origin may have several records."""
     for order in orders:
         if order.receipt is None:
             origin = place(origins[order.name])
-            yield Expected(origin, origin.encode(), order.value or b"", headers=None)
+            yield Expected(origin, origin.encode(), order.value or b"", headers=None, goes_on=True)
 
 
 def identify(topic: str, message: Message) -> str | None:
     """The identity of a record in a topic (its name without suffix), as the functions above give it."""
     if topic in ("charged", "parked"):
-        return None if message.key is None else message.key.decode(errors="replace")
+        key = None if message.key is None else message.key.decode(errors="replace")
+        return key if key is None or topic == "charged" else key.rpartition("/")[0]
     headers = onceflow_headers(message)
     origin = "/".join(headers.get(f"onceflow.origin.{name}", "") for name in ("topic", "partition", "offset"))
     return f"{origin}#{headers.get('onceflow.attempt', '')}"

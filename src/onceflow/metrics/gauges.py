@@ -66,7 +66,8 @@ def _bytes(table: TableFacts) -> Values:
 
 
 def _letters(table: TableFacts) -> Values:
-    return {(): table.rows["value"]} if table.waiting_letters and table.rows else {}
+    # The first of the records of an origin is the value of its key, others are entries of a map.
+    return {(): table.rows["value"] + table.rows["entry"]} if table.waiting_letters and table.rows else {}
 
 
 _LOOK: Mapping[str, Callable[[FlowWatch], Values]] = {

@@ -114,6 +114,8 @@ def check_options(
     check_side_topics(side_topics_of(options), OwnTopics(frozenset(sources), own_tables), flow)
     _check_numbers(options, flow)
     _check_durations(options, processor, flow)
+    if isinstance(processor, Retry):
+        _check_retry(options, processor, flow)
     check_store(options.store, flow)
     if options.changelog is not True:
         of_topics = {name: getattr(options, name) for name in ("adopt_existing", "snapshot_per_partition")}
@@ -224,6 +226,22 @@ def _check_durations(options: StepOptions, processor: Processor | ColumnProcesso
                 raise ValueError("it must be positive")
         except ValueError as error:
             raise OptionError(f"{name}={duration!r}: {error}", flow=flow, next_step='for example "5 minutes"') from None
+
+
+def _check_retry(options: StepOptions, processor: Retry, flow: str) -> None:
+    """Refuse what would let waiting records vanish: they are in the table, and nowhere else."""
+    refused = {
+        "retention": options.retention is not None,
+        "ttl": processor.ttl is not None,
+        "changelog=False": not options.changelog,
+    }
+    for name in (name for name, given in refused.items() if given):
+        raise OptionError(
+            f"{name} cannot be combined with Retry: records that wait for their retry would be lost",
+            flow=flow,
+            detail="while a record waits, it is in the table of the step, and nowhere else",
+            next_step=f"leave {name} out; a record leaves the table when it is retried",
+        )
 
 
 def check_side_topics(topics: Iterable[str | None], own: OwnTopics, flow: str) -> None:

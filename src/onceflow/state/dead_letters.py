@@ -48,7 +48,7 @@ had no key."""
 NULL_VALUE = "onceflow.value.null"
 """Header of a parked record whose value was null. In a compacted topic, a null value would delete the record."""
 RETRY_TOPIC = "onceflow.retry.topic"
-"""Header of a parked record: the topic to which its retries went."""
+"""Header of a retried record, and of a parked one: the topic to which its retries go, see `has_come_back`."""
 
 DUPLICATE_ID = "onceflow.duplicate.id"
 """The id of a duplicate."""
@@ -102,7 +102,7 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
         A record with the same key, value, headers and timestamp, and the cause in additional headers. If the record was
         a dead letter or late before, the headers from that time are replaced, except those with its origin.
     """
-    before = dict(record.headers)
+    before = dict(record.headers) if has_come_back(record) else {}
     cause: list[Header] = [
         (ERROR_CLASS, kind.encode(errors="replace")),
         (ERROR_MESSAGE, message[:MAX_MESSAGE].encode(errors="replace")),
@@ -118,7 +118,10 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
         cause += [(name, before[name]) for _, name, _ in places if name in before]
     else:
         cause += [(name, str(where).encode()) for _, name, where in places if where is not None]
-    replaced = {name for name, _ in cause} | {ERROR_STACK}
+    # A letter is read where it was written, so it does not say where a retry of its record was read.
+    replaced = {name for name, _ in cause} | {ERROR_STACK, RETRY_TOPIC}
+    if not has_come_back(record):
+        replaced |= {ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET, ATTEMPT}
     kept = [header for header in record.headers if header[0] not in replaced]
     return Record(record.key, record.value, topic, (*kept, *cause), known_ms(record.timestamp_ms))
 
@@ -143,7 +146,7 @@ def duplicate(record: Record, topic: str, id_: bytes, seen_ms: int | None) -> Re
 
 def dead_letter(record: Record, topic: str, error: BaseException) -> Record:
     """A record that could not be processed, for the dead-letter topic."""
-    further = ((ERROR_STACK, _stack(error).encode(errors="replace")), (ATTEMPT, str(attempts(record) + 1).encode()))
+    further = ((ERROR_STACK, _stack(error).encode(errors="replace")), _next_attempt(record))
     return _with_cause(record, topic, type(error).__name__, text_of(error), further)
 
 
@@ -292,8 +295,7 @@ def refused_record(record: Record, topic: str, kind: str, message: str) -> Recor
     Args:
         kind: class of the error. message: its text.
     """
-    further = ((ATTEMPT, str(attempts(record) + 1).encode()),)
-    return _with_cause(record, topic, kind, message, further)
+    return _with_cause(record, topic, kind, message, (_next_attempt(record),))
 
 
 def described(record: Record, error: BaseException) -> str:
@@ -310,10 +312,28 @@ def described_as(what: str, error: BaseException) -> str:
     return f"{what}: {cut(full_text_of(error), _CAUSE_CHARACTERS)}{f' ({line})' if line else ''}"
 
 
+def has_come_back(record: Record) -> bool:
+    """Whether the headers with origin and attempts, if a record has them, are about this record.
+
+    A flow may pass the headers of a retried record on to its outputs, which are other records: one input may have
+    several. ``Retry`` says in a header to which topic it sends a record, so a record that was read elsewhere has not
+    come back. Records without this header come from other services, or from earlier versions.
+    """
+    sent_to = dict(record.headers).get(RETRY_TOPIC)
+    if sent_to is None or record.topic is None or None in (record.partition, record.offset):
+        return True  # it is not known, or not for sure, where it was read
+    return sent_to == record.topic.encode()
+
+
 def attempts(record: Record) -> int:
     """How often a record has been a dead letter: 0 if it never was, or if its header is not a number."""
     count = dict(record.headers).get(ATTEMPT)
     return int(count) if count is not None and _COUNT.fullmatch(count) else 0
+
+
+def _next_attempt(record: Record) -> Header:
+    before = attempts(record) if has_come_back(record) else 0
+    return ATTEMPT, str(before + 1).encode()
 
 
 def idempotency_key(record: Record) -> str:
@@ -321,12 +341,13 @@ def idempotency_key(record: Record) -> str:
 
     It is ``topic/partition/offset`` of where the record was read for the first time. The flow must read headers
     (``flow.read(..., include_headers=True)``) if records come back. When a topic is deleted and created again, its
-    offsets begin again, and so do these names: prefer an identifier that the record itself has.
+    offsets begin again, and so do these names: prefer an identifier that the record itself has. Rows that were made of
+    one record, as by ``explode``, have the same name: add what tells them apart.
 
     Raises:
         ValueError: the rows lack the columns topic, partition or offset.
     """
-    before = dict(record.headers)
+    before = dict(record.headers) if has_come_back(record) else {}
     origin = [before.get(name) for name in (ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET)]
     if None not in origin:
         return "/".join((part or b"").decode(errors="replace") for part in origin)

@@ -6,7 +6,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onceflow.arguments import known_arguments
 from onceflow.durations import duration_ms
@@ -17,6 +17,7 @@ from onceflow.state.api.deduplication import SOURCE_COLUMNS
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Header, Record
 from onceflow.state.api.serdes import STRING, Serde
+from onceflow.state.api.user_errors import MAX_MESSAGE
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -27,9 +28,13 @@ if TYPE_CHECKING:
 KEY, NULL_VALUE, RETRY_TOPIC = dead_letters.RECORD_KEY, dead_letters.NULL_VALUE, dead_letters.RETRY_TOPIC
 IDENTITY = re.compile(r"[a-zA-Z0-9._-]{1,249}/[0-9]{1,10}/[0-9]{1,19}")
 """An origin: ``topic/partition/offset`` where a record was first read."""
+PARKED = re.compile(rf"({IDENTITY.pattern})(?:/[0-9a-f]{{16}})?")
+"""The key of a parked record: its origin, and what tells it from others of this origin. Earlier versions wrote the
+origin alone."""
 
 _ORIGIN = (dead_letters.ORIGIN_TOPIC, dead_letters.ORIGIN_PARTITION, dead_letters.ORIGIN_OFFSET)
 _TIMER = "due"
+_OTHERS = "others"
 _LENGTH = struct.Struct(">i")
 _HEADERS_TYPE = "array<struct<key:string,value:binary>>"
 
@@ -74,18 +79,20 @@ class Retry(Processor):
     how often the record has failed. The wait grows with every failure of a record. It starts when this flow reads the
     dead letter. A record is parked when it has failed ``max_attempts`` times, or for a cause that no retry can fix. The
     letter of a timer is parked at once, and so is one that was shortened: they are no records of a source. So is one
-    that is too large for the table.
-    ``parked_topic`` should be compacted; its keys are the origins (``topic/partition/offset``) of the records.
+    that is too large for the table, or that the retry topic refuses.
+    ``parked_topic`` should be compacted; its keys begin with the origins (``topic/partition/offset``) of the records.
     ``onceflow parked`` lists, retries and drops parked records.
 
     Waiting records are rows of the table, each with a timer. Row and timer are deleted in the transaction that writes
-    the record to the retry topic, so at any time a record is in exactly one place.
+    the record to the retry topic, so at any time a record is in exactly one place. Several records may have one origin,
+    such as the rows that ``explode`` has made of a record: each waits, is retried and is parked by itself.
 
     Args:
-        retry_topic: gets key, value, timestamp and headers of the record, including those of the last failure. Old
+        retry_topic: gets key, value, timestamp and headers of the record, including those of the last failure, and the
+            name of this topic in ``onceflow.retry.topic``: a flow that reads the record elsewhere counts anew. Old
             records keep their timestamps, so set ``message.timestamp.type=LogAppendTime`` if it has a retention.
-        parked_topic: gets the same with the origin as key. A null value is written as an empty one, with a header that
-            says so.
+        parked_topic: gets the same with the origin in its key. A null value is written as an empty one, with a header
+            that says so.
         base: the wait after the first failure.
         factor: by which the wait grows from one failure to the next.
         ceiling: the longest wait.
@@ -154,9 +161,9 @@ class Retry(Processor):
     def by_origin(df: DataFrame) -> DataFrame:
         """The same dead letters with their origins, ``topic/partition/offset``, as keys. ``Retry`` needs this.
 
-        Dead letters may have no key, or share a key with others, but the origin of a record is unique. The record's own
-        key is kept in a header. If the headers of a dead letter do not name its origin, the dead letter's own topic,
-        partition and offset are used.
+        Dead letters may have no key, or share a key with others, but all have an origin. Records that were made of one
+        record have the same one. The record's own key is kept in a header. If the headers of a dead letter do not name
+        its origin, the dead letter's own topic, partition and offset are used.
 
         Args:
             df: what ``flow.read(..., include_headers=True)`` returns. You may filter its rows, but keep its columns.
@@ -233,32 +240,43 @@ class Retry(Processor):
             raise ValueError(f"key {key!r:.200} is not an origin: give Retry the result of Retry.by_origin(df)")
         for record in records:
             attempt = max(1, dead_letters.attempts(record))
+            original = _original(record)
+            place, is_taken = _place_of(original, attempt, state)
             final = _cause(record) in self.permanent or bool(dead_letters.why_not_retried(record.headers))
             if attempt >= self.max_attempts or final:
-                state.delete()
-                state.timers.cancel(_TIMER)
-                yield self._parked(key, record)
+                if is_taken:
+                    place.clear()
+                yield self._parked(key, original, record.topic, record.offset)
                 continue
-            state.put(_original(record))
+            place.put(original)
             try:
                 state._scope.check_rows()
             except BadRecordError:  # it is as large as its topic takes, so it cannot wait in the table
-                state.delete()
-                state.timers.cancel(_TIMER)
-                yield self._parked(key, record)
+                place.clear()
+                yield self._parked(key, original, record.topic, record.offset)
             else:
-                state.timers.register(_TIMER, state.now_ms + self.delay_ms(key, attempt), "processing")
+                state.timers.register(place.timer, state.now_ms + self.delay_ms(key, attempt), "processing")
 
     def on_timer(self, key: str, timer: Timer, state: State) -> Iterator[Record]:
-        """Write the record to the retry topic. See `Processor.on_timer`."""
-        waiting: Record | None = state.get()
-        if waiting is not None:
-            state.delete()
-            headers = (*waiting.headers, *_origin_headers(key))
-            yield Record(waiting.key, waiting.value, self.retry_topic, headers, waiting.timestamp_ms)
+        """Write the record to the retry topic, or park it if that topic refuses it. See `Processor.on_timer`."""
+        place = _Place(state, timer.name[len(_TIMER) + 1 :])
+        waiting = place.get()
+        if waiting is None:
+            return
+        place.clear()
+        headers = (*waiting.headers, *_origin_headers(key), (RETRY_TOPIC, self.retry_topic.encode()))
+        again = Record(waiting.key, waiting.value, self.retry_topic, headers, waiting.timestamp_ms)
+        if why := state._scope.refusal(again):
+            yield self._parked(key, _refused(waiting, why), timer.name, timer.at_ms)
+        else:
+            yield again
 
-    def _parked(self, origin: str, record: Record) -> Record:
-        original = _original(record)
+    def _parked(self, origin: str, original: Record, *place: object) -> Record:
+        """A record for the topic of parked records.
+
+        Args:
+            place: where it comes from. It tells equal records apart, and is the same when a batch runs again.
+        """
         headers = [*original.headers, *_origin_headers(origin), (RETRY_TOPIC, self.retry_topic.encode())]
         if original.key is not None:
             headers.append((KEY, original.key))
@@ -266,7 +284,87 @@ class Retry(Processor):
         if value is None:
             value = b""
             headers.append((NULL_VALUE, b"true"))
-        return Record(origin, value, self.parked_topic, headers, original.timestamp_ms)
+        # Compaction keeps one record of each key, so records of the same origin need keys of their own.
+        own = _digest(_encoded(original), repr(place).encode())
+        return Record(f"{origin}/{own}", value, self.parked_topic, headers, original.timestamp_ms)
+
+
+class _Place(NamedTuple):
+    """Where one of the records of an origin waits.
+
+    Args:
+        state: of the origin.
+        name: of an entry of the map `_OTHERS`; empty: the value of the key. Mostly an origin has one record, which is
+            there, and so are those that earlier versions have stored.
+    """
+
+    state: State
+    name: str = ""
+
+    @property
+    def timer(self) -> str:
+        return f"{_TIMER}-{self.name}" if self.name else _TIMER
+
+    def get(self) -> Record | None:
+        found: Record | None = self.state.map(_OTHERS).get(self.name) if self.name else self.state.get()
+        return found
+
+    def put(self, record: Record) -> None:
+        """Let a record wait. It lives as long as it takes, whatever the default is."""
+        if self.name:
+            self.state.map(_OTHERS).put(self.name, record, ttl="never")
+        else:
+            self.state.put(record, ttl="never")
+
+    def clear(self) -> None:
+        """Delete the record and its timer."""
+        if self.name:
+            self.state.map(_OTHERS).delete(self.name)
+        else:
+            self.state.delete()
+        self.state.timers.cancel(self.timer)
+
+
+def _place_of(record: Record, attempt: int, state: State) -> tuple[_Place, bool]:
+    """The place for a record that has failed, and whether an earlier attempt of it waits there.
+
+    Records with the same key, value and attempt are different records, because a record that waits cannot fail.
+    """
+    first = _Place(state)
+    waiting = first.get()
+    if waiting is not None and _is_earlier(waiting, record, attempt):
+        return first, True
+    free = first if waiting is None else None
+    digest = _digest(_encoded(Record(record.key, record.value)))
+    number = 0
+    while True:
+        place = _Place(state, f"{digest}-{number}")
+        waiting = place.get()
+        if waiting is None:
+            return free or place, False
+        if _is_earlier(waiting, record, attempt):
+            return place, True
+        number += 1
+
+
+def _is_earlier(waiting: Record, record: Record, attempt: int) -> bool:
+    same = (waiting.key, waiting.value) == (record.key, record.value)
+    return same and max(1, dead_letters.attempts(waiting)) < attempt
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
+
+
+def _refused(waiting: Record, why: str) -> Record:
+    """The record with another cause: its topic refuses it. What it has failed with before is in the message."""
+    told = dict(waiting.headers)
+    before = (told.get(dead_letters.ERROR_MESSAGE) or b"").decode(errors="replace")
+    message = f"it cannot be retried: {why}; it failed with {_cause(waiting) or 'an unknown error'}: {before}"
+    cause = {dead_letters.ERROR_CLASS: BadRecordError.__name__, dead_letters.ERROR_MESSAGE: message[:MAX_MESSAGE]}
+    headers = [header for header in waiting.headers if header[0] not in cause]
+    headers += [(name, text.encode(errors="replace")) for name, text in cause.items()]
+    return Record(waiting.key, waiting.value, headers=headers, timestamp_ms=waiting.timestamp_ms)
 
 
 def _original(dead_letter: Record) -> Record:

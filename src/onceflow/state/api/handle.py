@@ -140,11 +140,13 @@ class State:
         high = b"w" if end is None else b"v" + self._key_bytes(end)
         if why := against_order(start, end, low, high):
             raise ValueError(f"state.range(): {why}")
+        self._scope.scanned = True
         return self._values(self._overlay.scan(low, high, reverse=reverse))
 
     def prefix(self, prefix: bytes | str) -> Iterator[tuple[Any, Any]]:
         """Keys and values of this partition whose keys begin with these bytes."""
         low = b"v" + (prefix.encode() if isinstance(prefix, str) else prefix)
+        self._scope.scanned = True
         return self._values(self._overlay.scan(low, rows.after(low) or b"w"))
 
     def _values(self, found: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[Any, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -64,6 +65,15 @@ class Record:
             self.partition,
             self.offset,
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        """A call may copy its record for each attempt, and the general way takes three times as long."""
+        found = copy.copy(self)
+        memo[id(self)] = found
+        found.key, found.value = copy.deepcopy(self.key, memo), copy.deepcopy(self.value, memo)
+        if type(self.headers) is not tuple:
+            found.headers = copy.deepcopy(self.headers, memo)
+        return found
 
     def __eq__(self, other: object) -> bool:
         return self._fields() == other._fields() if isinstance(other, Record) else NotImplemented

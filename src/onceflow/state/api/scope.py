@@ -82,8 +82,12 @@ class Scope:
         self.uses_clock = ttl_ms is not None
         """Whether results may depend on processing time: user code has asked for it, or has set a timer of that clock
         or a time to live, even if it was taken back in the same batch."""
+        self.scanned = False
+        """Set when user code has read the state of other keys."""
         self.check_rows: Callable[[], None] = _nothing
         """Raises a BadRecordError if the topics of the table do not take a row that this call has put."""
+        self.refusal: Callable[[Record], str] = _taken
+        """Why its topic does not take a record with key and value in bytes, in words; empty: it does."""
         self.failures: Failures | None = None
         """Set while a timer that has failed runs once more: it leaves out what it cannot do, and notes it here."""
         self.fatal: OnceflowError | None = None
@@ -174,6 +178,11 @@ class Scope:
 
 def _nothing() -> None:
     """There are no limits."""
+
+
+def _taken(record: Record) -> str:
+    """What topics take is not known."""
+    return ""
 
 
 def _later(now_ms: int, ttl_ms: int) -> int:

@@ -57,6 +57,7 @@ class CallEngine(Engine):
         self._owns_runner = runner is None
         self._goes_ahead = all(calls.order is None for calls in calls_of(processor))
         self._queues: dict[bytes, deque[_Waiting]] = {}
+        self._records_done = 0
         # Event times of records of which some may yet be rejected, see `_note_processed`.
         self._times: list[tuple[pa.RecordBatch, Any, set[int], set[int]]] = []
 
@@ -138,7 +139,7 @@ class CallEngine(Engine):
                 continue
             queue = self._queues.setdefault(raw_key, deque())
             for at in where[start:end]:
-                journal = Journal(self._runner, partial(self._wake, raw_key, raw[at]))
+                journal = Journal(self._runner, partial(self._wake, raw_key, raw[at]), self._seen)
                 queue.append(_Waiting(raw[at], journal, partial(rejected.add, at)))
             self._advance(raw_key)
             if self._goes_ahead:
@@ -151,12 +152,17 @@ class CallEngine(Engine):
         if queue and queue[0].record is record:
             self._advance(raw_key)
 
+    def _seen(self) -> int | None:
+        """See `Journal`."""
+        return self._records_done if self._scope.scanned else None
+
     def _advance(self, raw_key: bytes) -> None:
         """Process the records of a key until one has to wait."""
         queue = self._queues[raw_key]
         while queue:
             if not self._is_done(queue[0], raw_key):
                 return
+            self._records_done += 1
             queue.popleft().journal.settled()
         del self._queues[raw_key]
 
@@ -167,6 +173,7 @@ class CallEngine(Engine):
         mark = collector.mark()
         result = None
         problem: Exception | None = None
+        self._scope.scanned = False
         with journal.replay():
             try:
                 record = self._decoded_again(waiting.record, raw_key)
@@ -202,6 +209,7 @@ class CallEngine(Engine):
         overlay.savepoint()
         mark = collector.mark()
         result = None
+        self._scope.scanned = False
         with waiting.journal.replay(ahead=True):
             with suppress(Suspended, Exception):  # what fails now may succeed in its turn
                 record = self._decoded_again(waiting.record, raw_key)

@@ -180,17 +180,22 @@ class OutputCollector:
         self._extras[len(self._keys)] = topic, list(letter.headers), at_ms
         return letter.key, letter.value
 
+    def refusal(
+        self, topic: str | None, key: bytes | None, value: bytes | None, headers: Iterable[Header], at_ms: int | None
+    ) -> str:
+        """Why a topic does not take a record, in words; empty: it does, or it is not known."""
+        rules = self._rules_of(topic)
+        return "" if rules is None else rules.refusal(key, value, rules.headers_as_written(headers, at_ms, clock_ms()))
+
     def _check_rules(
         self, topic: str | None, key: bytes | None, value: bytes | None, headers: Sequence[Header], at_ms: int | None
     ) -> None:
-        rules = self._rules_of(topic)
-        if rules is None:
-            return
-        why = rules.refusal(key, value, rules.headers_as_written(headers, at_ms, clock_ms()))
+        why = self.refusal(topic, key, value, headers, at_ms)
         if why:
+            rules = self._rules_of(topic)
             raise BadRecordError(
                 f"an output cannot be written: {why}",
-                topic=rules.topic,
+                topic=topic if rules is None else rules.topic,
                 detail=f"yielded with the key {key!r:.120}",
                 next_step="correct the processor or the topic; with on_error='dead-letter' and dead_letter_topic= the "
                 "record that it was yielded for goes to a topic instead",

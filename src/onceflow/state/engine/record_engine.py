@@ -63,6 +63,7 @@ class Engine(BaseEngine):
     def __init__(self, processor: Processor, *arguments: Any, **options: Any) -> None:
         super().__init__(processor, *arguments, **options)
         self._collector = self._new_collector()
+        self._scope.refusal = self._refusal
         self._own_event_time = False
 
     def start(self) -> None:
@@ -160,6 +161,9 @@ class Engine(BaseEngine):
     def _can_be_written(self, key: Any, raw_key: bytes, records: list[Record]) -> None:
         """Raise what writing these records of a timer would raise."""
         self._new_collector().extend(records, key, raw_key)
+
+    def _refusal(self, record: Record) -> str:
+        return self._collector.refusal(record.topic, record.key, record.value, record.headers, record.timestamp_ms)
 
     def _new_collector(self) -> OutputCollector:
         processor = self.processor
