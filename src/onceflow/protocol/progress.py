@@ -261,14 +261,10 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
     if progress.driver is not None:
         process = progress.driver
         content["driver"] = {"host": process.host, "pid": int(process.pid), "since_ms": int(process.since_ms)}
-    if progress.external:
-        content["external"] = progress.external
-    if progress.external_commit:
-        content["external_commit"] = progress.external_commit
+    texts = {name: getattr(progress, name) for name in ("external", "external_commit", "transactional_id")}
+    content |= {name: text for name, text in texts.items() if text}
     if progress.external_before is not None:
         content["external_before"] = progress.external_before
-    if progress.transactional_id:
-        content["transactional_id"] = progress.transactional_id
     if progress.tables:
         content["tables"] = {name: _table_content(table) for name, table in progress.tables.items()}
     content["format"] = PROGRESS_FORMAT if _is_long(content) else 1
