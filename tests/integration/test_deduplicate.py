@@ -82,8 +82,9 @@ def test_first_records_pass_and_the_rest_is_told(
     batch = orders.run(write=write, **aside).batches[-1]
     assert (batch.records, batch.duplicates, batch.late) == (2, 2, 1), "id-4 is forgotten"
     assert values(pipe, aside["late"]) == [20, 35]
-    assert {21, 34, 37} < set(values(pipe, aside["duplicates_topic"]))
-    assert {22, 25, *range(26, 34), 36} < set(values(pipe, pipe.target))
+    assert {21, 34} < set(values(pipe, aside["duplicates_topic"]))
+    assert {22, 25, *range(26, 34)} < set(values(pipe, pipe.target))
+    assert len({36, 37} & set(values(pipe, pipe.target))) == 1, "the first one that was read"
     everything = [*values(pipe, pipe.target), *values(pipe, aside["late"]), *values(pipe, aside["duplicates_topic"])]
     assert sorted(everything) == list(range(38)), "nothing is lost, nothing is twice"
     first = independent.read_topic(pipe.bootstrap, pipe.target)[0]

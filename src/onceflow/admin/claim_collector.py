@@ -213,6 +213,7 @@ class Collector:
         else:
             named = self._with_written(flows, there)
         self._check_flows(flows, named)
+        told = {*named, *(name + INTERNAL_SUFFIX for name in named)}
         if not self._every:
             named += self._of_no_flow(flows, there, named)
         companions = [name + INTERNAL_SUFFIX for name in named if name + INTERNAL_SUFFIX not in named]
@@ -220,7 +221,7 @@ class Collector:
             if find_topic(cluster, companion, "READ", deadline) is None:
                 companions.remove(companion)
         found = find_topics(cluster, dict.fromkeys([*named, *companions], ""), deadline)
-        self.found.references = {**dict.fromkeys(found, 0), **self.found.references}
+        self.found.references = {**dict.fromkeys((name for name in found if name in told), 0), **self.found.references}
         return {name: sorted(topic.leaders) for name, topic in found.items()}
 
     def _with_written(self, flows: Sequence[Progress], there: Mapping[str, object]) -> list[str]:
