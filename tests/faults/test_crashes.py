@@ -115,7 +115,8 @@ def test_driver_kills_itself(make_pipe: Any, step: str, engine: str) -> None:
     check_recovered(pipe)
 
 
-@pytest.mark.parametrize("each", [pytest.param(True, marks=pytest.mark.long), False], ids=["each way", "in turn"])
+@pytest.mark.long
+@pytest.mark.parametrize("each", [True, False], ids=["each way", "in turn"])
 def test_exception(make_pipe: Any, inject: Any, each: bool) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step; by the direct engine and by Spark's."""
     pipe = make_pipe()

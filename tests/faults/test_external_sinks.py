@@ -228,13 +228,13 @@ def known_to_collections(servers: str) -> set[str]:
         return {each.flow for each in found if each.external}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind, steps",
     [
-        (External, ("commit first", "commit", "progress", "settle")),
-        pytest.param(External, (*hooks.EXTERNAL_STEPS, "commit first"), marks=pytest.mark.long),
-        pytest.param(Delta, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
-        pytest.param(Bucket, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
+        (External, (*hooks.EXTERNAL_STEPS, "commit first")),
+        (Delta, hooks.EXTERNAL_STEPS),
+        (Bucket, hooks.EXTERNAL_STEPS),
     ],
 )
 def test_driver_killed(

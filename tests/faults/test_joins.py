@@ -175,7 +175,8 @@ def test_exception(make_join_pipe: Any, inject: Any) -> None:
     pipe.check()
 
 
-@pytest.mark.parametrize("action", [pytest.param("raise", marks=pytest.mark.long), "kill"])
+@pytest.mark.long
+@pytest.mark.parametrize("action", ["raise", "kill"])
 def test_task_dies(make_join_pipe: Any, inject: Any, action: str) -> None:
     """All attempts of a batch see the tables at the same offsets."""
     pipe = make_join_pipe()

@@ -18,7 +18,6 @@ from onceflow.testing import faults
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 
-@pytest.mark.short_form
 @pytest.mark.timeout(420)  # eight drivers
 @pytest.mark.parametrize(
     "query, steps",

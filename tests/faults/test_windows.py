@@ -121,6 +121,7 @@ def test_driver_kills_itself_among_windows(make_state_pipe: Any, make_topic: Any
         pipe.end_driver(process)
 
 
+@pytest.mark.long
 def test_task_dies_among_windows(
     make_state_pipe: Any, make_topic: Any, inject: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -557,8 +557,9 @@ def test_the_very_first_batch_is_run_again_for_its_state_only(
     assert service.new() == sums(first + more)
 
 
+@pytest.mark.long
 @pytest.mark.spark_since(4, 1)
-@pytest.mark.parametrize("state_format", [2, pytest.param(1, marks=pytest.mark.long)], indirect=True)
+@pytest.mark.parametrize("state_format", [2, 1], indirect=True)
 def test_a_failed_attempt_leaves_nothing_in_the_state(
     make_service: Any, state_format: int, inject: Callable[..., None], tmp_path: Path
 ) -> None:

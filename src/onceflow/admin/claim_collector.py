@@ -121,6 +121,7 @@ class Collector:
         self._until_ms = now_ms - older_than_ms
         self._show, self._check = show, check
         self.found = Collection()
+        self._of_nobody: set[str] = set()  # topics that are read to be sure, and not shown or remembered
         self.earlier = store.check()
         """Where the last run which was no dry run has looked; nothing if there was no such run."""
         self._check_earlier()
@@ -213,15 +214,18 @@ class Collector:
         else:
             named = self._with_written(flows, there)
         self._check_flows(flows, named)
-        told = {*named, *(name + INTERNAL_SUFFIX for name in named)}
         if not self._every:
-            named += self._of_no_flow(flows, there, named)
+            more = self._of_no_flow(flows, there, named)
+            self._of_nobody = {*more, *(name + INTERNAL_SUFFIX for name in more)}
+            named += more
         companions = [name + INTERNAL_SUFFIX for name in named if name + INTERNAL_SUFFIX not in named]
         for companion in list(companions):
             if find_topic(cluster, companion, "READ", deadline) is None:
                 companions.remove(companion)
         found = find_topics(cluster, dict.fromkeys([*named, *companions], ""), deadline)
-        self.found.references = {**dict.fromkeys((name for name in found if name in told), 0), **self.found.references}
+        for name in found:
+            if name not in self._of_nobody:
+                self.found.references.setdefault(name, 0)
         return {name: sorted(topic.leaders) for name, topic in found.items()}
 
     def _with_written(self, flows: Sequence[Progress], there: Mapping[str, object]) -> list[str]:
@@ -427,7 +431,8 @@ class Collector:
         if names:
             with self._transaction():
                 self._names.executemany("DELETE FROM objects WHERE name = ?", ((name,) for name in names))
-            self.found.references[place] = self.found.references.get(place, 0) + len(names)
+            if place not in self._of_nobody:
+                self.found.references[place] = self.found.references.get(place, 0) + len(names)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
