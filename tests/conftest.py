@@ -32,6 +32,8 @@ from onceflow.testing import faults, independent
 from onceflow.testing.s3 import S3Server, running_s3
 from onceflow.testing.waiting import wait_until
 
+LONG_SECONDS = 600
+
 # No example fails because it is slow: a machine may be busy at any moment.
 hypothesis.settings.register_profile("onceflow", deadline=None)
 hypothesis.settings.load_profile("onceflow")
@@ -62,12 +64,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out, and count as deselected, the tests of what this version of Spark does not have.
 
     Mark those of the suite of external sinks that kill processes: the suite, which others use, has no marks of ours.
+
+    Long tests get more time: one of two minutes takes twice as long beside another one.
     """
     from onceflow.spark import versions
 
     for item in items:
         if getattr(item, "originalname", "") == "test_processes_are_killed_at_any_moment":
             item.add_marker(pytest.mark.faults)
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_SECONDS))
     marks = {item: item.get_closest_marker("spark_since") for item in items}
     newer = [item for item, mark in marks.items() if mark and versions.current() < mark.args]
     if newer:
