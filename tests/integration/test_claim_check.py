@@ -325,7 +325,7 @@ Parts = tuple[bytes | None, bytes | None, list[tuple[str, bytes]]]
 def _refused(raw: bytes, *, record: bool = False) -> Record:
     """The dead letter of a row that a database has refused."""
     given = {"key": b"k", "value": raw, "headers": [{"key": "h", "value": b"v"}]} if record else {}
-    return refused_rows._letter(RefusedRow({"k": 1, "v": raw}, "IntegrityError", f"no: {raw!r}", given), "dead")
+    return refused_rows._letter(RefusedRow({"k": 1, "v": raw}, "IntegrityError", f"no: {raw!r}", given), "dead", [])
 
 
 def _progress_row(raw: bytes) -> bytes:

@@ -14,9 +14,9 @@ from onceflow.client.deadline import Deadline
 from onceflow.driver import external_run
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.external_waiting import at_start
-from onceflow.driver.refused_rows import progress_row
+from onceflow.driver.refused_rows import _letter, progress_row
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, OptionError, ProtocolError
-from onceflow.external.sink import BatchAttempt, ProgressRow, UnavailableError, next_generation
+from onceflow.external.sink import BatchAttempt, ProgressRow, RefusedRow, UnavailableError, next_generation
 from onceflow.messages import TaskPlace
 from onceflow.planning.external_start import of_row, plan_external
 from onceflow.planning.source_starts import SourceTopic
@@ -293,3 +293,19 @@ def test_an_error_of_a_sink_has_class_and_place() -> None:
         Careless(fails).write(BatchAttempt("f@c", "o", 1, 4, 1), "0", [])
     told = in_short(caught.value)
     assert told.startswith("KeyError: 'rows' (raised in fails, test_external_sinks.py:")
+
+
+@pytest.mark.parametrize("topic, attempt, origin", [("sports", b"4", b"orders"), ("orders-retry", b"4", b"orders")])
+def test_a_table_may_have_a_column_topic_of_its_own(topic: str, attempt: bytes, origin: bytes) -> None:
+    """It is no place of a record unless the flow reads a topic of this name."""
+    headers = {
+        "onceflow.origin.topic": b"orders",
+        "onceflow.origin.partition": b"0",
+        "onceflow.origin.offset": b"7",
+        "onceflow.attempt": b"3",
+        "onceflow.retry.topic": b"orders-retry",
+    }
+    record = {"headers": [{"key": name, "value": content} for name, content in headers.items()], "value": b"v"}
+    row = RefusedRow({"topic": topic, "partition": 0, "offset": 9}, "UniqueViolation", "twice", record)
+    found = dict(_letter(row, "dead", ["orders", "orders-retry"]).headers)
+    assert (found["onceflow.attempt"], found["onceflow.origin.topic"]) == (attempt, origin)

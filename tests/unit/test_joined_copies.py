@@ -7,8 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from onceflow.client.committed import Chunk
 from onceflow.errors import OnceflowError
 from onceflow.state import rows
+from onceflow.state.api.serdes import BYTES
 from onceflow.state.joins import copies
 from onceflow.state.joins.copies import InexactCopyError, JoinedCopies, open_copy
 from onceflow.state.joins.spec import JoinSpec
@@ -24,6 +28,7 @@ from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import DATA, RocksdbStore
+from onceflow.task.join_task import JoinTask
 from onceflow.testing.columns import ReadsColumns
 
 
@@ -260,3 +265,46 @@ def test_a_copy_of_an_idle_topic_does_not_age(tmp_path: Path) -> None:
     assert refreshed is not None
     assert refreshed.time_ms >= record.time_ms
     assert log.reads == 1
+
+
+class Logs(ReadsColumns):
+    """A topic of two partitions."""
+
+    def __init__(self) -> None:
+        self.partitions = (Log(), Log())
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+        return self.partitions[partition].read(topic, 0, start, end)
+
+    def end(self, topic: str, partition: int) -> int:
+        return self.partitions[partition].end(topic, 0)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=8), st.booleans(), st.booleans())
+def test_a_join_finds_keys_wherever_they_are(places: list[int], co_partitioned: bool, one_by_one: bool) -> None:
+    """``Flow.join_table``: whatever partitioner the table's producer has, and however the rows are divided."""
+    logs = Logs()
+    keys = [b"k%d" % n for n in range(len(places))]
+    for key, place in zip(keys, places, strict=True):
+        logs.partitions[place].put(key, b"value of " + key)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = JoinSpec(
+            "t", "customers", "id", 2, None, BYTES, co_partitioned, MemoryStore, "flow", "run", Path(folder), 86_400_000
+        )
+        order: Any = SimpleNamespace(
+            spec=spec, on="k", inner=False, raw=True, flow="f", fields=pa.schema([("v", pa.binary())])
+        )
+        ends = {number: log.stable for number, log in enumerate(logs.partitions)}
+        joined = JoinedCopies({"t": spec}, {"customers": ends}, logs)
+        rows_of = [[key] for key in keys] if one_by_one else [keys]
+        found = [
+            value
+            for part in rows_of
+            for value in JoinTask(order)
+            ._joined(pa.RecordBatch.from_pydict({"k": pa.array(part, pa.binary())}), joined, 0)
+            .column("v")
+            .to_pylist()
+        ]
+        joined.close()
+    assert found == [b"value of " + key for key in keys]

@@ -166,6 +166,12 @@ def test_an_import_with_the_state_of_the_file() -> None:
     assert imported(WITH_TABLE, state=DELETE).deletes
 
 
+def test_tables_without_rows_have_no_fields() -> None:
+    """After that the processor may declare others."""
+    before = replace(WITH_TABLE, tables={"t": TableProgress(2, fields="aggregates(n=Count()) of Tumbling")})
+    assert without_state(before, {}).tables["t"].fields is None
+
+
 def test_an_import_of_a_promoted_flow_that_has_not_run_yet() -> None:
     """What it must not write again comes with the state of the file."""
     handover = HandOver({"in": {0: 40}}, {"t": {"event": 7}})

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.state import dead_letters
 from onceflow.state.api.record import Record
 from onceflow.state.api.timers import Timer
+from onceflow.state.engine.returned import returned
 from onceflow.state.retry import KEY, NULL_VALUE, PARKED, RETRY_TOPIC, Retry
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -92,15 +94,29 @@ def test_the_wait_grows_up_to_the_ceiling(attempt: int | bytes, seconds: float) 
     assert timer.at_ms == seconds * 1000
 
 
-def test_a_record_that_waits_may_fail_again_it_waits_once() -> None:
-    """Letters that are read once more, for example: the last attempt of a record counts."""
-    driver = ProcessorDriver(policy(base=2))
-    driver.send(ORIGIN, b"other", headers=letter(1))
-    driver.send_many([Record(ORIGIN, b"order", headers=letter(attempt)) for attempt in (1, 2)])
-    found = {record.value: dict(record.headers)[dead_letters.ATTEMPT] for record in driver.advance(3600)}
-    assert found == {b"other": b"1", b"order": b"2"}
-    assert len(driver.outputs) == 2
+def test_an_equal_record_that_waits_stays() -> None:
+    """Two rows of one record are equal, and the first one fails again before the second one is due."""
+    driver = ProcessorDriver(policy(base=10, max_attempts=3))
+    driver.send(ORIGIN, b"item", headers=letter(1))
+    driver.advance(5)
+    driver.send(ORIGIN, b"item", headers=letter(1))
+    assert len(driver.advance(5)) == 1
+    driver.send(ORIGIN, b"item", headers=letter(2))
+    found = driver.advance(3600)
+    assert [dict(record.headers)[dead_letters.ATTEMPT] for record in found] == [b"1", b"2"]
     assert (driver.states, driver.timers, driver.map(ORIGIN, "others")) == ({}, [], {})
+    driver.send(ORIGIN, b"item", headers=letter(1))
+    (parked,) = driver.send(ORIGIN, b"item", headers=letter(3))
+    assert parked.topic == "parked"
+    assert len(driver.advance(3600)) == 1
+
+
+def test_equal_letters_are_parked_under_keys_of_their_own() -> None:
+    places = [(partition, offset) for partition in range(2) for offset in range(2)]
+    read = [Record(ORIGIN, b"item", "failed", tuple(letter(1)), 7, *place) for place in places]
+    state: Any = None  # nothing waits
+    found = [*policy(max_attempts=1).process(ORIGIN, read, state)]
+    assert len({record.key for record in found}) == len(places)
 
 
 def test_jitter_spreads_below_the_wait_and_says_the_same_again() -> None:
@@ -152,9 +168,11 @@ def test_causes_are_classes_or_their_names() -> None:
 
 def test_what_is_parked_does_not_wait_any_more() -> None:
     driver = ProcessorDriver(policy())
-    driver.send_many([Record(ORIGIN, b"a", headers=letter(1)), Record(ORIGIN, b"a", headers=letter(2, "KeyError"))])
+    driver.send(ORIGIN, b"a", headers=letter(1))
+    driver.advance(3600)
+    driver.send(ORIGIN, b"a", headers=letter(2, "KeyError"))
     assert (driver.states, driver.timers) == ({}, [])
-    assert [record.topic for record in driver.outputs] == ["parked"]
+    assert [record.topic for record in driver.outputs] == ["retry", "parked"]
 
 
 def test_null_key_and_null_value_are_parked_so_that_they_can_be_told() -> None:
@@ -432,3 +450,28 @@ def test_options_that_make_no_sense(options: dict[str, Any], text: str) -> None:
 def test_it_goes_to_tasks() -> None:
     copy = pickle.loads(pickle.dumps(policy(base=3)))
     assert copy.delay_ms(ORIGIN, 1) == 3000
+
+
+def test_the_name_of_a_record_is_where_it_was_read_whatever_topic_it_is_given() -> None:
+    headers = [*ORIGIN_HEADERS, (RETRY_TOPIC, b"orders-retry")]
+    came_back = Record(b"ada", b"item", "orders-retry", tuple(headers), 7, 0, 3, "orders-retry")
+    first = Record(b"ada", b"item", "orders", (), 7, 0, 3, "orders")
+    names = [dead_letters.idempotency_key(each) for each in (came_back, first)]
+    assert names == [ORIGIN, "orders/0/3"]
+    came_back.topic = first.topic = "audit"
+    assert [dead_letters.idempotency_key(each) for each in (came_back, first)] == names
+
+
+def test_headers_that_are_passed_on_are_no_return() -> None:
+    """Flow.deduplicate refuses records that come back in front of it."""
+    headers = [(name, content) for name, content in letter(1) if name != KEY]
+    rows = {
+        "topic": ["corrections", "orders-retry", "orders"],
+        "headers": [[*headers, (RETRY_TOPIC, b"orders-retry")]] * 2 + [headers],
+    }
+    kind = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+    structs = [[{"key": name, "value": content} for name, content in each] for each in rows["headers"]]
+    batch = pa.record_batch([pa.array(rows["topic"]), pa.array(structs, kind)], names=["topic", "headers"])
+    found = returned(batch, ["orders", "orders-retry", "corrections"])
+    assert found is not None
+    assert found.tolist() == [1, 2]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -73,7 +73,7 @@ class RefusedRows:
         self._found = Letters(records, len(refused), causes)
         self._run.check(self._found)
         rules = self._targets[self.topic or ""].rules(self.topic or "", "none") if refused else None
-        letters = [fitted(_letter(row, self.topic or ""), rules) for row in refused]
+        letters = [fitted(_letter(row, self.topic or "", progress.offsets), rules) for row in refused]
         self.letters = _table(letters)
         self.text = progress_row(progress, self.letters)
         return self.text
@@ -148,10 +148,16 @@ def parsed(flow_key: str, text: str) -> tuple[Progress, pa.Table]:
     return progress, OUTPUT_SCHEMA.empty_table() if letters is None else unpacked(base64.b64decode(letters))
 
 
-def _letter(refused: RefusedRow, topic: str) -> Record:
-    """The record that the row was made of, as far as the DataFrame has it; its value is the row itself otherwise."""
-    # A table may have columns for the place of a record, too.
+def _letter(refused: RefusedRow, topic: str, sources: Collection[str]) -> Record:
+    """The record that the row was made of, as far as the DataFrame has it; its value is the row itself otherwise.
+
+    Args:
+        sources: the topics that the flow reads.
+    """
+    # A table may have columns for the place of a record, too; or columns with these names that mean something else.
     place = {name: refused.row[name] for name, kind in _PLACE.items() if isinstance(refused.row.get(name), kind)}
+    if place.get("topic") not in (None, *sources):
+        place = {}
     given = {**place, **refused.record}
     at = given.get("timestamp")
     record = Record(

@@ -19,8 +19,8 @@ from onceflow.state.api.processor import MAX_AHEAD
 
 DROP = "drop"
 HASHED = "sha256:"
-"""What the state's key of a long id begins with. An id that begins like that by itself is replaced like a long one, or
-it could be taken for one."""
+"""What the state's key of a long id begins with. An id that is such a key by itself is replaced like a long one, or it
+would be taken for one."""
 
 _AS_TEXT = (
     T.ByteType,
@@ -33,6 +33,7 @@ _AS_TEXT = (
 )
 _RECORDS_MAX = 1 << 40
 _ID_BYTES_MAX = 470
+_HEX_DIGITS = 64
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _milliseconds(within: Any, flow: str) -> int:
 def dedup_columns(df: DataFrame, options: DedupOptions, flow: str, *, one_topic: bool) -> DataFrame:
     """The rows of the step: those of every step, with the id in place of the key, and the record's key beside it.
 
-    A long id is replaced by its SHA-256, so that the state of a key stays small; so is one that begins like these.
+    A long id is replaced by its SHA-256, so that the state of a key stays small; so is one that is such a digest.
 
     Args:
         one_topic: whether all rows come from one topic: then no topic column is needed.
@@ -130,7 +131,8 @@ def dedup_columns(df: DataFrame, options: DedupOptions, flow: str, *, one_topic:
     # One projection, in which every expression sees the columns of ``df``.
     binary_key = F.col("key") if isinstance(types["key"], T.BinaryType) else F.col("key").cast("binary")
     marker = F.lit(HASHED).cast("binary")
-    is_hashed = (F.length(id_) > F.lit(_ID_BYTES_MAX)) | F.startswith(id_, marker)
+    is_digest = (F.length(id_) == F.lit(len(HASHED) + _HEX_DIGITS)) & F.startswith(id_, marker)
+    is_hashed = (F.length(id_) > F.lit(_ID_BYTES_MAX)) | is_digest
     hashed = F.concat(F.lit(HASHED), F.sha2(id_, 256)).cast("binary")
     wanted: list[Column] = [F.when(is_hashed, hashed).otherwise(id_).alias("key")]
     wanted.append((F.when(is_hashed, id_) if options.id == "key" else binary_key).alias(RECORD_KEY))

@@ -319,10 +319,15 @@ def has_come_back(record: Record) -> bool:
     several. ``Retry`` says in a header to which topic it sends a record, so a record that was read elsewhere has not
     come back. Records without this header come from other services, or from earlier versions.
     """
-    sent_to = dict(record.headers).get(RETRY_TOPIC)
-    if sent_to is None or record.topic is None or None in (record.partition, record.offset):
+    sent_to, topic = dict(record.headers).get(RETRY_TOPIC), read_from(record)
+    if sent_to is None or topic is None or None in (record.partition, record.offset):
         return True  # it is not known, or not for sure, where it was read
-    return sent_to == record.topic.encode()
+    return sent_to == topic.encode()
+
+
+def read_from(record: Record) -> str | None:
+    """The topic where a record was read, whatever topic user code has given it since. None: not known."""
+    return record.topic if record._read_from is None else record._read_from
 
 
 def attempts(record: Record) -> int:
@@ -351,7 +356,7 @@ def idempotency_key(record: Record) -> str:
     origin = [before.get(name) for name in (ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET)]
     if None not in origin:
         return "/".join((part or b"").decode(errors="replace") for part in origin)
-    own = (record.topic, record.partition, record.offset)
+    own = (read_from(record), record.partition, record.offset)
     if None in own:
         raise ValueError("the record does not say where it was read: keep the columns topic, partition and offset")
     return "/".join(map(str, own))

@@ -241,19 +241,17 @@ class Retry(Processor):
         for record in records:
             attempt = max(1, dead_letters.attempts(record))
             original = _original(record)
-            place, is_taken = _place_of(original, attempt, state)
             final = _cause(record) in self.permanent or bool(dead_letters.why_not_retried(record.headers))
             if attempt >= self.max_attempts or final:
-                if is_taken:
-                    place.clear()
-                yield self._parked(key, original, record.topic, record.offset)
+                yield self._parked(key, original, record.topic, record.partition, record.offset)
                 continue
+            place = _free_place(original, state)
             place.put(original)
             try:
                 state._scope.check_rows()
             except BadRecordError:  # it is as large as its topic takes, so it cannot wait in the table
                 place.clear()
-                yield self._parked(key, original, record.topic, record.offset)
+                yield self._parked(key, original, record.topic, record.partition, record.offset)
             else:
                 state.timers.register(place.timer, state.now_ms + self.delay_ms(key, attempt), "processing")
 
@@ -325,31 +323,15 @@ class _Place(NamedTuple):
         self.state.timers.cancel(self.timer)
 
 
-def _place_of(record: Record, attempt: int, state: State) -> tuple[_Place, bool]:
-    """The place for a record that has failed, and whether an earlier attempt of it waits there.
-
-    Records with the same key, value and attempt are different records, because a record that waits cannot fail.
-    """
-    first = _Place(state)
-    waiting = first.get()
-    if waiting is not None and _is_earlier(waiting, record, attempt):
-        return first, True
-    free = first if waiting is None else None
-    digest = _digest(_encoded(Record(record.key, record.value)))
-    number = 0
-    while True:
-        place = _Place(state, f"{digest}-{number}")
-        waiting = place.get()
-        if waiting is None:
-            return free or place, False
-        if _is_earlier(waiting, record, attempt):
-            return place, True
+def _free_place(record: Record, state: State) -> _Place:
+    """A place for one more record of an origin. What waits stays: a record that waits cannot fail, so an equal letter,
+    also one with more attempts, is of another record (or was read twice, and then it is retried twice)."""
+    if state.get() is None:
+        return _Place(state)
+    digest, number = _digest(_encoded(Record(record.key, record.value))), 0
+    while _Place(state, f"{digest}-{number}").get() is not None:
         number += 1
-
-
-def _is_earlier(waiting: Record, record: Record, attempt: int) -> bool:
-    same = (waiting.key, waiting.value) == (record.key, record.value)
-    return same and max(1, dead_letters.attempts(waiting)) < attempt
+    return _Place(state, f"{digest}-{number}")
 
 
 def _digest(*parts: bytes) -> str:

@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.client.committed import CommittedReader
 from onceflow.errors import BadRecordError, OnceflowError, OptionError
 from onceflow.messages import JOINED_PROPERTY, CopiesOrder, JoinOrder
-from onceflow.protocol.partitioners import key_partitions
 from onceflow.spark import queries
 from onceflow.state.api import serdes
 from onceflow.state.api.json_columns import parse_json
@@ -60,9 +58,8 @@ class JoinTask:
     def _joined(self, batch: pa.RecordBatch, copies: JoinedCopies, now_ms: int) -> pa.RecordBatch:
         (spec,) = copies.specs.values()
         encoded = self._keys(batch.column(self.order.on))
-        places = key_partitions(encoded.dictionary, spec.partitions)
-        # In other bytes, a key may be in another partition.
-        copies.open(range(spec.partitions) if spec.key == serdes.JSON else np.unique(places[places >= 0]).tolist())
+        # All of them: in other bytes, with another partitioner, or since partitions were added, a key may be in any.
+        copies.open(range(spec.partitions))
         found = copies.handle(spec.name, now_ms, None).values_of(encoded.dictionary)
         matched = found.take(encoded.indices)
         if self.order.inner:

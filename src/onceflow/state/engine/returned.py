@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.state.dead_letters import ATTEMPT, ORIGIN_TOPIC
+from onceflow.state.dead_letters import ATTEMPT, ORIGIN_TOPIC, RETRY_TOPIC
 from onceflow.state.engine.input_batch import binary
 
 
@@ -25,6 +25,8 @@ class ReturnedRecordError(ValueError):
 
 def returned(batch: pa.RecordBatch, sources: Iterable[str]) -> npt.NDArray[np.int64] | None:
     """Which records of a normalised batch have been dead letters, and were read from one of these topics before.
+
+    Other records may have such headers, too, if a flow has passed them on, see `dead_letters.has_come_back`.
 
     Args:
         sources: topics that the flow reads.
@@ -45,4 +47,9 @@ def returned(batch: pa.RecordBatch, sources: Iterable[str]) -> npt.NDArray[np.in
     rows = pc.list_parent_indices(column)
     failed = rows.filter(pc.equal(names, ATTEMPT)).to_numpy()
     found = np.intersect1d(rows.filter(own).to_numpy(), failed).astype(np.int64)
+    sent = pc.equal(names, RETRY_TOPIC)
+    if "topic" in batch.schema.names and pc.any(sent).as_py():
+        at, to = rows.filter(sent), binary(pc.struct_field(flat, 1), "headers").filter(sent)
+        read = binary(batch.column("topic"), "topic").take(at)
+        found = np.setdiff1d(found, at.filter(pc.not_equal(read, to)).to_numpy())
     return found if len(found) else None
