@@ -28,11 +28,11 @@ import pyarrow as pa
 from onceflow import BadRecordError, EnvironmentUnusableError, ExternalSink, OptionError, SchemaError
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
 from onceflow.external.sink import (
-    RECORD_COLUMNS,
     BatchAttempt,
     ProgressRow,
     RefusedRow,
     check_owner,
+    columns_of_record,
     next_generation,
     older_state,
 )
@@ -101,8 +101,8 @@ class SqliteSink(ExternalSink):
             known = {row[1]: row for row in connection.execute(f"PRAGMA table_info({_quoted(self._write.table)})")}
             if not known:
                 raise SchemaError(f"There is no table {self._write.table!r}", next_step=f"create it in {self.path}")
-            spare = RECORD_COLUMNS if self._sets_aside else ()
-            self._record = [name for name in schema.names if name in spare and name not in known]
+            table = f"table {self._write.table}"
+            self._record = columns_of_record(schema.names, known, table) if self._sets_aside else []
             columns = self._columns(schema)
             self._write.check_flag(schema)
             needed = [name for name, row in known.items() if row[3] and row[4] is None]

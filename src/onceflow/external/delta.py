@@ -21,6 +21,7 @@ from onceflow.external.delta_rows import (
     check_columns,
     check_expressions,
     check_partition_by,
+    check_written,
     facts_of,
     new_table_schema,
     row_checks,
@@ -34,6 +35,7 @@ from onceflow.external.sink import (
     ProgressRow,
     RefusedRow,
     check_owner,
+    columns_of_record,
     next_generation,
     older_state,
 )
@@ -294,6 +296,7 @@ class DeltaSink(ExternalSink):
         given = new_table_schema(schema)
         record = [name for name in RECORD_COLUMNS if self._sets_aside and name in given.names]
         check_partition_by(self.partition_by, given)
+        check_written(given, self.partition_by, self.root)
         if record:
             raise SchemaError(
                 f"There is no table in {self.root} yet, so nobody knows which columns are its own, and which are those "
@@ -329,8 +332,7 @@ class DeltaSink(ExternalSink):
 
     def _record(self, names: Sequence[str], facts: TableFacts) -> list[str]:
         """Columns of the rows that are of the Kafka records, for dead letters."""
-        known = facts.arrow.names
-        return [name for name in names if self._sets_aside and name in RECORD_COLUMNS and name not in known]
+        return columns_of_record(names, facts.arrow.names, f"the table in {self.root}") if self._sets_aside else []
 
     def _folder(self, attempt: BatchAttempt) -> str:
         return f"{_FILES}/{folder_of(attempt.flow)}/{attempt}"

@@ -119,7 +119,9 @@ def facts_of(table: Any, root: str) -> TableFacts:
     constraints = {
         name.removeprefix(_CONSTRAINT): text for name, text in configuration.items() if name.startswith(_CONSTRAINT)
     }
-    facts = TableFacts(root, table.schema().to_json(), tuple(table.metadata().partition_columns), constraints)
+    # deltalake has the metadata of a column in another order each time.
+    schema = json.dumps(json.loads(table.schema().to_json()), sort_keys=True)
+    facts = TableFacts(root, schema, tuple(table.metadata().partition_columns), constraints)
     asked += [
         f"an identity for column {name}"
         for name, metadata in facts.metadata.items()
@@ -223,6 +225,18 @@ def check_columns(facts: TableFacts, schema: pa.Schema) -> None:
                 next_step=f"select it: {metadata[_GENERATED]} AS {name}",
             )
     check_partition_by(facts.partition_by, known)
+    check_written(schema, facts.partition_by, facts.root)
+
+
+def check_written(schema: pa.Schema, partition_by: Sequence[str], root: str) -> None:
+    """Check that files have a column. One without any has no rows."""
+    if not set(schema.names) - set(partition_by):
+        what = "only columns by which it is partitioned" if schema.names else "no columns"
+        raise SchemaError(
+            f"The rows have {what} of the table in {root}",
+            detail=f"files have the other columns, so these would have no rows; the rows have {schema.names}",
+            next_step="select another column of the table, too",
+        )
 
 
 def check_expressions(facts: TableFacts) -> None:

@@ -75,13 +75,13 @@ from onceflow.external.postgres_staging import (
 from onceflow.external.receipts import packed, refused_rows, unpacked
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
 from onceflow.external.sink import (
-    RECORD_COLUMNS,
     BatchAttempt,
     ExternalSink,
     ProgressRow,
     RefusedRow,
     UnavailableError,
     check_owner,
+    columns_of_record,
     next_generation,
     older_state,
 )
@@ -206,7 +206,7 @@ class PostgresSink(ExternalSink):
         check_lasting(connection, relation)
         columns = columns_of(connection, relation)
         known = {name: column for name, column in columns.items() if not column.always}
-        record = [name for name in RECORD_COLUMNS if self._sets_aside and name in schema.names and name not in known]
+        record = columns_of_record(schema.names, known, f"table {self._write.table}") if self._sets_aside else []
         rows = pa.schema([column for column in schema if column.name not in record])
         check_taken(columns, rows.names, self._write.key, self._write.table)
         self._write.check_flag(rows)

@@ -12,16 +12,38 @@ them: only what one attempt has written is ever committed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
-from onceflow.errors import FencedError, OnceflowError, OptionError, ProgressConflictError
+from onceflow.errors import FencedError, OnceflowError, OptionError, ProgressConflictError, SchemaError
 
 #: Columns of Spark's Kafka source. Of those that the table lacks, a dead letter gets its record's key, value, ...
 RECORD_COLUMNS = ("key", "value", "headers", "topic", "partition", "offset", "timestamp", "timestampType")
+
+
+def columns_of_record(names: Iterable[str], known: Collection[str], target: str) -> list[str]:
+    """Columns of rows that are those of Kafka records, for dead letters, and not of the table.
+
+    Args:
+        names: of the rows. known: the columns of the table. target: the table, in words.
+
+    Raises:
+        SchemaError: one is a column of the table but for upper and lower case. The table's would be null.
+    """
+    found = [name for name in names if name in RECORD_COLUMNS and name not in known]
+    for name in found:
+        for similar in known:
+            if similar.casefold() == name.casefold() and similar not in names:
+                raise SchemaError(
+                    f"The rows have {name}, and {target} has {similar}",
+                    next_step=f'select it as the table has it: col("{name}").alias("{similar}")',
+                )
+    return found
+
+
 _OWNER_SHOWN = 8  # characters of the owner in names of attempts
 
 
