@@ -316,11 +316,15 @@ def check_place(argument: str, place: str) -> None:
             f"{argument}= contains a password", next_step="give credentials in the environment or in storage_options="
         )
     if not separator:
-        start = re.match(r"(\w+)(:/|//)", place)
-        if start is None or start[1].lower() not in _SCHEMES:
+        # `file:/x` is how Hadoop writes a folder, and `dbfs:/x` is no folder: here, both were below the current one.
+        start = re.match(r"(\w\w+)(:/|//)", place)
+        if start is None or (start[2] == "//" and start[1].lower() not in _SCHEMES):
             return
         scheme = start[1]
-        problem = f"is a local folder, and no URL of a {scheme.lower()} bucket"
+        is_bucket = scheme.lower() in _SCHEMES
+        problem = f"is a local folder, and no URL of {f'a {scheme.lower()} bucket' if is_bucket else 'a store'}"
+    elif scheme == "file" and rest and not rest.startswith("/"):
+        problem = f"names a host: {rest.partition('/')[0]}"
     elif scheme in (*_SCHEMES, "file"):
         if rest.strip("/"):
             return

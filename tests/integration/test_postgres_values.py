@@ -383,6 +383,10 @@ def test_digits_are_not_lost_in_whole_numbers(dsn: str, kind: str, arrow: pa.Dat
         ("time", pa.duration("us"), "whole days would get lost"),
         ("name", pa.binary(), "cuts values that are too long"),
         ('"char"', pa.int64(), "cuts values that are too long"),
+        *(
+            (f"interval {fields}", pa.duration("us"), "smaller parts than those of interval")
+            for fields in ("year", "month", "year to month", "day", "hour", "day to hour", "hour to minute")
+        ),
     ],
 )
 def test_parts_of_values_are_not_lost(dsn: str, kind: str, arrow: pa.DataType, lost: str) -> None:
@@ -423,15 +427,22 @@ def test_texts_that_a_type_would_cut_are_not_taken(dsn: str) -> None:
 
 def test_a_text_with_a_zone_is_its_moment(dsn: str) -> None:
     """Also in a column without a zone. PostgreSQL leaves it out there: the text would be another moment."""
-    run(dsn, "CREATE TABLE t (k timestamp(0) PRIMARY KEY, l timestamp[], n int)")
-    schema = pa.schema([("k", _TEXT), ("l", _TEXTS), ("n", pa.int32())])
+    run(dsn, "CREATE TABLE t (k timestamp(0) PRIMARY KEY, l timestamp[], n int, d date, e date[])")
+    schema = pa.schema([("k", _TEXT), ("l", _TEXTS), ("n", pa.int32()), ("d", _TEXT), ("e", _TEXTS)])
     texts = ["2026-01-01T02:00:00+02:00", "2026-01-01 00:00:00", "2025-12-31 19:00 America/New_York", "infinity"]
     written = Written(dsn, mode="upsert", key="k")
-    written.write([{"k": text, "l": [text, None], "n": n} for n, text in enumerate(texts)], schema)
+    rows = [{"k": text, "l": [text, None], "n": n, "d": text, "e": [text]} for n, text in enumerate(texts)]
+    written.write(rows, schema)
     assert written.refused == []
-    assert run(dsn, "SELECT k::text, l::text, n FROM t ORDER BY n") == [
-        ("2026-01-01 00:00:00", '{"2026-01-01 00:00:00",NULL}', 2), ("infinity", "{infinity,NULL}", 3),
-    ]  # fmt: skip
+    assert run(dsn, "SELECT k::text, l::text, n, d::text, e::text FROM t ORDER BY n") == [
+        ("2026-01-01 00:00:00", '{"2026-01-01 00:00:00",NULL}', 2, "2026-01-01", "{2026-01-01}"),
+        ("infinity", "{infinity,NULL}", 3, "infinity", "{infinity}"),
+    ]
+    days = ["2025-01-01T23:30:00-05:00", "2025-01-02", "0044-03-15 BC", "20250103", "epoch"]
+    written.write([{"k": f"2030-01-{n + 1:02}", "n": 10 + n, "d": day} for n, day in enumerate(days)], schema)
+    assert written.refused == []
+    found = run(dsn, "SELECT d::text FROM t WHERE n >= 10 ORDER BY n")
+    assert [day for (day,) in found] == ["2025-01-02", "2025-01-02", "0044-03-15 BC", "2025-01-03", "1970-01-01"]
 
 
 def test_arrays_follow_the_rules_of_scalars(dsn: str) -> None:

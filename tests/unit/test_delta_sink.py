@@ -1034,6 +1034,9 @@ def test_options_with_which_drivers_could_overwrite_each_other(monkeypatch: pyte
         (Path("s3://bucket/table"), "is a local folder, and no URL of a s3 bucket"),
         ("s3//bucket/table", "is a local folder, and no URL of a s3 bucket"),
         ("gs:/bucket/table", "is a local folder, and no URL of a gs bucket"),
+        ("file:/lake/table", "file:// as text, or a local folder"),
+        ("dbfs:/lake/table", "is a local folder, and no URL of a store"),
+        ("file://localhost/lake/table", "names a host: localhost"),
     ],
 )
 def test_places_that_are_refused(root: Any, said: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import replace
+from datetime import datetime, timezone
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -309,3 +311,15 @@ def test_a_table_may_have_a_column_topic_of_its_own(topic: str, attempt: bytes, 
     row = RefusedRow({"topic": topic, "partition": 0, "offset": 9}, "UniqueViolation", "twice", record)
     found = dict(_letter(row, "dead", ["orders", "orders-retry"]).headers)
     assert (found["onceflow.attempt"], found["onceflow.origin.topic"]) == (attempt, origin)
+
+
+@pytest.mark.parametrize("key, expected", [(b"ada", b"ada"), ("ada", None), (7, None), (None, None)])
+def test_a_table_may_have_the_key_of_the_record(key: Any, expected: bytes | None) -> None:
+    """A letter without it would come back with a null key, in another partition. What is no key of Kafka's is none."""
+    at = datetime(2026, 1, 2, tzinfo=timezone.utc)
+    row = RefusedRow({"key": key, "timestamp": at, "amount": 1}, "CheckViolation", "no", {"value": b"v"})
+    found = _letter(row, "dead", [])
+    assert (found.key, found.value, found.timestamp_ms) == (expected, b"v", 1_767_312_000_000)
+    whole = _letter(RefusedRow({"key": key, "amount": 1}, "CheckViolation", "no", {}), "dead", [])
+    assert whole.key is None
+    assert json.loads(whole.value or b"")["amount"] == 1

@@ -32,6 +32,7 @@ from onceflow.task.step_outputs import OUTPUT_SCHEMA, packed, unpacked, written_
 
 _LETTERS = "dead_letters"
 _PLACE = {"topic": str, "partition": int, "offset": int}
+_REST = {"key": bytes, "timestamp": datetime}  # as Spark's Kafka source has them
 
 
 class RefusedRows:
@@ -159,6 +160,9 @@ def _letter(refused: RefusedRow, topic: str, sources: Collection[str]) -> Record
     if place.get("topic") not in (None, *sources):
         place = {}
     given = {**place, **refused.record}
+    if "value" in given:  # the rest of the record may be in columns of the table
+        others = {name: refused.row[name] for name, kind in _REST.items() if isinstance(refused.row.get(name), kind)}
+        given = {**others, **given}
     at = given.get("timestamp")
     record = Record(
         _raw(given.get("key")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ _LESS: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str], ...] = (
     (("numeric", "double precision", "real"), _WHOLE, "digits would get lost", "CAST({} AS BIGINT)"),
     (("interval",), _TIMES, "whole days would get lost", "date_format(timestamp '1970-01-01' + {}, 'HH:mm:ss.SSSSSS')"),
 )
+#: Intervals that leave out parts of a value (``AdjustIntervalForTypmod`` in PostgreSQL's timestamp.c).
+_FIELDS = re.compile(r"interval (?:(?:year|month|day|hour|minute)(?: to (?:month|hour|minute))?)(?=$|\[)")
 #: Types that cut a text which is too long, and the bytes that they keep (``namein`` and ``charin``).
 CUTTING = {"name": 63, '"char"': 1}
 _MAX_ALIKE = 3
@@ -124,9 +127,9 @@ class Column:
 
         PostgreSQL converts it as in any INSERT, which refuses what does not fit. Only text is converted as if it stood
         in a statement: so it may become a jsonb, a uuid or a point in time. That cast gives no length, because a cast
-        cuts what is too long. A text that names a time zone is its moment in UTC, also in a ``timestamp``, for
-        which PostgreSQL would leave out the zone. Floats become ``numeric`` by way of their text, which tells every
-        float from every other: PostgreSQL's own conversion keeps 15 digits of a double and 6 of a real
+        cuts what is too long. A text that names a time zone is its moment in UTC, also in a ``timestamp`` or a
+        ``date``, for which PostgreSQL would leave out the zone. Floats become ``numeric`` by way of their text, which
+        tells every float from every other: PostgreSQL's own conversion keeps 15 digits of a double and 6 of a real
         (``float8_numeric`` in its numeric.c).
         """
         from psycopg import sql
@@ -137,7 +140,7 @@ class Column:
             return value
         if kind in _FLOATS and item.name == "numeric":
             value = sql.SQL("CAST({} AS text{})").format(value, plain(brackets))
-        elif kind == "text" and item.name == "timestamp without time zone":
+        elif kind == "text" and item.name in ("timestamp without time zone", "date"):
             value = sql.SQL("CAST({} AS timestamp with time zone{})").format(value, plain(brackets))
         elif kind != "text" or item.takes_text:
             return value
@@ -463,6 +466,12 @@ def check_whole(known: Mapping[str, Column], staged: Mapping[str, str], written:
                     detail=lost,
                     next_step=f"cast it in the query, for example {wanted} AS {name}",
                 )
+        if base.name == "interval" and (fields := _FIELDS.match(known[name].sized_base)):
+            raise SchemaError(
+                f"Column {name} of table {table} is {known[name].type}",
+                detail=f"smaller parts than those of {fields[0]} would get lost, without an error of PostgreSQL",
+                next_step="make the column an interval without fields, or one to second",
+            )
         if base.name in CUTTING and kind not in ("text", "boolean"):
             raise SchemaError(
                 f"Column {name} of table {table} is {known[name].type}, which cuts values that are too long",
