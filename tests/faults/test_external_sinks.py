@@ -286,7 +286,8 @@ def test_exception(make_external: Callable[..., External], inject: Any) -> None:
     flow.check()
 
 
-@pytest.mark.parametrize("kind", [pytest.param(External, marks=pytest.mark.long), Delta])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [External, Delta])
 def test_workers_die(make_external: Callable[..., External], inject: Any, kind: type[External]) -> None:
     """The rows of a task are there, then its worker dies: only those of the second attempt are committed."""
     flow = make_external(kind)

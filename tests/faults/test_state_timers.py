@@ -87,7 +87,8 @@ def late_topic(onceflow_broker: str, make_topic: Any) -> str:
     return str(make_topic("late", 1))
 
 
-@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("inside", [False, True])
 def test_timers_fire_once(make_state_pipe: Any, late_topic: str, inside: bool) -> None:
     pipe = make_state_pipe()
     expected = fill(pipe)
