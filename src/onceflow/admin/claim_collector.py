@@ -29,6 +29,7 @@ from onceflow.claim_check.scan import Found, scan, scan_stream
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
+from onceflow.client.leaders import by_topic
 from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
@@ -304,15 +305,15 @@ class Collector:
         # the record by then. It may even be in a topic or a partition that is new: a fork and a repartition copy rows.
         while True:
             deadline = Deadline(_CALL_S, "reading the offsets of topics")
-            later = _places(list_offsets(cluster, _numbers(ends), LATEST, deadline, committed=False))
+            later = _places(list_offsets(cluster, by_topic(ends), LATEST, deadline, committed=False))
             for (topic, number), end in later.items():
                 self._read_all(cluster, topic, number, ends[topic, number], end)
             ends |= later
             # Last, so that no partition is left which was there when the offsets were asked for.
-            found = _places({topic: dict.fromkeys(all_, 0) for topic, all_ in self._partitions(cluster).items()})
-            if not (added := found.keys() - ends.keys()):
+            there = {(topic, number) for topic, numbers in self._partitions(cluster).items() for number in numbers}
+            if not (added := there - ends.keys()):
                 break
-            ends |= self._scan_topics(cluster, _numbers(added))
+            ends |= self._scan_topics(cluster, by_topic(added))
         # No object goes before this command is done, so what went from a record into one is found, and the other way.
         self._scan_objects()
 
@@ -446,13 +447,6 @@ class Collector:
 
 def _places(offsets: Mapping[str, Mapping[int, int]]) -> dict[Place, int]:
     return {(topic, number): offset for topic, numbers in offsets.items() for number, offset in numbers.items()}
-
-
-def _numbers(places: Iterable[Place]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for topic, number in sorted(places):
-        found.setdefault(topic, []).append(number)
-    return found
 
 
 def _reads(flow: Progress) -> set[str]:

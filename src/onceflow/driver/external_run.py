@@ -168,10 +168,9 @@ def _take_over(
         left = None
         if start.owes_letters and decided.letters is not None:
             left = LettersToWrite(session, decided.letters, decided.targets, start.progress.batch_id)
+        named = replace(start.progress, external=sink.target)
         if opened.progress is None:  # it tells a row that follows this progress from one that follows a later reset
-            named = replace(start.progress, external=sink.target, external_commit=new_commit())
-        else:
-            named = replace(start.progress, external=sink.target)
+            named = replace(named, external_commit=new_commit())
         commit_progress(session, named, startup.sources, deadline, left)
         start = replace(start, progress=named)
     letters = letter_topics({}, [write.dead_letter_topic])

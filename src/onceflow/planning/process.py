@@ -162,7 +162,7 @@ def _check_table(table: str, flow: str, sources: Iterable[str], tables: Iterable
         )
     # A table has two topics. The name of the second one is derived, so it may be that of something else.
     own = (table, table + INTERNAL_SUFFIX)
-    others = {**dict.fromkeys(sources, "is read by this flow")}
+    others = dict.fromkeys(sources, "is read by this flow")
     for other in tables:
         others |= dict.fromkeys((other, other + INTERNAL_SUFFIX), f"is a topic of table {other}")
     for name in own:

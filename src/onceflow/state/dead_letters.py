@@ -102,7 +102,8 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
         A record with the same key, value, headers and timestamp, and the cause in additional headers. If the record was
         a dead letter or late before, the headers from that time are replaced, except those with its origin.
     """
-    before = dict(record.headers) if has_come_back(record) else {}
+    came_back = has_come_back(record)
+    before = dict(record.headers) if came_back else {}
     cause: list[Header] = [
         (ERROR_CLASS, kind.encode(errors="replace")),
         (ERROR_MESSAGE, message[:MAX_MESSAGE].encode(errors="replace")),
@@ -120,7 +121,7 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
         cause += [(name, str(where).encode()) for _, name, where in places if where is not None]
     # A letter is read where it was written, so it does not say where a retry of its record was read.
     replaced = {name for name, _ in cause} | {ERROR_STACK, RETRY_TOPIC}
-    if not has_come_back(record):
+    if not came_back:
         replaced |= {ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET, ATTEMPT}
     kept = [header for header in record.headers if header[0] not in replaced]
     return Record(record.key, record.value, topic, (*kept, *cause), known_ms(record.timestamp_ms))

@@ -125,7 +125,7 @@ class Engine(BaseEngine):
             return
         try:
             new = processor.initial()
-        except Exception:
+        except Exception:  # of user code: nothing can be compared with it, and the letters are written as they are
             return
         if any(lacks(stored, new) for stored in about.get("accumulators", ())):
             raise self._located(self._of_older_code(raw_key, error, "closing its windows needs")) from error
