@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import date, datetime
 from decimal import Decimal
@@ -103,22 +103,12 @@ class SqliteSink(ExternalSink):
                 raise SchemaError(f"There is no table {self._write.table!r}", next_step=f"create it in {self.path}")
             table = f"table {self._write.table}"
             self._record = columns_of_record(schema.names, known, table) if self._sets_aside else []
-            columns = self._columns(schema)
+            columns = self._written_columns(schema.names)
             self._write.check_flag(schema)
             needed = [name for name, row in known.items() if row[3] and row[4] is None]
             self._write.check_table(columns, list(known), needed)
             _check_types(schema, columns)
-            counts = len(columns), len(self._write.key)
-            for statement, count in zip(self._statements(columns), counts, strict=True):
-                try:
-                    connection.execute("EXPLAIN " + statement, [None] * count)
-                except sqlite3.OperationalError as error:
-                    raise SchemaError(
-                        f"Rows cannot be written to table {self._write.table} with mode={self._write.mode!r}",
-                        detail=str(error),
-                        next_step="write only ordinary columns; key= must name the columns of the primary key, or of a "
-                        "unique index",
-                    ) from error
+            self._check_statements(connection, columns)
 
     def progress_row(self, flow: str) -> ProgressRow | None:
         with self._connected() as connection:
@@ -206,6 +196,8 @@ class SqliteSink(ExternalSink):
         with self._connected() as connection, _transaction(connection):
             self._check_progress(connection, attempt)
             for place, row in enumerate(self._rows(attempt, receipts)):
+                if place == 0:  # a table that was dropped or altered is not the fault of a row
+                    self._check_statements(connection, self._written_columns(row))
                 if place in refused:
                     continue
                 problem = self._written(connection, row)
@@ -238,7 +230,7 @@ class SqliteSink(ExternalSink):
 
     def _written(self, connection: sqlite3.Connection, row: Mapping[str, Any]) -> RefusedRow | None:
         """Write a row, or delete the one with its key. Returns it if the table does not take it."""
-        columns = self._write.columns([name for name in row if name not in self._record])
+        columns = self._written_columns(row)
         written, deleted = self._statements(columns)
         connection.execute("SAVEPOINT one_row")  # a statement that fails may have done a part of its work
         try:
@@ -286,9 +278,23 @@ class SqliteSink(ExternalSink):
         deleted = f"DELETE FROM {table} WHERE {' AND '.join(f'{name} IS ?' for name in key) or '0'}"
         return written, deleted
 
-    def _columns(self, schema: pa.Schema) -> list[str]:
-        """The columns of the table that are written."""
-        return self._write.columns([name for name in schema.names if name not in self._record])
+    def _check_statements(self, connection: sqlite3.Connection, columns: Sequence[str]) -> None:
+        """Check that the table takes rows with these columns."""
+        counts = len(columns), len(self._write.key)
+        for statement, count in zip(self._statements(columns), counts, strict=True):
+            try:
+                connection.execute("EXPLAIN " + statement, [None] * count)
+            except sqlite3.OperationalError as error:
+                raise SchemaError(
+                    f"Rows cannot be written to table {self._write.table} with mode={self._write.mode!r}",
+                    detail=str(error),
+                    next_step="write only ordinary columns; key= must name the columns of the primary key, or of a "
+                    "unique index",
+                ) from error
+
+    def _written_columns(self, names: Iterable[str]) -> list[str]:
+        """The columns of the table that are written, of those of the rows."""
+        return self._write.columns([name for name in names if name not in self._record])
 
 
 def _progress_row(connection: sqlite3.Connection, flow: str) -> ProgressRow | None:

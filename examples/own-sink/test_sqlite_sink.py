@@ -445,6 +445,32 @@ def test_the_service(onceflow_broker: str, onceflow_spark: Any, make_topic: Call
     assert sorted(letter.value or b"" for letter in letters) == sorted(values[1:])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DROP TABLE t",
+        "ALTER TABLE t RENAME TO other",
+        "ALTER TABLE t RENAME COLUMN a TO other",
+        "DROP INDEX keys",
+        "CREATE TRIGGER broken AFTER INSERT ON t BEGIN INSERT INTO audit VALUES (new.a); END",
+    ],
+)
+def test_a_table_that_was_altered_is_no_fault_of_its_rows(tmp_path: Path, change: str) -> None:
+    """While the flow runs. No row becomes a dead letter, and the batch is not committed."""
+    path = database(tmp_path, "CREATE TABLE t (a TEXT); CREATE UNIQUE INDEX keys ON t (a)")
+    sink = SqliteSink(path, "t", mode="upsert", key=["a"])
+    assert written(sink, [{"a": "x"}], letters=True) == []
+    generation = sink.open("f", "o", None).generation
+    attempt = BatchAttempt("f", "o", generation, 2, 1)
+    sink.begin(attempt)
+    receipt = sink.write(attempt, "0", iter([pa.RecordBatch.from_pylist([{"a": "y"}, {"a": "z"}])]))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(change)
+    with pytest.raises(SchemaError, match="Rows cannot be written to table t"):
+        sink.commit_accepted(attempt, [receipt], lambda refused: pytest.fail("rows were put aside"))
+    assert sink.progress_row("f") == ProgressRow(generation, "o", '{"batch": 1}')
+
+
 def test_bytes_that_are_no_text_are_a_fault_of_their_row(tmp_path: Path) -> None:
     """Spark's ``string(value)`` keeps them."""
     path = database(tmp_path, "CREATE TABLE t (a TEXT PRIMARY KEY)")

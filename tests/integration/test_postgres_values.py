@@ -445,6 +445,24 @@ def test_a_text_with_a_zone_is_its_moment(dsn: str) -> None:
     assert [day for (day,) in found] == ["2025-01-02", "2025-01-02", "0044-03-15 BC", "2025-01-03", "1970-01-01"]
 
 
+def test_a_text_with_a_zone_is_its_time_of_day_in_utc(dsn: str) -> None:
+    """In a ``time``, also as the key, in an array and below a domain. Texts without a zone stay as they are."""
+    run(dsn, "CREATE DOMAIN at AS time(0)", "CREATE TABLE t (k time PRIMARY KEY, l time(3)[], d at, n int)")
+    schema = pa.schema([("k", _TEXT), ("l", _TEXTS), ("d", _TEXT), ("n", pa.int32())])
+    told = {
+        "10:00+02": "08:00:00", "01:00+02": "23:00:00", "23:30-01": "00:30:00", "24:00": "24:00:00",
+        "2026-07-01 09:00 Europe/Berlin": "07:00:00", "2026-01-01 09:00:00.0005Z": "09:00:00.0005",
+        "03:04:05.6": "03:04:05.6", "11:00:00": "11:00:00", "9:00 PM": "21:00:00",
+    }  # fmt: skip
+    rows = [{"k": text, "l": [text, None], "d": text, "n": n} for n, text in enumerate([*told, "25:00", "8:00"])]
+    written = Written(dsn, mode="upsert", key="k")
+    written.write(rows, schema)
+    assert [each.row["n"] for each in written.refused] == [9]
+    found = run(dsn, "SELECT k::text, l::text[], d = k::time(0), n FROM t ORDER BY n")
+    sound = [(at, [at.replace(".0005", ".001"), None], True, n) for n, at in enumerate(told.values()) if n]
+    assert found == [*sound, ("08:00:00", ["08:00:00", None], True, 10)]
+
+
 def test_arrays_follow_the_rules_of_scalars(dsn: str) -> None:
     columns = "a uuid[], b jsonb[], c mood[], d numeric(5,1)[], e varchar(3)[], f text[], g short[], h timestamptz[]"
     run(dsn, _TYPES, f"CREATE TABLE t (n int, {columns}, i varchar(3)[])")

@@ -25,6 +25,11 @@ _LESS: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str], ...] = (
     (("numeric", "double precision", "real"), _WHOLE, "digits would get lost", "CAST({} AS BIGINT)"),
     (("interval",), _TIMES, "whole days would get lost", "date_format(timestamp '1970-01-01' + {}, 'HH:mm:ss.SSSSSS')"),
 )
+#: The time of day of a text in UTC. AT TIME ZONE makes 0:00 of 24:00, which is another value of a ``time``.
+_TIME_IN_UTC = (
+    "CASE CAST({0} AS time with time zone) WHEN time with time zone '24:00+00' THEN time '24:00' "
+    "ELSE CAST(CAST({0} AS time with time zone) AT TIME ZONE 'UTC' AS time) END"
+)
 #: Intervals that leave out parts of a value (``AdjustIntervalForTypmod`` in PostgreSQL's timestamp.c).
 _FIELDS = re.compile(r"interval (?:(?:year|month|day|hour|minute)(?: to (?:month|hour|minute))?)(?=$|\[)")
 #: Types that cut a text which is too long, and the bytes that they keep (``namein`` and ``charin``).
@@ -127,10 +132,10 @@ class Column:
 
         PostgreSQL converts it as in any INSERT, which refuses what does not fit. Only text is converted as if it stood
         in a statement: so it may become a jsonb, a uuid or a point in time. That cast gives no length, because a cast
-        cuts what is too long. A text that names a time zone is its moment in UTC, also in a ``timestamp`` or a
-        ``date``, for which PostgreSQL would leave out the zone. Floats become ``numeric`` by way of their text, which
-        tells every float from every other: PostgreSQL's own conversion keeps 15 digits of a double and 6 of a real
-        (``float8_numeric`` in its numeric.c).
+        cuts what is too long. A text that names a time zone is its moment in UTC, also in a ``timestamp``, a ``date``
+        or a ``time``, for which PostgreSQL would leave out the zone. Floats become ``numeric`` by way of their text,
+        which tells every float from every other: PostgreSQL's own conversion keeps 15 digits of a double and 6 of a
+        real (``float8_numeric`` in its numeric.c).
         """
         from psycopg import sql
 
@@ -142,6 +147,8 @@ class Column:
             value = sql.SQL("CAST({} AS text{})").format(value, plain(brackets))
         elif kind == "text" and item.name in ("timestamp without time zone", "date"):
             value = sql.SQL("CAST({} AS timestamp with time zone{})").format(value, plain(brackets))
+        elif kind == "text" and item.name == _TIMES[0]:
+            value = _for_each(_TIME_IN_UTC, value) if brackets else sql.SQL(_TIME_IN_UTC).format(value)
         elif kind != "text" or item.takes_text:
             return value
         return sql.SQL("CAST({} AS {}{})").format(value, plain(item.name), plain(brackets))
@@ -157,13 +164,24 @@ class Column:
         if self.size != -1 and self.base.sized:
             value = sql.SQL("{}({}, {}, false)").format(named(*self.base.sized), value, sql.Literal(self.size))
         elif self.size != -1 and element is not None and element.sized and self.staged_as.endswith("[]"):
-            value = sql.SQL(
-                "CASE WHEN {0} IS NULL THEN NULL ELSE ARRAY(SELECT {1}(each.item, {2}, false) "
-                "FROM unnest({0}) WITH ORDINALITY AS each (item, place) ORDER BY each.place) END"
-            ).format(value, named(*element.sized), sql.Literal(self.size))
+            value = _for_each("{1}({0}, {2}, false)", value, named(*element.sized), sql.Literal(self.size))
         elif self.size != -1:
             value = sql.SQL("CAST({} AS {})").format(value, plain(self.sized_base))
         return sql.SQL("CAST({} AS {})").format(value, plain(self.type)) if self.is_domain else value
+
+
+def _for_each(change: str, array: sql.Composed, *parts: sql.Composable) -> sql.Composed:
+    """An array with each of its items changed.
+
+    Args:
+        change: of one item, which is ``{0}``. parts: what else it has places for, from ``{1}`` on.
+    """
+    from psycopg import sql
+
+    return sql.SQL(
+        "CASE WHEN {0} IS NULL THEN NULL ELSE ARRAY(SELECT {1} "
+        "FROM unnest({0}) WITH ORDINALITY AS each (item, place) ORDER BY each.place) END"
+    ).format(array, sql.SQL(change).format(sql.SQL("each.item"), *parts))
 
 
 def _item(staged_as: str, base: Type) -> tuple[str, str, Type | None]:

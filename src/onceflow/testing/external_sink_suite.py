@@ -28,14 +28,14 @@ import traceback
 import uuid
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import pyarrow as pa
 import pytest
 
-from onceflow.errors import FencedError, ProgressConflictError
-from onceflow.external.sink import BatchAttempt, ExternalSink, ProgressRow
+from onceflow.errors import BadRecordError, FencedError, OptionError, ProgressConflictError
+from onceflow.external.sink import BatchAttempt, ExternalSink, ProgressRow, RefusedRow
 
 #: The columns of the rows that are written. ``id`` is different in all rows of a flow.
 SCHEMA = pa.schema([("id", pa.int64()), ("text", pa.string())])
@@ -231,6 +231,49 @@ class ExternalSinkSuite:
         again.commit(second, receipts)
         assert self.seen(sink) == again.rows(first) + again.rows(second)
 
+    # ---- rows that are not taken ---------------------------------------------------------------------
+
+    def test_rows_are_seen_with_the_progress_that_their_dead_letters_have(self, sink: ExternalSink) -> None:
+        """`commit_accepted` is called in place of ``commit``. Here all rows are taken: it does the same."""
+        writer = _setting_aside(sink).open()
+        attempt, receipts = writer.staged()
+        asked: list[Any] = []
+
+        def progress(refused: Sequence[RefusedRow]) -> str:
+            asked.append(list(refused))
+            return json.dumps({"batch": attempt.batch})
+
+        writer.sink.commit_accepted(attempt, receipts, progress)
+        assert asked[-1] == []
+        assert self.seen(sink) == writer.rows(attempt)
+        assert Writer(sink).open().batch == 1
+
+    def test_the_flow_ends_because_of_its_dead_letters(self, sink: ExternalSink) -> None:
+        """There are too many: nothing may be committed. Another attempt can be."""
+        writer = _setting_aside(sink).open()
+        attempt, receipts = writer.staged()
+
+        def progress(refused: Sequence[RefusedRow]) -> str:
+            raise BadRecordError("too many dead letters", next_step="look at them")
+
+        with pytest.raises(BadRecordError, match="too many dead letters"):
+            writer.sink.commit_accepted(attempt, receipts, progress)
+        writer.sink.abort(attempt)
+        assert self.seen(sink) == []
+        seen = copied(sink).progress_row(FLOW)
+        assert seen == ProgressRow(writer.generation, writer.owner, None)
+        again, receipts = writer.staged()
+        writer.sink.commit_accepted(again, receipts, lambda refused: json.dumps({"batch": again.batch}))
+        assert self.seen(sink) == writer.rows(again)
+
+    def test_an_older_driver_with_dead_letters_is_fenced(self, sink: ExternalSink) -> None:
+        old = _setting_aside(sink).open()
+        attempt, receipts = old.staged()
+        Writer(sink).open()
+        with pytest.raises(FencedError):
+            old.sink.commit_accepted(attempt, receipts, lambda refused: "{}")
+        assert self.seen(sink) == []
+
     # ---- two drivers ---------------------------------------------------------------------------------
 
     def test_an_older_driver_is_fenced(self, sink: ExternalSink) -> None:
@@ -307,6 +350,17 @@ class ExternalSinkSuite:
                     writer.sink.commit(attempt, receipts, "{}")
                 writer.commit(*writer.staged())
         assert [row["id"] for row in self.seen(sink)] == list(range(_ROWS, (self.rounds + 1) * _ROWS))
+
+
+def _setting_aside(sink: ExternalSink) -> Writer:
+    """A writer whose rows become dead letters if they are not taken."""
+    writer = Writer(sink)
+    try:
+        writer.sink.set_aside()
+    except OptionError as error:
+        pytest.skip(str(error))  # the sink cannot tell which rows are not taken
+    writer.sink.check(SCHEMA)
+    return writer
 
 
 def _try_to_commit(writer: Writer, attempt: BatchAttempt, receipts: list[bytes], failed: list[Exception]) -> None:
