@@ -149,6 +149,11 @@ def parsed(flow_key: str, text: str) -> tuple[Progress, pa.Table]:
     return progress, OUTPUT_SCHEMA.empty_table() if letters is None else unpacked(base64.b64decode(letters))
 
 
+def _with_types(row: Mapping[str, Any], types: Mapping[str, type]) -> dict[str, Any]:
+    """Those of these columns that have these types."""
+    return {name: row[name] for name, kind in types.items() if isinstance(row.get(name), kind)}
+
+
 def _letter(refused: RefusedRow, topic: str, sources: Collection[str]) -> Record:
     """The record that the row was made of, as far as the DataFrame has it; its value is the row itself otherwise.
 
@@ -156,13 +161,12 @@ def _letter(refused: RefusedRow, topic: str, sources: Collection[str]) -> Record
         sources: the topics that the flow reads.
     """
     # A table may have columns for the place of a record, too; or columns with these names that mean something else.
-    place = {name: refused.row[name] for name, kind in _PLACE.items() if isinstance(refused.row.get(name), kind)}
+    place = _with_types(refused.row, _PLACE)
     if place.get("topic") not in (None, *sources):
         place = {}
     given = {**place, **refused.record}
     if "value" in given:  # the rest of the record may be in columns of the table
-        others = {name: refused.row[name] for name, kind in _REST.items() if isinstance(refused.row.get(name), kind)}
-        given = {**others, **given}
+        given = {**_with_types(refused.row, _REST), **given}
     at = given.get("timestamp")
     record = Record(
         _raw(given.get("key")),
