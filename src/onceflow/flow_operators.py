@@ -11,7 +11,7 @@ from pyspark.sql import types as T
 
 from onceflow.arguments import known_arguments
 from onceflow.calls.concurrently import Calls
-from onceflow.driver.joins import join_frame
+from onceflow.driver.joins import join_frame, join_order
 from onceflow.flow_writes import FlowWrites
 from onceflow.planning import calls as planned_calls
 from onceflow.planning import joins, maps
@@ -21,7 +21,8 @@ from onceflow.spark.arrow_maps import map_in_arrow
 from onceflow.spark.master import is_local
 from onceflow.state.api import serdes
 from onceflow.state.joins.spec import JoinTable
-from onceflow.task.call_rows import CallOrder, CallReports
+from onceflow.task.call_rows import CallOrder, CallReports, CallRows
+from onceflow.task.join_task import JoinTask
 
 
 class FlowOperators(FlowWrites):
@@ -61,8 +62,12 @@ class FlowOperators(FlowWrites):
             checked = joins.checked_table(table, own=startup.table_names, flow=self.name)
             queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
             spec = startup.find_join(checked.topic, checked, local=is_local(self._spark))
-            joined = join_frame(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)
+            number = next(self._runs.function_numbers)
+            order, wanted = join_order(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)
+            task = JoinTask(order, number)
+            joined = join_frame(df, task, wanted)
             startup.joins.append(spec)
+            startup.functions[task.__name__] = task
             return joined
 
     @known_arguments
@@ -105,7 +110,9 @@ class FlowOperators(FlowWrites):
             startup.known_progress()
             facts = queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
             check_no_dead_letters(facts, "Flow.map", self.name)
-            rows_map, columns = maps.map_of(df, function, schema, number=next(self._runs.map_numbers), flow=self.name)
+            rows_map, columns = maps.map_of(
+                df, function, schema, number=next(self._runs.function_numbers), flow=self.name
+            )
             mapped = map_in_arrow(df, rows_map, columns)
             startup.maps[rows_map.__name__] = rows_map
             return mapped
@@ -159,6 +166,8 @@ class FlowOperators(FlowWrites):
             planned_calls.check_enrich(order, startup.own_topics)
             facts = queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
             check_no_dead_letters(facts, "Flow.enrich", self.name)
-            frame = planned_calls.enrich_frame(df, order)
+            task = CallRows(order, next(self._runs.function_numbers))
+            frame = planned_calls.enrich_frame(df, task)
             startup.calls.append(order)
+            startup.functions[task.__name__] = task
             return frame

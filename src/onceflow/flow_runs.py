@@ -29,7 +29,7 @@ class FlowRuns:
 
     Attributes:
         lock: to be held while a start is prepared.
-        map_numbers: of the functions of ``Flow.map``. Those of an earlier start are not taken for those of this one.
+        function_numbers: of the functions in queries. Those of an earlier start are not taken for those of this one.
     """
 
     def __init__(self, names: Names, settings: ClientSettings, refused_s: float, *, read_only: bool = False) -> None:
@@ -38,7 +38,7 @@ class FlowRuns:
         self._refused_s = refused_s
         self._read_only = read_only
         self.lock = threading.RLock()
-        self.map_numbers = itertools.count(1)
+        self.function_numbers = itertools.count(1)
         self._startup = self._new_startup()
         self._running: FlowQuery | None = None
 

@@ -15,6 +15,7 @@ time, and have arrived when the job's result has.)
 from __future__ import annotations
 
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,11 +37,38 @@ if TYPE_CHECKING:  # so that tasks that only write do not load ``state``
     from onceflow.state.local.prepare import Prepared
     from onceflow.state.spec import Moment, ProcessSpec, StateReport
 
-#: A local property of Spark: at which offsets the batch sees the tables that the flow joins with. It has no secrets.
+#: A property of a batch: at which offsets the batch sees the tables that the flow joins with. It has no secrets.
 JOINED_PROPERTY = "onceflow.joined"
 #: Another one, for ``Flow.enrich``: which attempt runs (``attempt``), when it has begun (``begun_ms``), and how long
 #: the calls of one task may take (``limit_s``).
 CALLS_PROPERTY = "onceflow.calls"
+
+
+class _DriverProperties(threading.local):
+    """Properties of the batch that a thread of the driver runs by itself."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+
+_driver_properties = _DriverProperties()
+
+
+def set_driver_property(name: str, value: str | None) -> None:
+    """Set a property of the batch that this thread runs, for functions that it calls itself. None: there is none."""
+    _driver_properties.values.pop(name, None)
+    if value is not None:
+        _driver_properties.values[name] = value
+
+
+def batch_property(name: str) -> str | None:
+    """A property of the batch in which this code runs: in a task a local property of Spark. None: there is none."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    found = _driver_properties.values.get(name) if context is None else context.getLocalProperty(name)
+    return None if found is None else str(found)
+
 
 # ---- orders ----------------------------------------------------------------------------------------------
 

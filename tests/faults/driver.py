@@ -31,7 +31,8 @@ def start(given: dict[str, Any], spark: Any) -> Any:
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     until = given.get("until") and {int(partition): offset for partition, offset in given["until"].items()}
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000), until=until)
-    return flow.write(source.select("key", "value"), topic=given["target"], **given.get("write", {})).start()
+    rows = source.selectExpr(*given.get("columns", ["key", "value"]))
+    return flow.write(rows, topic=given["target"], **given.get("write", {})).start()
 
 
 def main() -> None:

@@ -36,12 +36,15 @@ from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.engine_query import DIRECT, SPARK
 from onceflow.messages import TaskReport
 from onceflow.protocol.transaction import GIVEN, Epoch, Event
-from onceflow.spark import queries
+from onceflow.spark import driver_task, queries
+from onceflow.spark.row_program import RowProgram
 from onceflow.task import row_writer
 from onceflow.testing import faults, recorder
 
 #: Besides the engines: the direct engine, whose tasks read. Patches are in the driver, so only some of them work.
 BY_TASKS = "tasks"
+#: The direct engine, with a query that Spark evaluates in the driver.
+SQL = "sql"
 BATCH_ROWS = 20
 # The batch that something happens to: neither the first nor the last.
 BATCH = 2
@@ -375,10 +378,10 @@ def rows_are_there_once(patch: Patch) -> None:
     original = FetchedPart.rows
     used: list[FetchedPart] = []  # kept, so that each has an identity of its own
 
-    def rows(self: Any) -> Iterator[pa.RecordBatch]:
+    def rows(self: Any, query: Any) -> Iterator[pa.RecordBatch]:
         if not any(each is self for each in used):
             used.append(self)
-            yield from original(self)
+            yield from original(self, query)
 
     patch.setattr(FetchedPart, "rows", rows)
 
@@ -396,6 +399,22 @@ def tasks_begin_too_early(patch: Patch) -> None:
 def driver_reads_on_where_it_stood(patch: Patch) -> None:
     """After batches of tasks, the driver reads on behind what it had fetched before them, and has given up."""
     patch.setattr(SourceReader, "go_on", lambda self, epochs: None)
+
+
+def rows_of_the_last_batch_stay(patch: Patch) -> None:
+    """The file with the rows that Spark makes in the driver is not emptied before a batch."""
+    patch.setattr(driver_task.os, "truncate", lambda path, length: None)
+
+
+def spark_gets_the_batch_before(patch: Patch) -> None:
+    """Spark evaluates the records that were there before, if there were any."""
+    original, last = RowProgram._given, {}
+
+    def given(self: Any, columns: Any, rows: int) -> pa.RecordBatch:
+        now = original(self, columns, rows)
+        return last.setdefault("given", now) if last.get("given", now).num_rows == now.num_rows else now
+
+    patch.setattr(RowProgram, "_given", given)
 
 
 # ---- a run -----------------------------------------------------------------------------------------------
@@ -426,6 +445,9 @@ def written_rows(flow: Any, pipe: Any, fault: Fault, once: Path, engine: str) ->
         return rows.mapInArrow(Placed(once), Placed.SCHEMA) if fault.placed else rows
     rows = read.selectExpr("key", "value", "topic", "partition", "offset", "0L AS n")
     rows = flow.map(rows, functools.partial(recorder.tagged_rows, flow=pipe.flow), schema=recorder.TAGGED_SCHEMA)
+    if engine == SQL:
+        computed = "unbase64(base64(value)) AS value", "transform(headers, each -> each) AS headers"
+        rows = rows.selectExpr("key", *computed)
     return flow.map(rows, Placed(once).place, schema=Placed.SCHEMA) if fault.placed else rows
 
 
@@ -436,6 +458,8 @@ def write_everything(pipe: Any, fault: Fault, once: Path, engine: str) -> BaseEx
         rows = written_rows(flow, pipe, fault, once, engine)
         # As without `placed`, whose function may make any number of rows as far as onceflow knows.
         options = {"engine": engine, "small_batch_rows": 8_000}
+        if engine == SQL:
+            options = {"engine": DIRECT}
         if engine == BY_TASKS:
             # The driver takes over when no more than half of this is left.
             options = {"engine": DIRECT, "small_batch_rows": BATCH_ROWS if fault.given_back else 0}

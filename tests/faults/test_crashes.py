@@ -58,6 +58,8 @@ def check_recovered(pipe: Any) -> None:
 DIRECT = {"engine": "direct"}
 #: Tasks read the records of the direct engine, as with a backlog.
 BY_TASKS = {**DIRECT, "small_batch_rows": 0}
+#: Columns that Spark has to compute, with the values as they are.
+SQL = ["key", "unbase64(base64(value)) AS value"]
 
 
 def spark_options(step: str, *, turn: int = 0) -> dict[str, Any]:
@@ -67,11 +69,13 @@ def spark_options(step: str, *, turn: int = 0) -> dict[str, Any]:
 
 def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
     """One SIGKILL meets the flows of one driver: at every step one of the direct engine, and at some also one of Spark,
-    and one that tasks of the direct engine read. Each goes on in another way. All steps of all ways, and that the same
-    one goes on, are tested by ``test_driver_kills_itself``."""
+    one that tasks of the direct engine read, and one whose values Spark computes in the driver. Each goes on in another
+    way. All steps of all ways, and that the same one goes on, are tested by ``test_driver_kills_itself``."""
     options: dict[str, dict[str, Any]] = {f"{step} direct": DIRECT for step in hooks.STEPS}
     options |= {step: spark_options(step) for step in ("write", "end")}
     options |= {f"{step} by tasks": BY_TASKS for step in ("write", "progress")}
+    options |= {f"{step} sql": DIRECT for step in ("begin", "write", "audit", "end")}
+    options |= {"write sql by tasks": BY_TASKS}
     pipes = {name: make_pipe() for name in options}
     # A read_committed reader stops in front of the record of a flow that is at `progress`: no other may be behind it.
     apart = {"progress direct": 0, "progress by tasks": 1}
@@ -81,14 +85,16 @@ def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
         pipes[name] = replace(pipe, flow=next(n for n in names if progress_log.partition_of(n) in wanted))
     for pipe in pipes.values():
         pipe.fill(1500)
-    killed_together(pipes, {name: {"write": options[name], "records_per_batch": 500} for name in pipes})
+    given = {name: {"write": write, "records_per_batch": 500} for name, write in options.items()}
+    killed_together(pipes, {name: {**each, "columns": SQL} if "sql" in name else each for name, each in given.items()})
     for pipe in pipes.values():
         check_visible_iff_progress(pipe)
 
     def recover(name: str) -> None:
         pipes[name].fill(500)
         step, _, way = name.partition(" ")
-        pipes[name].run(**{"": DIRECT, "direct": BY_TASKS, "by tasks": spark_options(step)}[way])
+        ways = {"": DIRECT, "direct": BY_TASKS, "by tasks": spark_options(step), "sql": DIRECT}
+        pipes[name].run(**ways[way.removesuffix(" by tasks") if "sql" in way else way])
         check_recovered(pipes[name])
 
     with ThreadPoolExecutor(3) as pool:  # side by side: a start waits for Kafka and Spark most of the time
@@ -96,14 +102,16 @@ def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine", ["direct", "by tasks", "spark"])
+@pytest.mark.parametrize("engine", ["direct", "by tasks", "spark", "sql", "sql by tasks"])
 @pytest.mark.parametrize("step", hooks.STEPS)
 def test_driver_kills_itself(make_pipe: Any, step: str, engine: str) -> None:
     """As ``test_driver_killed``, each flow in a driver of its own. Under Spark it is the other way of the two."""
-    options = {"direct": DIRECT, "by tasks": BY_TASKS}.get(engine) or spark_options(step, turn=1)
+    ways = {"direct": DIRECT, "by tasks": BY_TASKS, "sql": DIRECT, "sql by tasks": BY_TASKS}
+    options = ways.get(engine) or spark_options(step, turn=1)
     pipe = make_pipe()
     pipe.fill(3000)
-    process = pipe.driver(rule_of(step, "kill"), write=options)
+    columns = {"columns": SQL} if "sql" in engine else {}
+    process = pipe.driver(rule_of(step, "kill"), write=options, **columns)
     try:
         output = process.communicate(timeout=120)[0]
         assert process.returncode == -signal.SIGKILL, output

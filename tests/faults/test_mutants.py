@@ -50,6 +50,12 @@ BROKEN_BY_TASKS = [
     ("killed after write", "progress_in_a_transaction_before", {LOST, TORN}),
     ("started again too early in the source", "no_contiguity_check", {DUPLICATE, GAP}),
 ]
+#: The direct engine, with a query that Spark evaluates in the driver.
+SQL = "sql"
+BROKEN_SQL = [
+    ("none", "rows_of_the_last_batch_stay", {DUPLICATE}),
+    ("none", "spark_gets_the_batch_before", {DUPLICATE, LOST, TORN}),
+]
 # Most of what these change is the same for both engines. For those the direct engine has code of its own.
 OWN = {
     "next_attempt_continues",
@@ -78,9 +84,11 @@ def sound_case(engine: str, fault: str) -> Any:
 
 CASES = [case(SPARK, *each) for each in BROKEN] + [case(DIRECT, *each) for each in BROKEN + BROKEN_DIRECT]
 CASES += [case(BY_TASKS, *each) for each in BROKEN_BY_TASKS]
+CASES += [pytest.param(SQL, *each, id=f"{each[1]}-{SQL}") for each in BROKEN_SQL]
 FAULTS = list(dict.fromkeys(fault for fault, _, _ in BROKEN[1:]))
 SOUND_CASES = [sound_case(engine, fault) for engine in (SPARK, DIRECT) for fault in FAULTS]
 SOUND_CASES += [sound_case(BY_TASKS, fault) for fault, _, _ in BROKEN_BY_TASKS[1:]]
+SOUND_CASES += [pytest.param(SQL, "an attempt fails half-way", id=f"an attempt fails half-way-{SQL}")]
 
 
 @pytest.fixture(scope="module")

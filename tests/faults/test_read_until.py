@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from onceflow.client.offsets import LATEST, list_offsets
+from onceflow.direct import run as direct_run
 from onceflow.driver.offset_log import SourceRange
 from onceflow.testing import independent
 
@@ -16,10 +18,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 ENDS = {0: 130, 1: 600}
 
 
-def run(pipe: Any) -> Any:
+def run(pipe: Any, **write: Any) -> Any:
     flow = pipe.open()
     source = flow.read(pipe.source, max_records_per_batch=500, until=ENDS)
-    query = flow.write(source.select("key", "value"), topic=pipe.target).start()
+    query = flow.write(source.select("key", "value"), topic=pipe.target, **write).start()
     query.awaitTermination(60)
     return query
 
@@ -56,12 +58,22 @@ def test_killed(make_pipe: Any, killed_together: Any) -> None:
         assert run(pipe).batches == []
 
 
-def test_a_build_that_does_not_cap_progress_is_found_out(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows behind the bound are not written, but count as read: the next run would skip them."""
+@pytest.mark.parametrize("engine", ["direct", "spark"])
+def test_a_build_that_does_not_cap_progress_is_found_out(
+    make_pipe: Any, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """With Spark's engine, rows behind the bound are not written, but count as read: the next run would skip them. The
+    direct engine would write them."""
     pipe = make_pipe(partitions=2)
     pipe.fill(2500)
+
+    def to_the_end(prepared: Any, starts: Any, deadline: Any) -> Any:
+        wanted = {topic: sorted(offsets) for topic, offsets in starts.items()}
+        return list_offsets(prepared.startup.session.cluster, wanted, LATEST, deadline)
+
     with monkeypatch.context() as mutant:
         mutant.setattr(SourceRange, "capped", lambda self, until: self)
-        run(pipe)
+        mutant.setattr(direct_run, "_end_of_run", to_the_end)
+        assert run(pipe, engine=engine).engine == engine
     with pytest.raises(AssertionError):
         check(pipe)

@@ -397,7 +397,9 @@ def test_source_partitioner_needs_the_same_partitions(make_pipe: Any) -> None:
 
 def test_source_partitioner_needs_unmixed_partitions(pipe: Any) -> None:
     flow, df = select(pipe, "key", "value")
-    text = run_to_error(flow, df.repartition(2), onceflow.OptionError, topic=pipe.target, partitioner="source")
+    text = run_to_error(
+        flow, df.repartition(2), onceflow.OptionError, topic=pipe.target, partitioner="source", engine="spark"
+    )
     assert "keeps every source partition in one task" in text
     check_nothing_written(pipe)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any
 
@@ -14,16 +14,16 @@ from pyspark.sql import functions as F
 from onceflow.calls.concurrently import concurrently
 from onceflow.client.settings import ClientSettings
 from onceflow.planning.calls import enrich_frame
-from onceflow.planning.direct_query import direct_plan
+from onceflow.planning.direct_query import Functions, direct_plan
 from onceflow.planning.maps import map_of
 from onceflow.planning.ownership import HEADERS, check_columns, prepare
 from onceflow.planning.read_options import ReadOptions, source_options
 from onceflow.planning.step_frames import state_columns
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches
-from onceflow.spark import plans, queries
+from onceflow.spark import jvm, plans, queries
 from onceflow.spark.collect import collect
 from onceflow.spark.kafka_source import load_source
-from onceflow.task.call_rows import CallOrder
+from onceflow.task.call_rows import CallOrder, CallRows
 from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, DirectSource, SinkForm, reinterpreted
 from onceflow.task.map_rows import RowsMap
 from onceflow.task.state_tasks import StepPlaceholder, engine_rows
@@ -31,6 +31,7 @@ from onceflow.task.state_tasks import StepPlaceholder, engine_rows
 pytestmark = [pytest.mark.integration, pytest.mark.short_form]
 
 FLOW = "direct"
+EARLIER = "which was made before an earlier run of the flow"
 Build = Callable[[DataFrame], DataFrame]
 
 
@@ -44,9 +45,26 @@ def read(
     return load_source(spark, settings, source_options(options, {0: 0}, flow), until)
 
 
-def planned(df: DataFrame, maps: Any = None) -> DirectPlan | str:
+class NoRows:
+    """In the place of a program."""
+
+    needed: frozenset[int] = frozenset()
+    job = ""
+
+    def rows(self, columns: Any, count: int) -> Iterator[tuple[list[pa.Array], int]]:
+        yield from ()
+
+
+def planned(df: DataFrame, maps: Any = None, programs: list[Any] | None = None) -> DirectPlan | str:
+    """Args: programs: gets the operators of each program: the last one, and what the first one stands on."""
+
+    def evaluate(node: Any, base: plans.Path) -> NoRows:
+        if programs is not None:
+            programs.append((jvm.kind(node), jvm.kind(plans.at(node, base))))
+        return NoRows()
+
     functions = {name: found.apply for name, found in (maps or {}).items()}
-    return direct_plan(plans.analyzed(df), flow=FLOW, maps=functions)
+    return direct_plan(plans.analyzed(df), Functions(FLOW, functions, {}, evaluate))
 
 
 def direct(df: DataFrame) -> DirectPlan:
@@ -204,8 +222,8 @@ def test_functions_make_the_same_rows(onceflow_spark: Any) -> None:
     maps, of_spark = Maps(), Maps()
     plan = planned(build(read(onceflow_spark), read(onceflow_spark, "b"), maps), maps)
     assert isinstance(plan, DirectPlan), plan
-    assert plan.source("a").needed == ("key", "value", "timestamp", "headers")
-    assert plan.source("b").needed == ("value", "timestamp")
+    assert plan.needed("a") == ("key", "value", "timestamp", "headers")
+    assert plan.needed("b") == ("value", "timestamp")
     rows, none = rows_in_spark(onceflow_spark).where("partition < 3"), none_in_spark(onceflow_spark)
     given = records().slice(0, 3)
     for topic, frames in (("a", (rows, none)), ("b", (none, rows))):
@@ -220,7 +238,7 @@ def test_what_is_needed_without_a_function_that_uses_it(onceflow_spark: Any) -> 
     maps = Maps()
     mapped = planned(maps.map(read(onceflow_spark), _with_value).select("value"), maps)
     assert isinstance(mapped, DirectPlan)
-    assert mapped.source("a").needed == tuple(SOURCE_TYPES), "a function may use every column that it gets"
+    assert mapped.needed("a") == tuple(SOURCE_TYPES), "a function may use every column that it gets"
 
 
 def test_names_of_views(onceflow_spark: Any) -> None:
@@ -230,7 +248,7 @@ def test_names_of_views(onceflow_spark: Any) -> None:
     finally:
         onceflow_spark.catalog.dropTempView("direct_view")
     assert plan.columns == ("key", "topic", "value")
-    assert plan.source("a").needed == ("value",)
+    assert plan.needed("a") == ("value",)
     assert applied(plan, records()).column("key") == records().column("value")
 
 
@@ -240,46 +258,65 @@ def _batches(batches: Any) -> Any:
 
 #: Queries that are not direct, and the reason that is given.
 REFUSED: dict[str, Callable[[Any], DataFrame]] = {
-    "the query has a filter (where)": lambda s: read(s).where("key is not null"),
     "the query has an aggregation": lambda s: read(s).groupBy("key").count(),
     "the query has dropDuplicates": lambda s: read(s).dropDuplicates(["key"]),
-    "the query has a watermark (withWatermark)": lambda s: read(s).withWatermark("timestamp", "1 minute"),
-    "the query has a join": lambda s: read(s).join(s.range(3), F.col("id") == F.col("partition")),
-    "the query has explode or another function that makes several rows of one": (
-        lambda s: read(s).select(F.explode("headers"))
-    ),
-    "the query has repartition or coalesce": lambda s: read(s).repartition(3),
-    "the query has a repartition by columns": lambda s: read(s).repartition(3, "key"),
-    "the query has mapInPandas": lambda s: read(s).mapInPandas(_batches, "key binary"),
-    "the query has mapInArrow with _batches, which is not from Flow.map": (
-        lambda s: read(s).mapInArrow(_batches, "key binary")
-    ),
+    "the query has a join of two streams": lambda s: read(s).join(read(s, "b").select("key"), "key"),
     "the query has rows that are not from a stream": (
         lambda s: read(s).select("value").union(none_in_spark(s).select("value"))
     ),
-    "column value is computed: upper(CAST(value AS STRING))": (
-        lambda s: read(s).select(F.upper(F.col("value").cast("string")).alias("value"))
-    ),
-    "column value is computed: <lambda>(value)": lambda s: read(s).select(F.udf(lambda v: v)("value").alias("value")),
-    "column n is computed: CAST(partition AS STRING)": (
-        lambda s: read(s).select(F.col("partition").cast("string").alias("n"))
-    ),
-    "column value is computed: CAST(CAST(offset AS STRING) AS BINARY)": (
-        lambda s: read(s).select(F.col("offset").cast("string").cast("binary").alias("value"))
-    ),
-    "column n is computed: CAST('7' AS INT)": lambda s: read(s).select(F.lit("7").cast("int").alias("n")),
-    "column now is computed: current_timestamp()": lambda s: read(s).select(F.current_timestamp().alias("now")),
-    "column yes is computed: true": lambda s: read(s).select(F.lit(True).alias("yes")),
-    "column day is a constant of type date": lambda s: read(s).select(F.lit(datetime(2026, 1, 1).date()).alias("day")),
-    "column h is computed: headers[0].`value`": lambda s: read(s).select(F.col("headers")[0]["value"].alias("h")),
-    "topic a is read with until=": lambda s: read(s, until={0: 5, 1: 7}),
     "topic a is read with minPartitions": lambda s: read(s, options={"minpartitions": "9"}),
     "topic a is read with maxRecordsPerPartition": lambda s: read(s, options={"maxRecordsPerPartition": "9"}),
     "topic a is read with minOffsetsPerTrigger": lambda s: read(s, options={"minOffsetsPerTrigger": "9"}),
-    "the query reads topic a twice": lambda s: read(s).union(read(s)),
-    "the query reads topic b twice": lambda s: (lambda b: read(s).union(b).union(b.select(*b.columns)))(read(s, "b")),
     "the query reads a source that is not a topic of this flow": lambda s: read(s, flow="another"),
 }  # fmt: skip
+
+#: Queries that have one program, and the logical operator that it stands on.
+EVALUATED: dict[str, Callable[[Any], DataFrame]] = {
+    "where": lambda s: read(s).where("key is not null"),
+    "explode": lambda s: read(s).select(F.explode("headers")),
+    "mapInPandas": lambda s: read(s).mapInPandas(_batches, "key binary"),
+    "mapInArrow": lambda s: read(s).mapInArrow(_batches, "key binary"),
+    "join": lambda s: read(s).join(s.range(3), F.col("id") == F.col("partition")),
+    "udf": lambda s: read(s).select(F.udf(lambda v: v)("value").alias("value")),
+    "a number as text": lambda s: read(s).select(F.col("partition").cast("string").alias("n")),
+    "a text as number": lambda s: read(s).select(F.lit("7").cast("int").alias("n")),
+    "the time": lambda s: read(s).select(F.current_timestamp().alias("now")),
+    "a constant of another type": lambda s: read(s).select(F.lit(datetime(2026, 1, 1).date()).alias("day")),
+    "all operators in one": lambda s: (
+        read(s).where("offset > 3").select(F.upper("topic").alias("t"), "key").where("t > 'a'").select("key", "t")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_what_spark_evaluates(onceflow_spark: Any, name: str) -> None:
+    """It is one program, whatever the number of operators; it begins at the topic."""
+    programs: list[tuple[str, str]] = []
+    df = EVALUATED[name](onceflow_spark)
+    plan = planned(df, programs=programs)
+    assert isinstance(plan, DirectPlan), plan
+    assert plan.by_spark
+    assert [base for _, base in programs] == ["StreamingRelationV2"]
+
+
+def test_names_and_places_need_no_program(onceflow_spark: Any) -> None:
+    df = read(onceflow_spark)
+    plain = direct(df.select("key", F.col("value").alias("v")))
+    read(onceflow_spark, until={0: 5, 1: 7}).createOrReplaceTempView("bounded")
+    for same in (
+        df.withWatermark("timestamp", "1 minute").repartition(3, "key").hint("broadcast").coalesce(2),
+        onceflow_spark.table("bounded"),
+    ):
+        assert direct(same.select("key", F.col("value").alias("v"))) == plain
+
+
+def test_a_topic_that_is_used_several_times_is_read_once(onceflow_spark: Any) -> None:
+    def one_of(**given: Any) -> DataFrame:
+        return read(onceflow_spark, **given).select("key", "value")
+
+    plan = direct(one_of(include_headers=False, most=9).union(one_of(fail_on_data_loss=False, most=5)))
+    assert len(plan.sources) == 2
+    assert plan.reads == {"a": DirectSource("a", True, True, 5)}
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -293,29 +330,26 @@ def test_functions_and_steps_that_are_not_direct(onceflow_spark: Any) -> None:
     assert (
         planned(mapped) == "the query has Flow.map with _with_value, which was made before an earlier run of the flow"
     )
-    assert planned(mapped.where("key is not null"), maps) == "the query has a filter (where)"
+    assert isinstance(planned(mapped.where("key is not null"), maps), DirectPlan)
     order = CallOrder(concurrently(len), "out", None, None, None, FLOW)
-    assert planned(enrich_frame(df, order)) == "the query has calls of another service (Flow.enrich)"
-    step = df.mapInArrow(StepPlaceholder("t"), "key binary, value binary")
-    assert planned(step) == "the query has a process step whose outputs go through operators, or several process steps"
+    assert (
+        planned(enrich_frame(df, CallRows(order))) == f"the query has calls of another service (Flow.enrich), {EARLIER}"
+    )
+    step = planned(df.mapInArrow(StepPlaceholder("t"), "key binary, value binary").select("value"))
+    assert isinstance(step, DirectPlan)
+    assert [(each.table, each.columns) for each in step.steps] == [("t", ("value",))]
+    assert (step.sources, list(step.reads)) == ((), ["a"])
     _batches.__name__, before = queries.join_name("t"), _batches.__name__
     try:
         joined = df.mapInArrow(_batches, df.schema)
-        assert planned(joined) == "the query has a join with a table (Flow.join_table)"
+        assert planned(joined) == f"the query has a join with a table (Flow.join_table), {EARLIER}"
     finally:
         _batches.__name__ = before
 
 
-def test_other_sources_and_ctes_are_not_direct(onceflow_spark: Any) -> None:
+def test_other_sources_are_not_direct(onceflow_spark: Any) -> None:
     rate = onceflow_spark.readStream.format("rate").load().selectExpr("cast(value as string) value")
     assert planned(rate) == "the query reads a source that is not a topic of this flow"
-    read(onceflow_spark).createOrReplaceTempView("direct_cte")
-    try:
-        assert planned(onceflow_spark.sql("WITH w AS (SELECT * FROM direct_cte) SELECT * FROM w")) == (
-            "the query has a WITH clause"
-        )
-    finally:
-        onceflow_spark.catalog.dropTempView("direct_cte")
 
 
 # ---- the same rows, in both ways ---------------------------------------------------------------------
@@ -362,7 +396,8 @@ def none_in_spark(spark: Any) -> DataFrame:
 
 
 def applied(plan: DirectPlan, rows: pa.RecordBatch, topic: str = "a") -> pa.RecordBatch:
-    return plan.source(topic).apply(dict(zip(rows.schema.names, rows.columns, strict=True)), rows.num_rows)
+    (made,) = plan.rows(topic, dict(zip(rows.schema.names, rows.columns, strict=True)), rows.num_rows)
+    return made
 
 
 def assert_same(plan: DirectPlan, of_spark: DataFrame, topic: str = "a") -> None:

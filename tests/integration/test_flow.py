@@ -61,7 +61,7 @@ def test_the_tasks_of_a_repartitioned_query_are_left_alone(make_pipe: Any) -> No
     pipe.fill(500)
     flow = pipe.open()
     rows = flow.read(pipe.source).select("key", "value").repartition(9)
-    query = flow.write(rows, topic=pipe.target, small_batch_rows=4000).start()
+    query = flow.write(rows, topic=pipe.target, small_batch_rows=4000, engine="spark").start()
     try:
         query.processAllAvailable()
     finally:
@@ -338,7 +338,7 @@ def test_user_code_that_may_make_any_number_of_rows_runs_in_tasks(
 
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap)
     rows = flow.read(pipe.source).select("key", "value")
-    options = {"small_batch_rows": small_batch_rows, "once": True}
+    options = {"small_batch_rows": small_batch_rows, "once": True, "engine": "spark"}
     query = flow.write(rows.mapInArrow(many, rows.schema), topic=pipe.target, **options).start()
     query.awaitTermination()
     assert [(batch.records, batch.path) for batch in query.batches] == [(500, path)]
@@ -377,7 +377,7 @@ def test_a_query_that_spark_stops_is_not_run_again(make_pipe: Any) -> None:
     pipe.fill(10)
     flow = pipe.open()
     rows = flow.read(pipe.source).select("key", "value")
-    query = flow.write(rows.mapInPandas(slow, rows.schema), topic=pipe.target).start()
+    query = flow.write(rows.mapInPandas(slow, rows.schema), topic=pipe.target, engine="spark").start()
     tracker = pipe.spark.sparkContext.statusTracker()
     wait_until(lambda: bool(tracker.getJobIdsForGroup(str(query.runId))), 60, "the batch runs")
     pipe.spark.streams.get(query.id).stop()

@@ -65,8 +65,46 @@ _MOVED = "rows are not sent to the task that owns their partition"
 _STEP = "a process step inside a query cannot be run"
 _OFFSETS = "a batch may have rows that were joined at other offsets than its progress record says"
 _SAME = "operators that change nothing are not told from others"
+_SQL_HERE = "SQL needs a Spark job for every batch"
+_TIME = "batches have no time of their own"
+_CORE = "org.apache.spark"
+_ARROW = f"{_SQL}.execution.arrow.ArrowConverters$"
+_MORE_ARROW = 0 if not versions.has("classic") else 1  # largeVarTypes
 
 MEMBERS = [
+    Member(_ARROW, "fromBatchIterator", 5 + _MORE_ARROW, "row_plan.py", _SQL_HERE),
+    Member(_ARROW, "toBatchWithSchemaIterator", 6 + _MORE_ARROW, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.TaskContextImpl", "<init>", 12, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.TaskContextImpl", "markTaskCompleted", 1, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.TaskContextImpl", "markInterrupted", 1, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.TaskContextImpl", "taskMemoryManager", 0, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.TaskContext$", "setTaskContext", 1, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.TaskContext$", "unset", 0, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.TaskContext$", "empty", 0, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.memory.TaskMemoryManager", "<init>", 2, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.memory.TaskMemoryManager", "cleanUpAllAllocatedMemory", 0, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.SparkEnv", "memoryManager", 0, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.SparkEnv", "metricsSystem", 0, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.rdd.RDD", "iterator", 2, "driver_task.py", _SQL_HERE),
+    Member(f"{_CORE}.rdd.RDD", "isBarrier", 0, "row_program.py", _SQL_HERE),
+    Member(f"{_CORE}.rdd.MapPartitionsRDD", "<init>", 7 + _MORE_ARROW, "row_plan.py", _SQL_HERE),
+    Member(f"{_CORE}.rdd.ParallelCollectionPartition", "<init>", 4, "driver_task.py", _SQL_HERE),
+    Member(f"{_SQL}.execution.SparkPlan", "execute", 0, "row_program.py", _SQL_HERE),
+    Member(f"{_CATALYST}.plans.QueryPlan", "subqueries", 0, "row_plan.py", _SQL_HERE),
+    Member(f"{_CATALYST}.plans.QueryPlan", "mapExpressions", 1, "plans.py", _SQL_HERE),
+    Member(f"{_CATALYST}.optimizer.InlineCTE", "apply", 1, "batch_plan.py", "WITH needs micro-batches"),
+    Member(f"{_CATALYST}.expressions.objects.Invoke", "<init>", 8, "batch_plan.py", _TIME),
+    Member(f"{_CATALYST}.expressions.Literal", "<init>", 2, "batch_plan.py", _TIME),
+    Member(f"{_CATALYST}.expressions.Cast", "<init>", 4, "batch_plan.py", _TIME),
+    Member(
+        f"{_CATALYST}.expressions.ExpressionWithRandomSeed",
+        "withNewSeed",
+        1,
+        "batch_plan.py",
+        "random numbers are the same in all batches of a backlog",
+    ),
+    Member(f"{_SQL}.api.python.PythonSQLUtils", "readArrowStreamFromFile", 1, "row_job.py", "joins need micro-batches"),
+    Member(f"{_SQL}.api.python.PythonSQLUtils", "toDataFrame", 3, "row_job.py", "joins need micro-batches"),
     Member(f"{_CLASSIC}.Dataset", "ofRows", 2, "plans.py", _STEP),
     Member("org.apache.spark.SparkContext", "env", 0, "shuffles.py", _OFFSETS),
     Member("org.apache.spark.SparkEnv", "mapOutputTracker", 0, "shuffles.py", _OFFSETS),
@@ -301,6 +339,8 @@ OBJECT_ATTRIBUTES = {
     "_jsc": (lambda spark: spark.sparkContext, _TWICE),
     "_gateway": (lambda spark: spark.sparkContext, "queries past the flow go untold"),
     "_jdf": (lambda spark: spark.range(1), _LOST),
+    "_jrdd": (lambda spark: spark.sparkContext.parallelize([0], 1), _SQL_HERE),
+    "_gateway_client": (lambda spark: spark.sparkContext._gateway, _SQL_HERE),
     "_jc": (lambda spark: F.col("key"), "rows are not sent to the task that owns their partition"),
 }
 

@@ -35,14 +35,14 @@ def part(start: int, end: int, *, partition: int = 0, topic: str = "in", without
     stamps = np.array(offsets, np.int64)
     records = RecordColumns(values, values, stamps, stamps, np.zeros(len(offsets), np.int32))
     chunk = ColumnChunk(records, end, True, None, 10 * len(offsets))
-    return FetchedPart((topic, partition), start, end, chunk, QUERY)
+    return FetchedPart((topic, partition), start, end, chunk)
 
 
 def offsets_of(taken: Taken) -> dict[tuple[str, int], list[int]]:
     found: dict[tuple[str, int], list[int]] = {}
     for each in taken.parts:
         found.setdefault(each.place, []).extend(
-            int(v) for rows in each.rows() for v in rows.column("value").to_pylist()
+            int(v) for rows in each.rows(QUERY) for v in rows.column("value").to_pylist()
         )
     return found
 
@@ -153,7 +153,7 @@ def test_a_partition_that_was_added() -> None:
 
 
 def test_rows_know_their_place() -> None:
-    (rows,) = part(4, 6, topic="other", partition=3).rows()
+    (rows,) = part(4, 6, topic="other", partition=3).rows(QUERY)
     places = rows.select(["topic", "partition", "offset"]).to_pylist()
     assert [tuple(each.values()) for each in places] == [("other", 3, 4), ("other", 3, 5)]
 

@@ -50,6 +50,7 @@ from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import HandOver, Progress
 from onceflow.protocol.record_columns import RecordColumns
+from onceflow.spark.row_program import RowPrograms
 from onceflow.state.watermark import Watermark
 from onceflow.task.direct_plan import DirectPlan, DirectSource
 from onceflow.task.source_rows import QueryRows
@@ -160,17 +161,21 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SourceReader]:
         monkeypatch.setattr(source_reader, "LongPoll", lambda cluster, topics, positions, **_: Poll(logs, positions))
         monkeypatch.setattr(source_reader, "list_offsets", ends)
         source = DirectSource(TOPIC, include_headers=False, fail_on_data_loss=fail_on_data_loss, max_records=most)
-        query = QueryRows(DirectPlan((source,), ("value",)))
+        query = QueryRows(DirectPlan((source,), QUERY.plan.columns))
         return SourceReader(ClientSettings("nowhere:1"), query, {TOPIC: starts}, topic_ids={TOPIC: was}, flow="copy")
 
     return make
+
+
+_SOURCE = DirectSource(TOPIC, include_headers=False, fail_on_data_loss=True, max_records=None)
+QUERY = QueryRows(DirectPlan((_SOURCE,), ("value",)))
 
 
 def offsets_of(parts: Any) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for each in parts:
         assert isinstance(each, FetchedPart)
-        for rows in each.rows():
+        for rows in each.rows(QUERY):
             found.setdefault(each.place[1], []).extend(int(value) for value in rows.column("value").to_pylist())
     return found
 
@@ -363,7 +368,7 @@ def loop_of(
     backlog = Backlog("copy", rows_max)
     batches: Any = written
     spark: Any = SimpleNamespace(sparkContext=context)
-    tasks: Any = SimpleNamespace(spark=spark)
+    tasks: Any = SimpleNamespace(spark=spark, query=QUERY)
     return DirectLoop(
         batches,
         reader,
@@ -373,6 +378,7 @@ def loop_of(
         until={TOPIC: until} if ends else None,
         backlog=backlog,
         tasks=tasks,
+        programs=RowPrograms(spark),
     )
 
 

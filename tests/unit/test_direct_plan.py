@@ -51,7 +51,8 @@ def records(count: int = 3, *, only: tuple[str, ...] = NAMES) -> pa.RecordBatch:
 
 
 def applied(plan: DirectSource, rows: pa.RecordBatch) -> pa.RecordBatch:
-    return plan.apply(dict(zip(rows.schema.names, rows.columns, strict=True)), rows.num_rows)
+    (made,) = plan.apply(dict(zip(rows.schema.names, rows.columns, strict=True)), rows.num_rows)
+    return made
 
 
 def select(**columns: Any) -> Select:
@@ -95,8 +96,7 @@ def test_columns_that_a_query_needs_of_a_plan() -> None:
     less = plan.only(["value", "key"])
     assert less.columns == ("value", "key")
     assert [each.needed for each in less.sources] == [("key", "value")] * 2
-    assert less.source("other").topic == "other"
-    assert applied(less.source("other"), records(only=("key", "value"))) == records(only=("value", "key"))
+    assert applied(less.sources[1], records(only=("key", "value"))) == records(only=("value", "key"))
     assert plan.only(NAMES[:-1]) is plan
 
 
@@ -117,10 +117,10 @@ def test_a_query_that_needs_no_column_makes_a_row_of_each_record(form: SinkForm 
     constants = select(key=["all", pa.string()], value=[b"1", pa.binary()])
     function = MapRows(("key", "value"), ("key", "value"), lambda batch: batch)
     plan = DirectPlan((source(constants, *[function] * operators),), ("key", "value"))
-    assert plan.source("in").needed == ()
+    assert plan.needed("in") == ()
     values, stamps = pa.array([b"a", None, b"c"]), np.arange(3)
     given = RecordColumns(values, values, stamps, stamps, np.zeros(3, np.int32))
-    rows = QueryRows(plan, form).of(given, ("in", 7))
+    (rows,) = QueryRows(plan, form).of([(("in", 7), given)])
     assert (
         rows.select(["key", "value"]).cast(pa.schema([("key", pa.string()), ("value", pa.binary())])).to_pylist()
         == [{"key": "all", "value": b"1"}] * 3
@@ -145,11 +145,11 @@ def test_a_time_that_no_row_can_have_is_the_latest_that_it_can_have() -> None:
     plan, values = DirectPlan((source(),), NAMES[:-1]), pa.array([b"a"] * 5)
     stamps = np.array([5, 20_000_000_000_000_000, 2**63 - 1, -1, -(2**63)])
     given = RecordColumns(values, values, np.arange(5), stamps, np.zeros(5, np.int32))
-    made = QueryRows(plan).of(given, ("in", 3))
+    (made,) = QueryRows(plan).of([(("in", 3), given)])
     assert made.column("timestamp").cast(pa.int64()).to_pylist() == [5000, *[LATEST_MS * 1000] * 2, -1000, -1000]
     assert engine_rows(made).column("timestamp").to_pylist() == [5, LATEST_MS, LATEST_MS, -1, -1]
     form = SinkForm(("key", "value", "timestamp"), ())
-    sunk = QueryRows(plan, form).of(given, ("in", 3))
+    (sunk,) = QueryRows(plan, form).of([(("in", 3), given)])
     assert sunk.column("timestamp").to_pylist() == [5, LATEST_MS, LATEST_MS, -1, -1]
 
 

@@ -40,9 +40,10 @@ def range_source(prepared: PreparedQuery, read: QueryRows, topic_ids: Mapping[st
         settings=startup.settings,
         topic_ids=topic_ids,
         query=read,
-        schema=T.StructType([query.df.schema[name] for name in read.plan.columns]),
+        schema=T.StructType([query.df.schema[name] for name in read.plan.columns if name in query.df.columns]),
         deadline_s=max(query.options.transaction_timeout_s, _PATIENCE_S),
         spark=prepared.spark,
+        node=query.node,
     )
 
 

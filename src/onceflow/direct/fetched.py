@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from onceflow.client.column_chunks import ColumnChunk
 from onceflow.protocol.names import TopicPartition
+from onceflow.protocol.record_columns import RecordColumns
 from onceflow.task.source_rows import QueryRows
 
 
@@ -19,7 +20,6 @@ class FetchedPart:
 
     Args:
         chunk: the records of one response.
-        query: makes rows of them.
         leader_epoch: of the last one, or of a later leader whose log had it; -1: not known.
     """
 
@@ -27,7 +27,6 @@ class FetchedPart:
     start: int
     end: int
     chunk: ColumnChunk
-    query: QueryRows
     leader_epoch: int = -1
 
     @property
@@ -46,12 +45,14 @@ class FetchedPart:
         """The records below an offset, and the others."""
         return replace(self, end=offset), replace(self, start=offset)
 
-    def rows(self) -> Iterator[pa.RecordBatch]:
+    def rows(self, query: QueryRows) -> Iterator[pa.RecordBatch]:
+        if self.records:
+            yield from query.of([(self.place, self.taken())])
+
+    def taken(self) -> RecordColumns:
+        """The records."""
         low, high = self._bounds()
-        if low == high:
-            return
-        records = self.chunk.records.slice(low, high)
-        yield self.query.of(records, self.place)
+        return self.chunk.records.slice(low, high)
 
     def _bounds(self) -> tuple[int, int]:
         offsets = self.chunk.records.offsets
@@ -59,3 +60,24 @@ class FetchedPart:
             return 0, len(offsets)
         low, high = np.searchsorted(offsets, (self.start, self.end)).tolist()
         return low, high
+
+
+@dataclass(frozen=True)
+class MergedParts:
+    """Parts of one topic whose rows are made at once, because each call of Spark costs milliseconds."""
+
+    parts: Sequence[FetchedPart]
+
+    def rows(self, query: QueryRows) -> Iterator[pa.RecordBatch]:
+        yield from query.of([(part.place, part.taken()) for part in self.parts])
+
+
+def merged(parts: Sequence[FetchedPart], query: QueryRows) -> Sequence[FetchedPart | MergedParts]:
+    """What makes the rows of these parts: those of a partition stay in their order."""
+    if len(parts) < 2 or not query.merges:
+        return parts
+    by_topic: dict[str, list[FetchedPart]] = {}
+    for part in parts:
+        if part.records:
+            by_topic.setdefault(part.place[0], []).append(part)
+    return [MergedParts(each) for each in by_topic.values()]

@@ -19,6 +19,7 @@ from onceflow.clock import clock_ms
 from onceflow.direct.arrivals import Limits, Taken
 from onceflow.direct.backlog import Backlog
 from onceflow.direct.batches import DirectBatches
+from onceflow.direct.fetched import merged
 from onceflow.direct.pacing import BATCH_BYTES, FULL, BatchSize
 from onceflow.direct.shares import Shares
 from onceflow.direct.source_reader import BUFFER_BYTES, SourceReader
@@ -29,6 +30,7 @@ from onceflow.driver.range_rows import RangeRows, RangeSource
 from onceflow.errors import BatchAbortedError, EnvironmentUnusableError
 from onceflow.spark.jvm import SPARK_ERRORS, is_stopped
 from onceflow.spark.query_progress import ProgressReports, left
+from onceflow.spark.row_program import RowPrograms
 
 _WAIT_S = 0.1  # how long a Fetch is waited for, before stops and timers are looked at again
 # Offsets without records (transaction markers, aborted records) need no batch of their own at once.
@@ -51,6 +53,7 @@ class DirectLoop:
         records_per_batch: most offsets of one batch, by topic.
         until: the query ends when it has read everything before these offsets; None: it does not end.
         backlog: decides who reads. tasks: what tasks need to read by themselves.
+        programs: of Spark's operators.
 
     Attributes:
         lag: offsets left to read, as they were known at the last look.
@@ -69,6 +72,7 @@ class DirectLoop:
         until: TopicOffsets | None,
         backlog: Backlog,
         tasks: RangeSource,
+        programs: RowPrograms,
     ) -> None:
         self._batches = batches
         self._reader = reader
@@ -78,6 +82,7 @@ class DirectLoop:
         self._until = until
         self._backlog = backlog
         self._tasks = tasks
+        self._programs = programs
         self._reports: ProgressReports | None = None
         self._ended: Callable[[], None] = lambda: None
         self._size = BatchSize(trigger_s)
@@ -124,6 +129,7 @@ class DirectLoop:
         if self._thread.ident is not None:
             with contextlib.suppress(Exception):  # Spark may be gone; SparkContext.stop leaves no JVM to ask
                 self._spark.sparkContext.cancelJobGroup(self._job_group)
+                self._programs.interrupt()
 
     def _run(self) -> None:
         log_context.add(flow=self._batches.flow)
@@ -236,7 +242,9 @@ class DirectLoop:
         if backlog:
             self._reader.fetch_ahead()
         started_ms = clock_ms()
-        rows = FetchedRows(self._spark, taken.parts)
+        self._programs.now_us = started_ms * 1000  # the same for all attempts
+        query = self._tasks.query
+        rows = FetchedRows(self._spark, merged(taken.parts, query), query)
         self._batches(rows, taken.source, backlog=backlog, quiet=quiet)
         seconds = time.monotonic() - now + self._busy_s
         if self._size.ran(taken.source.max_rows, seconds) or taken.limited:
@@ -260,8 +268,8 @@ class DirectLoop:
             return False
         most = min(self._tasks_size.records, self._backlog.records_max())
         source = self._reader.arrivals.take_unread(self._spread(wanted, most))
-        rows = RangeRows(self._tasks, source)
         started_ms, started = clock_ms(), time.monotonic()
+        rows = RangeRows(self._tasks, source, started_ms * 1000)
         self._batches(rows, source, backlog=True, quiet=self._reader.quiet())
         seconds = time.monotonic() - started
         read, limits = source.by_topic(), self._records_per_batch

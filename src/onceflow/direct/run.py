@@ -18,6 +18,7 @@ from onceflow.driver.start_report import report
 from onceflow.driver.streamed_query import StreamedQuery
 from onceflow.driver.targets import load_targets
 from onceflow.planning.ownership import check_source_partitions
+from onceflow.spark.row_program import RowPrograms
 from onceflow.task.direct_plan import DirectPlan, SinkForm
 from onceflow.task.source_rows import QueryRows
 
@@ -29,6 +30,7 @@ class DirectRun(RunOfEngine):
     loop: DirectLoop
     plan: DirectPlan
     settings: ClientSettings
+    programs: RowPrograms
 
     def start(self) -> DirectQuery:
         """Start the loop."""
@@ -38,6 +40,7 @@ class DirectRun(RunOfEngine):
         """See `RunOfEngine.close`."""
         self.loop.stop()
         super().close()
+        self.programs.close()
 
 
 def direct_run(prepared: PreparedQuery) -> DirectRun:
@@ -56,7 +59,7 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
         targets = load_targets(startup.session.cluster, options.topic, deadline)
         check_source_partitions(options.topic, targets, startup.sources_read.partitions)
     # The flow may have read topics that this query does not use.
-    starts = {source.topic: dict(prepared.progress.offsets[source.topic]) for source in plan.sources}
+    starts = {topic: dict(prepared.progress.offsets[topic]) for topic in plan.reads}
     read = _rows_of(query, plan, by_source=by_source)
     topic_ids = {topic: startup.sources[topic].topic_id for topic in starts}
     epochs = prepared.progress.epochs
@@ -70,10 +73,11 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
             reader,
             spark=prepared.spark,
             trigger_s=options.trigger_s,
-            records_per_batch={s.topic: s.max_records for s in plan.sources if s.max_records is not None},
+            records_per_batch={t: s.max_records for t, s in plan.reads.items() if s.max_records is not None},
             until=until,
             backlog=backlog_of(prepared),
             tasks=range_source(prepared, read, topic_ids),
+            programs=prepared.programs,
         )
         given = prepared.write.sink  # with Flow.map, the query's own options make tasks of Spark write every batch
         told = report(startup, prepared.spark, given, outputs=prepared.written, choice=prepared.choice)
@@ -85,6 +89,7 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
         loop=loop,
         plan=plan,
         settings=startup.settings,
+        programs=prepared.programs,
         sink=batches,
         state=query.state,
         watch=watch_sources(startup, batches),
@@ -95,15 +100,18 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
 
 def _rows_of(query: StreamedQuery, plan: DirectPlan, *, by_source: bool) -> QueryRows:
     """What the sink, or the process step, takes."""
-    if query.state is not None:
+    if query.state is not None and query.state.written_as_is:
         return QueryRows(plan)
     taken = query.columns.taken
     return QueryRows(plan.only(taken), SinkForm(taken, query.columns.cast, by_source))
 
 
 def _end_of_run(prepared: PreparedQuery, starts: TopicOffsets, deadline: Deadline) -> TopicOffsets | None:
-    """With ``once=True``, where the sources end now; None: the run does not end by itself."""
+    """With ``once=True``, where the sources end now, or the reads of them; None: the run does not end by itself."""
     if not prepared.write.run.once:
         return None
+    bounds = prepared.startup.until
+    if bounds:  # then all reads have one; what was read before it was given may be behind it
+        return {t: {n: max(start, bounds[t].get(n, 0)) for n, start in each.items()} for t, each in starts.items()}
     wanted = {topic: sorted(offsets) for topic, offsets in starts.items()}
     return list_offsets(prepared.startup.session.cluster, wanted, LATEST, deadline)

@@ -63,9 +63,8 @@ class SourceReader:
         flow: str,
     ) -> None:
         self._flow = flow
-        self._query = query
-        self._sources = {source.topic: source for source in query.plan.sources}
-        self._most = {source.topic: source.max_records for source in query.plan.sources if source.max_records}
+        self._sources = query.plan.reads
+        self._most = {topic: source.max_records for topic, source in self._sources.items() if source.max_records}
         self._topic_ids = topic_ids
         self._bounds: TopicOffsets | None = None
         self._pausing = False
@@ -79,7 +78,7 @@ class SourceReader:
             (topic, n): offset for topic, offsets in self.arrivals.taken.items() for n, offset in offsets.items()
         }
         self._arrived = dict(positions)  # everything below has arrived
-        form = ColumnForm(headers=any(source.include_headers for source in query.plan.sources))
+        form = ColumnForm(headers=any(source.include_headers for source in self._sources.values()))
         try:
             self._cluster.connect(deadline)
             topics = self._cluster.topics(self._sources, deadline)
@@ -317,7 +316,7 @@ class SourceReader:
             expired(place, chunk.expired_from, end, may_lose=may_lose, flow=self._flow)
         self._arrived[place] = end
         epoch = self._poll.followed[place].leader_epoch
-        self.arrivals.add(FetchedPart(place, start, end, chunk, self._query, epoch))
+        self.arrivals.add(FetchedPart(place, start, end, chunk, epoch))
 
     def _look(self) -> None:
         """Follow partitions that were added, from their beginning."""

@@ -214,5 +214,5 @@ class Batches:
 def _no_rows(rows: Rows) -> Rows:
     spark = rows.sparkSession
     if not isinstance(rows, DataFrame):
-        return FetchedRows(spark, ())  # the driver fires timers itself, whoever reads the records
+        return FetchedRows(spark, (), rows.query)  # the driver fires timers itself, whoever reads the records
     return spark.createDataFrame(spark.sparkContext.emptyRDD(), rows.schema)

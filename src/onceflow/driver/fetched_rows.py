@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,14 +10,17 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.driver.range_rows import RangeRows
-from onceflow.task.source_rows import joined
+from onceflow.task.source_rows import QueryRows, joined
+
+#: Runs the process step of a table: takes its input, and returns the rows that it yields.
+RunStep = Callable[[str, Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
 class Fetched(Protocol):
-    """Committed records of a source, and the operators that make rows of them."""
+    """Committed records of a source."""
 
-    def rows(self) -> Iterator[pa.RecordBatch]:
-        """The rows. Called for every attempt of the batch."""
+    def rows(self, query: QueryRows) -> Iterator[pa.RecordBatch]:
+        """The rows of a query that they become. Called for every attempt of the batch."""
         ...
 
 
@@ -28,14 +31,30 @@ class FetchedRows:
     Args:
         sparkSession: named as that of a DataFrame.
         parts: in the order in which they are written.
+        query: makes rows of them.
     """
 
     sparkSession: SparkSession
     parts: Sequence[Fetched]
+    query: QueryRows
 
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows, as the sink or the process step of the query takes them."""
-        return joined(rows for part in self.parts for rows in part.rows())
+    def batches(self, run_step: RunStep | None = None) -> Iterator[pa.RecordBatch]:
+        """The rows, as the sink or the process step of the query takes them.
+
+        Args:
+            run_step: for process steps whose rows are rows of the query. Each is run, also if it gets no rows.
+        """
+        return joined(self._rows(self.query, run_step))
+
+    def _rows(self, query: QueryRows, run_step: RunStep | None) -> Iterator[pa.RecordBatch]:
+        for part in self.parts:
+            yield from part.rows(query)
+        for step in query.plan.steps:
+            if run_step is None:
+                raise RuntimeError(f"nothing runs the process step of table {step.table}")
+            for rows in run_step(step.table, joined(self._rows(QueryRows(step.input), run_step))):
+                for made in step.apply(rows):
+                    yield query.formed(made)
 
 
 Rows = DataFrame | FetchedRows | RangeRows

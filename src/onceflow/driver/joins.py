@@ -12,11 +12,13 @@ from typing import Any
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
+from pyspark.sql.types import StructType
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
+from onceflow.driver.batch_properties import set_property
 from onceflow.driver.fetched_rows import Rows
 from onceflow.errors import (
     BadRecordError,
@@ -73,22 +75,30 @@ def find_joined(cluster: Cluster, topic: str, deadline: Deadline) -> CompactedTo
     return found
 
 
-def join_frame(
+def join_order(
     df: DataFrame, spec: JoinSpec, settings: ClientSettings, *, on: str, how: str, columns: Any, flow: str
-) -> DataFrame:
-    """What ``Flow.join_table`` returns.
+) -> tuple[JoinOrder, StructType]:
+    """The order for a join, and the columns that come out of it.
 
     Raises:
         OptionError, SchemaError: the arguments or columns do not fit.
     """
     wanted, added = columns_of_join(df, spec, on=on, how=how, columns=columns, flow=flow)
-    order = JoinOrder(spec, settings, on, how == "inner", added, isinstance(columns, str), flow)
+    return JoinOrder(spec, settings, on, how == "inner", added, isinstance(columns, str), flow), wanted
+
+
+def join_frame(df: DataFrame, task: JoinTask, wanted: StructType) -> DataFrame:
+    """What ``Flow.join_table`` returns.
+
+    Raises:
+        SchemaError: Spark cannot give a column to Python.
+    """
     try:
-        return map_in_arrow(df, JoinTask(order), wanted)
+        return map_in_arrow(df, task, wanted)
     except PySparkException as error:
         raise SchemaError(
             "Spark cannot give all columns of the DataFrame to Python",
-            flow=flow,
+            flow=task.order.flow,
             detail=str(error).splitlines()[0],
             next_step="before join_table, drop or cast columns of types that Arrow lacks, such as INTERVAL YEAR",
         ) from error
@@ -220,13 +230,13 @@ class Joins:
             described = json.dumps(
                 {"now_ms": now_ms, "ends": {topic: sorted(by_part.items()) for topic, by_part in ends.items()}}
             )
-            rows.sparkSession.sparkContext.setLocalProperty(JOINED_PROPERTY, described)
+            set_property(rows, JOINED_PROPERTY, described)
 
     def withdraw(self, rows: Rows) -> None:
         """Remove the offsets from where tasks read them, so that no job outside of a batch takes old ones."""
         if self._specs:
             with contextlib.suppress(Exception):  # Spark may have ended; then no task reads them either
-                rows.sparkSession.sparkContext.setLocalProperty(JOINED_PROPERTY, None)  # type: ignore[arg-type]
+                set_property(rows, JOINED_PROPERTY, None)
 
     def progress(self, progress: Progress) -> Progress:
         """The progress of the batch, completed with the offsets and the time at which it has seen the tables."""

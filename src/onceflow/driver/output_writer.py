@@ -145,14 +145,14 @@ class OutputWriter:
     def _write_fetched(self, rows: FetchedRows, attempt: Attempt) -> list[Part]:
         """Rows of the direct engine: the driver writes them, or runs the process step itself."""
         attempt.summary.path = "driver"
-        if self._state is not None:
-            return self._state.write_fetched(
-                rows, self._order(attempt, self._options.topic, self._targets), self._cluster
-            )
-        topic = self._options.topic
+        topic, state = self._options.topic, self._state
+        if state is not None and state.written_as_is:
+            return state.write_fetched(rows, self._order(attempt, topic, self._targets), self._cluster)
         targets = self._targets if topic is not None else self._every_target()
         hash_key = self._columns.key and self._options.partitioner == "key"
         order = self._order(attempt, topic, targets, Routing("key", 1, hash_key))
+        if state is not None:
+            return state.write_fetched(rows, order, self._cluster)
         return [Part(write_rows(order, DRIVER, rows.batches(), self._cluster).written, None, False)]
 
     def _write_ranges(self, rows: RangeRows, attempt: Attempt) -> list[Part]:
@@ -168,7 +168,7 @@ class OutputWriter:
         partitioner = None if self._state is not None else self._options.partitioner
         stay = partitioner == "source"  # rows stay where they were read: no shuffle
         anywhere = stay or (partitioner == "round_robin" and topic is not None)
-        if self._rows_elsewhere or (self._options.guarantee != EXACTLY_ONCE and not anywhere):
+        if rows.needs_frame or self._rows_elsewhere or (self._options.guarantee != EXACTLY_ONCE and not anywhere):
             tasks = None
         elif self._state is not None:
             tasks = self._state.range_tasks(read, cores)

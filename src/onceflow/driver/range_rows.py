@@ -5,8 +5,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
@@ -16,7 +17,9 @@ from onceflow.driver.offset_log import SourceRange
 from onceflow.errors import OptionError
 from onceflow.messages import StateOrder, TaskReport, WriteOrder, decoded
 from onceflow.planning.range_tasks import dealt
+from onceflow.spark import batch_plan, plan_columns, plans
 from onceflow.spark.query_session import clone_of
+from onceflow.task.direct_plan import DirectPlan
 from onceflow.task.range_reader import ReadOrder
 from onceflow.task.range_tasks import RangeTask, ReadTask
 from onceflow.task.source_rows import QueryRows
@@ -32,6 +35,7 @@ class RangeSource:
         schema: of the rows for Spark.
         deadline_s: how long a task may wait without getting any records.
         spark: the session of the query.
+        node: the root of its analyzed plan.
     """
 
     flow: str
@@ -41,6 +45,7 @@ class RangeSource:
     schema: T.StructType
     deadline_s: float
     spark: SparkSession
+    node: Any
 
     @cached_property
     def frames(self) -> SparkSession:
@@ -54,17 +59,29 @@ class RangeRows:
 
     Args:
         range: what they read.
+        now_us: the time of the batch, in microseconds of the epoch.
         read: how many records of each topic they have read, when `run` has ended; after `frame`: how many offsets.
     """
 
     source: RangeSource
     range: SourceRange
+    now_us: int
     read: dict[str, int] = field(default_factory=dict)
 
     @property
     def sparkSession(self) -> SparkSession:
         """Named as that of a DataFrame."""
         return self.source.spark
+
+    @property
+    def query(self) -> QueryRows:
+        """What makes rows of the records."""
+        return self.source.query
+
+    @property
+    def needs_frame(self) -> bool:
+        """See `DirectPlan.needs_frame`."""
+        return self.query.plan.needs_frame
 
     def run(self, order: WriteOrder | StateOrder, tasks: int) -> TaskReport:
         """Read, process and write in tasks. Each partition of a target belongs to the task that its number gives, see
@@ -81,13 +98,25 @@ class RangeRows:
         self.read.clear()
         for topic, _, start, end in self.range.places():
             self.read[topic] = self.read.get(topic, 0) + end - start
-        order = self._order(QueryRows(self.source.query.plan), tasks)
-        numbers = self.source.frames.range(0, tasks, 1, tasks)
-        return numbers.mapInArrow(ReadTask(order), self.source.schema)
+        source, plan = self.source, self.source.query.plan
+        numbers = source.frames.range(0, tasks, 1, tasks)
+        if not self.needs_frame:
+            return numbers.mapInArrow(ReadTask(self._order(QueryRows(plan), tasks)), source.schema)
+        new = {}
+        for path, node in plans.leaves(source.node):
+            if not node.isStreaming():
+                continue  # the static side of a join
+            headers = "headers" in plan_columns.output_names(node)
+            plain = replace(plan.reads[str(plan_columns.source_node(node).topic)], include_headers=headers)
+            order = self._order(QueryRows(DirectPlan((plain,), plain.source_columns)), tasks)
+            schema = plans.struct_of(node)
+            new[path] = plans.named_as(numbers.mapInArrow(ReadTask(order), schema), node)
+        made = plans.grafted(source.frames, source.node, new)
+        return plans.frame(source.frames, batch_plan.of_batch(source.frames, made, self.now_us))
 
     def _order(self, query: QueryRows, tasks: int) -> ReadOrder:
-        source = self.source
-        shares = dealt(self.range.places(), tasks)
+        source, topics = self.source, {each.topic for each in query.plan.sources}
+        shares = dealt([place for place in self.range.places() if place[0] in topics], tasks)
         return ReadOrder(source.flow, source.settings, shares, source.topic_ids, query, source.deadline_s)
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from onceflow.clock import clock_ms
 from onceflow.driver.batch_errors import raised_error
+from onceflow.driver.batch_properties import set_property
 from onceflow.driver.fetched_rows import Rows
 from onceflow.driver.retries import Attempt
 from onceflow.messages import CALLS_PROPERTY
@@ -52,7 +53,7 @@ class RowCalls:
         described = {"attempt": self._attempt, "begun_ms": clock_ms(), "limit_s": self._limit_s}
         topics = {topic for order, _ in self._steps for topic in (order.topic, order.dead_letter_topic) if topic}
         described["rules"] = [asdict(rules) for rules in rules_of(topics).values()]
-        rows.sparkSession.sparkContext.setLocalProperty(CALLS_PROPERTY, json.dumps(described))
+        set_property(rows, CALLS_PROPERTY, json.dumps(described))
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:

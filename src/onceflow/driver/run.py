@@ -23,9 +23,11 @@ from onceflow.driver.startup import Startup
 from onceflow.driver.state_step import StateStep
 from onceflow.driver.streamed_query import StreamedQuery, divide
 from onceflow.driver.watching import Watch
+from onceflow.engine_query import SPARK
 from onceflow.errors import UnsupportedQueryError, located
 from onceflow.planning import engine, process, step_query
 from onceflow.planning.bounded import bounded
+from onceflow.planning.direct_query import Functions
 from onceflow.planning.engine import EngineChoice
 from onceflow.planning.options import SinkOptions
 from onceflow.planning.run_options import RunOptions
@@ -37,6 +39,7 @@ from onceflow.spark.imports import ImportCheck, sent_to_tasks
 from onceflow.spark.kafka_source import put_first_batch
 from onceflow.spark.master import current_cores, is_local
 from onceflow.spark.queries import PlanFacts
+from onceflow.spark.row_program import RowPrograms
 from onceflow.spark.streaming_query import SparkQuery
 from onceflow.task.direct_plan import DirectPlan
 
@@ -112,6 +115,7 @@ class PreparedQuery:
         location: of the checkpoint that is kept; None: there is none.
         written: topics that are written, as far as they are known.
         imports: checks whether tasks can import what they need.
+        programs: of the direct engine.
     """
 
     spark: SparkSession
@@ -123,6 +127,7 @@ class PreparedQuery:
     location: CheckpointLocation | None
     written: Sequence[str]
     imports: ImportCheck
+    programs: RowPrograms
 
 
 def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> PreparedQuery:
@@ -144,6 +149,8 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
         progress = replace(startup.prepare_run(deadline), letters=letters)
         location = _kept_location(spark, write.run, progress, flow)
         written = startup.prepare_outputs(options, deadline)
+    programs = RowPrograms(spark, wanted=write.run.engine != SPARK and write.run.checkpoint is None)
+    maps = {name: each.apply for name, each in startup.maps.items()}
     query = divide(
         write.df,
         options,
@@ -153,7 +160,7 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
         flow=flow,
         source_partitions=startup.source_partitions,
         clock=not write.run.once,
-        maps={name: each.apply for name, each in startup.maps.items()},
+        functions=Functions(flow, maps, startup.functions, programs.evaluate),
     )
     direct, used = _sources_used(query.direct, startup)
     handover.check_sources(progress, used, flow=flow)
@@ -166,14 +173,14 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
         small_batch_rows=options.small_batch_rows,
         flow=flow,
     )
-    return PreparedQuery(spark, startup, write, query, choice, progress, location, written, imports)
+    return PreparedQuery(spark, startup, write, query, choice, progress, location, written, imports, programs)
 
 
 def _sources_used(direct: DirectPlan | str, startup: Startup) -> tuple[DirectPlan | str, Collection[str]]:
     """The plan, or why there is none; and the topics that the query uses. The flow may have read others, too."""
     if isinstance(direct, str):
         return direct, startup.sources
-    used = {source.topic for source in direct.sources}
+    used = set(direct.reads)
     old = sorted(used - startup.sources.keys())
     return (f"topic {old[0]} was read for an earlier run of the flow" if old else direct), used
 

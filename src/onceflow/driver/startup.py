@@ -46,6 +46,7 @@ from onceflow.protocol.progress import PROGRESS_TOPIC, DriverProcess, Progress
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinSpec, JoinTable
 from onceflow.task.call_rows import CallOrder
+from onceflow.task.direct_plan import ArrowFunction
 from onceflow.task.map_rows import RowsMap
 
 log = logging.getLogger("onceflow")
@@ -69,6 +70,7 @@ class Startup:
         self.steps: dict[str, Step] = {}
         self.calls: list[CallOrder] = []  # of Flow.enrich
         self.maps: dict[str, RowsMap] = {}  # functions of Flow.map, by their names in plans
+        self.functions: dict[str, ArrowFunction] = {}  # of Flow.join_table and Flow.enrich, by name
         self._records: dict[str, int | None] = {}  # most of one batch, by source
         self.joins: list[JoinSpec] = []
         self._beside: set[str] = set()  # tables that would begin empty beside those of another flow

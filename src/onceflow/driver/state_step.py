@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.settings import ClientSettings
-from onceflow.driver import handover, step_fused, step_on_driver
+from onceflow.driver import handover, step_chain, step_fused, step_on_driver
 from onceflow.driver.audit import Part
 from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.offset_log import SourceRange
@@ -198,8 +198,27 @@ class StateStep:
         self._done = {table: done}
         return path, parts
 
+    @property
+    def written_as_is(self) -> bool:
+        """Whether the only step writes what it yields."""
+        return self._query.written_as_is
+
     def write_fetched(self, rows: FetchedRows, order: WriteOrder, cluster: Cluster) -> list[Part]:
-        """Process rows of the direct engine, and write what comes out, by the driver."""
+        """Process rows of the direct engine, and write what comes out, by the driver.
+
+        Args:
+            order: of the sink.
+        """
+        if not self.written_as_is:
+            place = Placement("driver", "side outputs")
+
+            def order_of(table: str) -> StateOrder:
+                state = self._order(table, place, order)
+                # With side outputs in the topic of the query, a record that names it may be a dead letter.
+                return replace(state, topic=None) if self._query.topic_has_side_outputs else state
+
+            self._done, part = step_chain.run(rows, order_of, order, cluster)
+            return [part]
         (table,) = self._by_name
         state = self._order(table, Placement("driver", "everything"), order)
         done, part = step_on_driver.run_rows(rows.batches(), state, cluster)

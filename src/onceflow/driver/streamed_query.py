@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.driver.state_step import StateStep
 from onceflow.errors import OptionError
-from onceflow.planning.direct_query import Maps, direct_plan
+from onceflow.planning.direct_query import Functions, direct_plan
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
 from onceflow.planning.ownership import Columns
 from onceflow.planning.placement import SMALL_BATCH_ROWS, QueryShape, StepShape
@@ -17,7 +18,7 @@ from onceflow.planning.process import Step, needs_clock
 from onceflow.planning.step_frames import with_clock
 from onceflow.planning.step_tree import StepNode, StepQuery, Tree, source_frame, stripped, tree_of
 from onceflow.protocol.progress import Progress
-from onceflow.spark import plans, queries
+from onceflow.spark import batch_plan, plans, queries
 from onceflow.spark.master import current_cores, is_local
 from onceflow.state.table_state import TableState
 from onceflow.task.direct_plan import DirectPlan
@@ -32,7 +33,8 @@ class StreamedQuery:
         df: what Spark streams.
         columns: those of the rows that are written.
         state: the process steps and the operators behind them, if there are any.
-        direct: the query as the direct engine runs it, up to its process step; or why it cannot.
+        direct: the query as the direct engine runs it, without a step that writes what it yields; or why it cannot.
+        node: the root of the analyzed plan of the rows that are written, or that go into the steps.
     """
 
     df: DataFrame
@@ -40,6 +42,7 @@ class StreamedQuery:
     columns: Columns
     state: StateStep | None
     direct: DirectPlan | str
+    node: Any
 
 
 def divide(
@@ -52,7 +55,7 @@ def divide(
     flow: str,
     source_partitions: Mapping[str, list[int]],
     clock: bool,
-    maps: Maps,
+    functions: Functions,
 ) -> StreamedQuery:
     """Divide a query.
 
@@ -63,7 +66,7 @@ def divide(
         steps: the flow's, by their tables. The query may use some of them only.
         progress: the flow's, as committed.
         clock: whether a flow with timers also gets batches when there are no data.
-        maps: the flow's functions of ``Flow.map``.
+        functions: for the direct engine.
 
     Raises:
         UnsupportedQueryError: the query cannot be divided in this way.
@@ -72,13 +75,12 @@ def divide(
     found = tree_of(df, steps, flow)
     options = _driver_rows(df, options)
     if found is None:
-        return StreamedQuery(df, options, columns, None, direct_plan(plans.analyzed(df), flow=flow, maps=maps))
+        return _without_steps(df, options, columns, functions)
     tree, branches = found
-    spark = df.sparkSession
     plans.check_streaming(df, flow)
-    tree = _without_needless(spark, tree, options.partitioner, flow)
+    tree = _without_needless(df.sparkSession, tree, options.partitioner, flow)
     used = {node.table: steps[node.table] for node in tree.all_steps()}
-    streamed = source_frame(spark, branches)
+    streamed = source_frame(df.sparkSession, branches)
     source_keys = len(branches) == 1 and (
         queries.has_source_keys(streamed) or all(step.source_keys for step in used.values())
     )
@@ -92,29 +94,41 @@ def divide(
         topic=options.topic,
         topic_has_side_outputs=any(options.topic in step.spec.side_topics for step in used.values()),
         columns=columns,
-        collected={table: spark.sparkContext.accumulator([], Collected()) for table in used},
+        collected={table: df.sparkSession.sparkContext.accumulator([], Collected()) for table in used},
     )
     placed = source_keys and "partition" in streamed.columns
     shape = QueryShape(
         steps=tuple(_shape(node, used[node.table], source_partitions, placed) for node in tree.all_steps()),
         written_as_is=query.written_as_is,
         needs_exchange=_needs_exchange(query),
-        local=is_local(spark),
+        local=is_local(df.sparkSession),
         small_batch_rows=SMALL_BATCH_ROWS if options.small_batch_rows is None else options.small_batch_rows,
         clock=clock,
     )
     transactions = options.guarantee == EXACTLY_ONCE
     tables = _tables(tree, used, progress, source_partitions, transactions=transactions)
-    state = StateStep(query, shape, tables, cores=current_cores(spark))
-    return StreamedQuery(streamed, options, columns, state, _direct_input(query, flow, maps))
+    state = StateStep(query, shape, tables, cores=current_cores(df.sparkSession))
+    direct = _with_steps(query, functions)
+    return StreamedQuery(streamed, options, columns, state, direct, plans.analyzed(streamed))
 
 
-def _direct_input(query: StepQuery, flow: str, maps: Maps) -> DirectPlan | str:
-    """The input of the process step as the direct engine makes it, or why it cannot."""
-    if not query.written_as_is or query.tree.step is None:
-        several = len(query.collected) > 1
-        return "the query has several process steps" if several else "operators follow the process step"
-    return direct_plan(query.tree.step.input.plan, flow=flow, maps=maps)
+def _without_steps(df: DataFrame, options: SinkOptions, columns: Columns, functions: Functions) -> StreamedQuery:
+    # Other columns may have types that only Spark has.
+    written = df if columns.whole else df.select(*[f"`{name}`" for name in columns.taken])
+    node = batch_plan.inlined(df.sparkSession, plans.analyzed(written))
+    direct = direct_plan(node, functions)
+    if isinstance(direct, DirectPlan) and direct.needs_frame:
+        plans.check_streaming(df, functions.flow)  # Spark itself never sees a stream
+        if options.partitioner == "source":
+            direct = "rows that Spark makes stay in their partitions with its own Kafka source alone"
+    return StreamedQuery(df, options, columns, None, direct, node)
+
+
+def _with_steps(query: StepQuery, functions: Functions) -> DirectPlan | str:
+    """What goes into the only step, if that writes what it yields; else the query with its steps."""
+    step = query.tree.step
+    node = step.input.plan if query.written_as_is and step is not None else query.tree.plan
+    return direct_plan(node, functions)
 
 
 def _without_needless(spark: SparkSession, tree: Tree, partitioner: str, flow: str) -> Tree:

@@ -59,14 +59,14 @@ def check_enrich(order: CallOrder, own: OwnTopics) -> None:
             )
 
 
-def enrich_frame(df: DataFrame, order: CallOrder) -> DataFrame:
+def enrich_frame(df: DataFrame, task: CallRows) -> DataFrame:
     """What ``Flow.enrich`` returns.
 
     Raises:
         SchemaError: the DataFrame lacks columns, or they have wrong types.
     """
-    rows = state_columns(df, order.flow, one_topic=False)
-    return rows.mapInArrow(CallRows(order), OUTPUT_SPARK_SCHEMA)
+    rows = state_columns(df, task.order.flow, one_topic=False)
+    return rows.mapInArrow(task, OUTPUT_SPARK_SCHEMA)
 
 
 def check_times(calls: Iterable[Calls], transaction_s: float, records: Iterable[int | None], flow: str) -> None:

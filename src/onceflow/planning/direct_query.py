@@ -4,26 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
 from onceflow.spark import jvm, plan_columns, plans, queries
-from onceflow.spark.plan_columns import ComputedColumn, ConstantColumn
+from onceflow.spark.plan_columns import ConstantColumn, TakenColumn
 from onceflow.task.direct_plan import (
     SOURCE_TYPES,
+    ArrowFunction,
+    ArrowRows,
     Attribute,
     Constant,
     DirectPlan,
     DirectSource,
     MapRows,
+    Operator,
+    Program,
     Select,
+    SparkRows,
+    StepSource,
 )
 
 #: Functions of ``Flow.map``, by their names in plans.
 Maps = Mapping[str, Callable[[pa.RecordBatch], pa.RecordBatch]]
 
-_NAMES_ONLY = ("SubqueryAlias", "View")
+
+class Evaluate(Protocol):
+    """Makes the program for operators of Spark."""
+
+    def __call__(self, node: Any, base: plans.Path) -> Program:
+        """The program for a node and those down to the one at a path, which is not part of it."""
+        ...
+
+
+# Operators that leave the rows as they are. A watermark alone has no effect, and tasks are not chosen by the query.
+_SAME_ROWS = (
+    "SubqueryAlias",
+    "View",
+    "EventTimeWatermark",
+    "ResolvedHint",
+    "Repartition",
+    "RepartitionByExpression",
+    "RebalancePartitions",
+)
 # Options that decide what is in a batch, or which tasks read it.
 _OF_BATCHES = {
     "minpartitions": "minPartitions",
@@ -45,20 +69,14 @@ _NULL_TYPES = {
     "timestamp": SOURCE_TYPES["timestamp"],
     "array<struct<key:string,value:binary>>": SOURCE_TYPES["headers"],
 }
+# Operators of Spark that need nothing but the rows of this batch, and rows that are not from a stream.
+_EVALUATED = ("Project", "Filter", "Generate", "SubqueryAlias", "View", "MapInPandas", "MapInArrow", "Join")
 # What users call the operators of a plan.
 _OPERATORS = {
-    "Filter": "a filter (where)",
-    "Generate": "explode or another function that makes several rows of one",
-    "Join": "a join",
-    "EventTimeWatermark": "a watermark (withWatermark)",
-    "MapInPandas": "mapInPandas",
-    "Repartition": "repartition or coalesce",
-    "RepartitionByExpression": "a repartition by columns",
     "Sort": "a sort",
     "Window": "a window function",
     "Sample": "a sample",
     "Expand": "several groupings",
-    "WithCTE": "a WITH clause",
     **dict(queries.STATEFUL.items()),
 }
 
@@ -73,49 +91,78 @@ class _Rows:
 
     Args:
         sources: with the operators up to this node.
+        steps: as ``sources``.
         ids: Spark's ids of its columns.
     """
 
     sources: tuple[DirectSource, ...]
+    steps: tuple[StepSource, ...]
     ids: list[int]
 
+    @classmethod
+    def of(cls, below: _Rows, node: Any, operator: Operator | None = None) -> _Rows:
+        """What the node yields, if it does this with the rows of its child; None: nothing."""
+        ids = plan_columns.output_ids(node)
+        if operator is None:
+            return cls(below.sources, below.steps, ids)
+        sources = tuple(source.then(operator) for source in below.sources)
+        return cls(sources, tuple(step.then(operator) for step in below.steps), ids)
 
-def direct_plan(node: Any, *, flow: str, maps: Maps) -> DirectPlan | str:
+
+@dataclass(frozen=True)
+class Functions:
+    """What a run of a flow has for the operators of its query.
+
+    Args:
+        flow: the flow's name.
+        maps: its functions of ``Flow.map``.
+        arrow: those of ``Flow.join_table`` and ``Flow.enrich``, by their names in plans.
+        evaluate: for operators of Spark.
+    """
+
+    flow: str
+    maps: Maps
+    arrow: Mapping[str, ArrowFunction]
+    evaluate: Evaluate
+
+
+def direct_plan(node: Any, functions: Functions) -> DirectPlan | str:
     """The plan by which the direct engine runs a query, or a part of one.
 
     Args:
         node: the root of the part, of Spark's analyzed plan. For a query with a process step: the child of the step.
-        flow: the flow's name.
-        maps: functions of the flow.
 
     Returns:
-        The plan; or a text that says why there is none, such as ``the query has a filter (where)``.
+        The plan; or a text that says why there is none, such as ``the query has a join of two streams``.
     """
     try:
-        rows = _rows(node, flow, maps)
-        _check_topics(rows.sources)
+        return _plan(node, functions)
     except _NotDirectError as reason:
         return str(reason)
-    return DirectPlan(rows.sources, plan_columns.output_names(node))
 
 
-def _rows(node: Any, flow: str, maps: Maps) -> _Rows:
+def _plan(node: Any, functions: Functions) -> DirectPlan:
+    rows = _rows(node, functions)
+    return DirectPlan(rows.sources, plan_columns.output_names(node), rows.steps)
+
+
+def _rows(node: Any, functions: Functions) -> _Rows:
     kind = jvm.kind(node)
     if kind == "StreamingRelationV2":
-        return _Rows((_source(node, flow),), plan_columns.output_ids(node))
-    if kind in _NAMES_ONLY:
-        return _Rows(_rows(node.child(), flow, maps).sources, plan_columns.output_ids(node))
-    if kind == "Project":
-        return _selected(node, _rows(node.child(), flow, maps))
+        return _Rows((_source(node, functions.flow),), (), plan_columns.output_ids(node))
+    if kind in _SAME_ROWS:
+        return _Rows.of(_rows(node.child(), functions), node)
+    if kind == "Project" and (columns := _taken(node)) is not None:
+        return _selected(node, columns, _rows(node.child(), functions))
+    if _is_of_spark(node):
+        return _evaluated(node, functions)
     if kind == "Union":
-        names = tuple(plan_columns.output_names(node))
-        children = [_rows(child, flow, maps) for child in plans.children(node)]
-        sources = tuple(_named(source, names) for child in children for source in child.sources)
-        return _Rows(sources, plan_columns.output_ids(node))
+        return _united(node, functions)
     if kind == "MapInArrow":
-        return _mapped(node, flow, maps)
-    if kind == "Filter" and plan_columns.end_of_read(node) is not None:
-        raise _NotDirectError(f"topic {_source(node.child(), flow).topic} is read with until=")
+        table = queries.step_table(node)
+        return _mapped(node, functions) if table is None else _step(node, table, functions)
+    if kind == "Filter":  # where a read with until= ends: batches end there, too
+        return _rows(node.child(), functions)
     if not node.isStreaming() and not plans.children(node):
         raise _NotDirectError("the query has rows that are not from a stream")
     raise _NotDirectError(f"the query has {_OPERATORS.get(kind, f'the operator {kind}')}")
@@ -140,62 +187,108 @@ def _source(node: Any, flow: str) -> DirectSource:
     return found
 
 
-def _named(source: DirectSource, names: tuple[str, ...]) -> DirectSource:
-    """A side of a union: its columns are taken by their places, and the first side names them."""
-    if source.columns == names:
-        return source
-    return source.then(Select(tuple(Attribute(name, at) for at, name in enumerate(names))))
+def _united(node: Any, functions: Functions) -> _Rows:
+    """The columns of a union are taken by their places, and the first side names them."""
+    names = plan_columns.output_names(node)
+    same = Select(tuple(Attribute(name, at) for at, name in enumerate(names)))
+    sources: list[DirectSource] = []
+    steps: list[StepSource] = []
+    for child in plans.children(node):
+        below = _rows(child, functions)
+        sources += [each if each.columns == names else each.then(same) for each in below.sources]
+        steps += [each if each.columns == names else each.then(same) for each in below.steps]
+    return _Rows(tuple(sources), tuple(steps), plan_columns.output_ids(node))
 
 
-def _selected(node: Any, below: _Rows) -> _Rows:
-    columns: list[Attribute | Constant] = []
-    for column in plan_columns.projected(node):
-        if isinstance(column, ComputedColumn):
-            raise _NotDirectError(f"column {column.name} is computed: {column.text}")
+def _step(node: Any, table: str, functions: Functions) -> _Rows:
+    step = StepSource(table, _plan(node.child(), functions), plan_columns.output_names(node))
+    return _Rows((), (step,), plan_columns.output_ids(node))
+
+
+def _taken(project: Any) -> list[TakenColumn | Constant] | None:
+    """The columns of a projection, if each is one of its input or a constant that needs no Spark."""
+    columns: list[TakenColumn | Constant] = []
+    for column in plan_columns.projected(project):
         if isinstance(column, ConstantColumn):
-            columns.append(_constant(column))
-        elif column.expression not in below.ids:
-            raise _NotDirectError(f"column {column.name} is not a column of a topic")
+            constant = _constant(column)
+            if constant is None:
+                return None
+            columns.append(constant)
+        elif isinstance(column, TakenColumn):
+            columns.append(column)
         else:
-            columns.append(Attribute(column.name, below.ids.index(column.expression), column.cast))
-    select = Select(tuple(columns))
-    return _Rows(tuple(source.then(select) for source in below.sources), plan_columns.output_ids(node))
+            return None
+    return columns
 
 
-def _constant(column: ConstantColumn) -> Constant:
+def _selected(node: Any, columns: list[TakenColumn | Constant], below: _Rows) -> _Rows:
+    ids = below.ids
+    select = Select(
+        tuple(
+            each if isinstance(each, Constant) else Attribute(each.name, ids.index(each.expression), each.cast)
+            for each in columns
+        )
+    )
+    return _Rows.of(below, node, select)
+
+
+def _is_of_spark(node: Any) -> bool:
+    """Whether Spark can evaluate an operator for one row after the other, and it is none of onceflow's own."""
+    kind = jvm.kind(node)
+    if kind == "MapInArrow":
+        name = str(node.functionExpr().name())
+        own = (queries.is_step, queries.is_join, queries.is_map, queries.is_calls)
+        return not any(each(name) for each in own)
+    return kind in _EVALUATED and not (kind == "Filter" and plan_columns.end_of_read(node) is not None)
+
+
+def _evaluated(node: Any, functions: Functions) -> _Rows:
+    base = node
+    path: plans.Path = ()
+    while _is_of_spark(base):
+        number, base = _streaming_child(base)
+        path = (*path, number)
+    below = _rows(base, functions)
+    program = functions.evaluate(node, path)
+    operator = SparkRows(plan_columns.output_names(node), program)
+    return _Rows.of(below, node, operator)
+
+
+def _streaming_child(node: Any) -> tuple[int, Any]:
+    """The child whose rows are those of the batch. The others are not from a stream."""
+    found = [(number, child) for number, child in enumerate(plans.children(node)) if child.isStreaming()]
+    if len(found) != 1:
+        raise _NotDirectError("the query has a join of two streams" if found else "the query has rows without a stream")
+    return found[0]
+
+
+def _constant(column: ConstantColumn) -> Constant | None:
     kind = _CONSTANT_TYPES.get(column.kind)
     if kind is None and column.value is None:
         kind = _NULL_TYPES.get(column.kind)
-    if kind is None:
-        raise _NotDirectError(f"column {column.name} is a constant of type {column.kind}")
-    return Constant(column.name, column.value, kind)
+    return None if kind is None else Constant(column.name, column.value, kind)
 
 
-def _mapped(node: Any, flow: str, maps: Maps) -> _Rows:
+def _mapped(node: Any, functions: Functions) -> _Rows:
     name = str(node.functionExpr().name())
-    if name not in maps:
-        raise _NotDirectError(f"the query has {_of_function(name)}")
-    below = _rows(node.child(), flow, maps)
-    operator = MapRows(plan_columns.output_names(node.child()), plan_columns.output_names(node), maps[name])
-    return _Rows(tuple(source.then(operator) for source in below.sources), plan_columns.output_ids(node))
+    columns = plan_columns.output_names(node.child()), plan_columns.output_names(node)
+    operator: Operator
+    if name in functions.maps:
+        operator = MapRows(*columns, functions.maps[name])
+    elif name in functions.arrow:
+        operator = ArrowRows(*columns, functions.arrow[name])
+    else:
+        raise _NotDirectError(f"the query has {_of_function(name)}, which was made before an earlier run of the flow")
+    below = _rows(node.child(), functions)
+    return _Rows.of(below, node, operator)
 
 
 def _of_function(name: str) -> str:
     """What a user calls a function over Arrow batches that is not from ``Flow.map``."""
-    if queries.is_step(name):
-        return "a process step whose outputs go through operators, or several process steps"
     if queries.is_join(name):
         return "a join with a table (Flow.join_table)"
     if queries.is_calls(name):
         return "calls of another service (Flow.enrich)"
     if queries.is_map(name):
-        return f"Flow.map with {queries.function_of_map(name)}, which was made before an earlier run of the flow"
-    return f"mapInArrow with {name}, which is not from Flow.map"
-
-
-def _check_topics(sources: tuple[DirectSource, ...]) -> None:
-    seen: set[str] = set()
-    for source in sources:
-        if source.topic in seen:
-            raise _NotDirectError(f"the query reads topic {source.topic} twice")
-        seen.add(source.topic)
+        return f"Flow.map with {queries.function_of_map(name)}"
+    return f"the function {name}"

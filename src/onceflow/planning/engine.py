@@ -59,7 +59,7 @@ def choose(
     elif wanted == AUTO and stateful and not local:
         return EngineChoice(SPARK, "its state is where tasks run, on other machines; engine='direct' moves it")
     else:
-        return EngineChoice(DIRECT, f"engine={DIRECT!r}" if wanted == DIRECT else "its plan needs no Spark job", plan)
+        return EngineChoice(DIRECT, (f"engine={DIRECT!r}: " if wanted == DIRECT else "") + _how(plan), plan)
     if wanted == DIRECT:
         raise UnsupportedQueryError(
             f"The direct engine cannot run the query: {why}",
@@ -68,3 +68,9 @@ def choose(
             + ("" if checkpoint else "; or compute columns with Flow.map or in Flow.process"),
         )
     return EngineChoice(SPARK, why)
+
+
+def _how(plan: DirectPlan) -> str:
+    if plan.job:
+        return f"each of its batches is a small Spark job, because of {plan.job}"
+    return "Spark evaluates its rows in the driver, without a job" if plan.by_spark else "its plan needs no Spark job"

@@ -24,11 +24,15 @@ log = logging.getLogger(__name__)
 TRAINING_TIMEOUT_S = 180
 
 # Spark loads classes when features are used, so the training run uses what a flow uses: SQL, Python tasks, the Kafka
-# connector and a streaming query. It waits for the JVM, which writes the archive after the last Python line.
+# connector, a streaming query, and SQL in the driver. It waits for the JVM, which writes the archive after the last
+# Python line.
 _TRAINING = """
 import sys, onceflow
+import pyarrow as pa
 from pyspark import SparkContext
+from onceflow.spark import plans
 from onceflow.spark.collect import collect
+from onceflow.spark.row_program import RowPrograms
 archive, checkpoint = sys.argv[1:]
 flag = "-XX:ArchiveClassesAtExit=" + archive
 spark = onceflow.session("onceflow-setup", "local[2]", {"spark.driver.extraJavaOptions": flag})
@@ -42,6 +46,17 @@ query = rate.writeStream.foreachBatch(write).option("checkpointLocation", checkp
 while not query.lastProgress and query.isActive:
     query.awaitTermination(0.2)
 query.stop()
+rows = spark.createDataFrame([], "key binary, value binary, offset long, timestamp timestamp")
+parsed = "from_json(string(value), 'a string, b long, c array<struct<d: double>>') AS j"
+found = rows.selectExpr("key", parsed, "timestamp").where("j.b > 0 AND timestamp < current_timestamp()")
+found = found.selectExpr("*", "explode(array(1)) AS n")
+found = found.selectExpr("key", "to_json(struct(j.*, upper(j.a), date(timestamp), n)) AS value")
+((leaf, _),) = plans.leaves(plans.analyzed(found))
+programs = RowPrograms(spark)
+program = programs.evaluate(plans.analyzed(found), leaf)
+given = [pa.array([b"k"]), pa.array([b'{"a": "x", "b": 1}']), None, pa.array([1], pa.timestamp("us", "UTC"))]
+assert [count for _, count in program.rows(given, 1)] == [1]
+programs.close()
 gateway = SparkContext._gateway
 spark.stop()
 gateway.proc.stdin.close()
@@ -57,7 +72,7 @@ def archive_path() -> Path:
     except OSError:
         release = ""
     spark = jars.installed_spark_version()
-    key = hashlib.sha256(f"{java}\n{release}\n{sys.prefix}\n{spark}".encode()).hexdigest()[:12]
+    key = hashlib.sha256(f"{java}\n{release}\n{sys.prefix}\n{spark}\n{_TRAINING}".encode()).hexdigest()[:12]
     return jars.cache_dir() / "class-archives" / f"spark-{spark}-{key}.jsa"
 
 

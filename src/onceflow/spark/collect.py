@@ -123,7 +123,7 @@ def _connected(address: Any, secret: str | None) -> Iterator[Any]:
 
 
 def _joined(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    if len(batches) < 2 or sum(batch.nbytes for batch in batches) > _JOINED_BYTES_MAX:
+    if len(batches) < 2 or sum(batch.get_total_buffer_size() for batch in batches) > _JOINED_BYTES_MAX:
         return batches
     joined: list[pa.RecordBatch] = pa.Table.from_batches(batches).combine_chunks().to_batches()
     return joined

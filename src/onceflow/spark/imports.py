@@ -138,8 +138,10 @@ def functions_of(df: DataFrame) -> list[Pickled]:
         expressions = node.expressions()
         for expression in map(expressions.apply, range(expressions.size())):
             for function in jvm.nodes(expression, mark):
+                if not jvm.kind(function).startswith("Python"):
+                    continue  # an expression around it, which may have no name
                 name = str(function.name())
-                if not jvm.kind(function).startswith("Python") or (queries.is_ours(name) and not queries.is_join(name)):
+                if queries.is_ours(name) and not queries.is_join(name):
                     continue
                 command = function.func().command().toArray(java.scala.reflect.ClassTag.Byte())
                 found.append(Pickled(f"the function {queries.function_of_map(name)}", bytes(command), function=name))

@@ -8,16 +8,19 @@ another child. Nodes are found by their *path*, the numbers of the children from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from onceflow.errors import UnsupportedQueryError
 from onceflow.spark import jvm, versions
+from onceflow.spark.java_functions import JavaFunctions
 from onceflow.spark.task_shuffle import repartition_by_task
 
 Path = tuple[int, ...]
@@ -51,6 +54,20 @@ def at(plan: Any, path: Path) -> Any:
     return plan
 
 
+def leaves(plan: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The nodes without children, and their paths."""
+    below = children(plan)
+    if not below:
+        yield path, plan
+    for number, child in enumerate(below):
+        yield from leaves(child, (*path, number))
+
+
+def struct_of(node: Any) -> T.StructType:
+    """The columns of a node. Several may have one name."""
+    return T.StructType.fromJson(json.loads(node.schema().json()))
+
+
 def frame(spark: SparkSession, plan: Any) -> DataFrame:
     """A DataFrame of a plan. New parts of the plan are analyzed."""
     dataset = versions.sql_class(spark, "Dataset")
@@ -63,19 +80,59 @@ def named_as(df: DataFrame, plan: Any) -> Any:
     Args:
         plan: the other plan. It has equally many columns, with the same types in the same order.
     """
-    java: Any = df.sparkSession._jvm
-    own, wanted = analyzed(df), plan.output()
-    columns = own.output()
-    expressions = java.org.apache.spark.sql.catalyst.expressions
-    none = java.scala.Option.empty()
-    aliases = []
-    for i in range(wanted.size()):
-        attribute = wanted.apply(i)
-        alias = expressions.Alias(
-            columns.apply(i), attribute.name(), attribute.exprId(), attribute.qualifier(), none, _sequence(java, ())
-        )
-        aliases.append(alias)
-    return java.org.apache.spark.sql.catalyst.plans.logical.Project(_sequence(java, aliases), own)
+    return renamed(df.sparkSession, analyzed(df), items(plan.output()))
+
+
+def renamed(spark: SparkSession, plan: Any, wanted: Sequence[Any], more: Sequence[Any] = ()) -> Any:
+    """The first columns of a plan with the names and expression ids of other ones.
+
+    Args:
+        wanted: the other ones, with the same types in the same order.
+        more: further columns of the plan, which keep their names and ids.
+    """
+    java: Any = spark._jvm
+    alias = java.org.apache.spark.sql.catalyst.expressions.Alias
+    none, nothing = java.scala.Option.empty(), sequence(spark, ())
+    columns = [
+        alias(own, each.name(), each.exprId(), each.qualifier(), none, nothing)
+        for own, each in zip(items(plan.output()), wanted, strict=False)
+    ]
+    return projected(spark, [*columns, *more], plan)
+
+
+def projected(spark: SparkSession, columns: Iterable[Any], child: Any) -> Any:
+    """A projection of a plan."""
+    java: Any = spark._jvm
+    return java.org.apache.spark.sql.catalyst.plans.logical.Project(sequence(spark, columns), child)
+
+
+def mapped(spark: SparkSession, plan: Any, pattern: Any, change: Callable[[Any], Any]) -> Any:
+    """The plan with other expressions.
+
+    Args:
+        pattern: one of Catalyst's tree patterns. Only expressions that have it, themselves or below, are looked at.
+        change: returns what an expression becomes; None: it stays, and its children are looked at.
+    """
+    if not plan.containsPattern(pattern):
+        return plan
+    java: Any = spark._jvm
+    plan = plan.withNewChildren(sequence(spark, [mapped(spark, each, pattern, change) for each in children(plan)]))
+    changed = java.java.util.IdentityHashMap()
+    for expression in items(plan.expressions()):
+        changed.put(expression, _changed(spark, expression, pattern, change))
+    make = JavaFunctions(spark)
+    look_up = make.method("java.util.Map", "get", of=changed)
+    return plan.mapExpressions(make.as_interface(look_up, "scala.Function1"))
+
+
+def _changed(spark: SparkSession, expression: Any, pattern: Any, change: Callable[[Any], Any]) -> Any:
+    if not expression.containsPattern(pattern):
+        return expression
+    found = change(expression)
+    if found is not None:
+        return found
+    below = [_changed(spark, each, pattern, change) for each in children(expression)]
+    return expression.withNewChildren(sequence(spark, below))
 
 
 def grafted(spark: SparkSession, plan: Any, new: Mapping[Path, Any]) -> Any:
@@ -86,7 +143,7 @@ def grafted(spark: SparkSession, plan: Any, new: Mapping[Path, Any]) -> Any:
     for path, node in new.items():
         by_child.setdefault(path[0], {})[path[1:]] = node
     changed = [grafted(spark, child, by_child[i]) if i in by_child else child for i, child in enumerate(children(plan))]
-    return plan.withNewChildren(_sequence(spark._jvm, changed))
+    return plan.withNewChildren(sequence(spark, changed))
 
 
 def exchanged(df: DataFrame, tasks: int) -> DataFrame:
@@ -157,8 +214,8 @@ def operators(spark: SparkSession, plan: Any, path: Path) -> list[Operator]:
 
 def _operator(spark: SparkSession, node: Any) -> Operator:
     name = jvm.kind(node)
-    columns = tuple((str(each.name()), int(each.exprId().id())) for each in _items(node.output()))
-    taken = tuple(_taken(each) for each in _items(node.projectList())) if name == "Project" else ()
+    columns = tuple((str(each.name()), int(each.exprId().id())) for each in items(node.output()))
+    taken = tuple(_taken(each) for each in items(node.projectList())) if name == "Project" else ()
     return Operator(name, columns, taken, name == "Filter" and _is_always_true(spark, node.condition()))
 
 
@@ -181,9 +238,12 @@ def _is_always_true(spark: SparkSession, condition: Any) -> bool:
         return False  # it fails for every row: a batch with rows will raise the error
 
 
-def _items(sequence: Any) -> list[Any]:
-    return [sequence.apply(i) for i in range(sequence.size())]
+def items(found: Any) -> list[Any]:
+    """A sequence of Scala as a list."""
+    return [found.apply(i) for i in range(found.size())]
 
 
-def _sequence(java: Any, items: Iterable[Any]) -> Any:
-    return java.PythonUtils.toSeq(list(items))
+def sequence(spark: SparkSession, found: Iterable[Any]) -> Any:
+    """A list as a sequence of Scala."""
+    java: Any = spark._jvm
+    return java.PythonUtils.toSeq(list(found))

@@ -19,7 +19,7 @@ from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call, Outcome
 from onceflow.clock import clock_ms
 from onceflow.errors import EnvironmentUnusableError, ProcessorError
-from onceflow.messages import CALLS_PROPERTY
+from onceflow.messages import CALLS_PROPERTY, batch_property
 from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.spark import queries
 from onceflow.state import dead_letters
@@ -103,28 +103,34 @@ class _Moment:
         """The moment of the task in which this code runs."""
         from pyspark import TaskContext
 
-        context = TaskContext.get()
-        described = None if context is None else context.getLocalProperty(CALLS_PROPERTY)
-        if context is None or described is None:  # a batch that is drained: nothing of it is written
+        context, described = TaskContext.get(), batch_property(CALLS_PROPERTY)
+        if described is None:  # a batch that is drained: nothing of it is written
             return cls("", -1, 0, None)
         given = json.loads(described)
         limit_s = float(given["limit_s"])
-        if context.attemptNumber():  # the time of Spark's first attempt counts, too
+        if context is not None and context.attemptNumber():  # the time of Spark's first attempt counts, too
             limit_s = max(0.001, limit_s - max(0, clock_ms() - given["begun_ms"]) / 1000)
         rules = {each["topic"]: TopicRules.of(each) for each in given["rules"]}
+        if context is None:
+            return cls(given["attempt"], -1, 0, limit_s, rules)
         return cls(given["attempt"], context.partitionId(), context.attemptNumber(), limit_s, rules)
 
 
 class CallRows:
-    """The function given to ``mapInArrow``."""
+    """The function given to ``mapInArrow``. In a small batch the driver calls it.
 
-    def __init__(self, order: CallOrder) -> None:
+    Args:
+        number: of the function in its flow, for its name in plans.
+    """
+
+    def __init__(self, order: CallOrder, number: int = 0) -> None:
         self.order = order
-        self.__name__ = queries.calls_name(order.calls.target.name, dead_letters=order.dead_letter_topic is not None)
+        name = queries.calls_name(order.calls.target.name, dead_letters=order.dead_letter_topic is not None)
+        self.__name__ = f"{name}-{number}"
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         moment, report = _Moment.now(), CallReport()
-        with closing(CallRunner(moment.limit_s)) as runner:
+        with closing(CallRunner(moment.limit_s, self.order.flow)) as runner:
             for batch in batches:
                 records = _records(batch)
                 outcomes = _Round(self.order, runner).outcomes(records)

@@ -9,10 +9,10 @@ The driver applies a plan to what it has fetched, and tasks to what they read by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -31,6 +31,8 @@ SOURCE_TYPES: dict[str, pa.DataType] = {
 }
 _HEADERS = "headers"
 
+#: As ``mapInArrow`` takes it.
+ArrowFunction = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 #: Columns in the order of an operator. None: nothing uses it, so it was not built.
 _Arrays = Sequence[pa.Array | None]
 
@@ -86,8 +88,8 @@ class Select:
         taken = (self.columns[at] for at in wanted)
         return frozenset(column.at for column in taken if isinstance(column, Attribute))
 
-    def apply(self, columns: _Arrays, rows: int) -> tuple[_Arrays, int]:
-        return [column.array(columns, rows) for column in self.columns], rows
+    def apply(self, columns: _Arrays, rows: int) -> Iterator[tuple[_Arrays, int]]:
+        yield [column.array(columns, rows) for column in self.columns], rows
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,73 @@ class MapRows:
         """The places of the input columns that it needs: all, whatever is wanted of its result."""
         return frozenset(range(len(self.input)))
 
-    def apply(self, columns: _Arrays, rows: int) -> tuple[_Arrays, int]:
+    def apply(self, columns: _Arrays, rows: int) -> Iterator[tuple[_Arrays, int]]:
         made = self.function(_batch(columns, self.input, rows))
-        return [_plain(column) for column in made.columns], made.num_rows
+        yield [_plain(column) for column in made.columns], made.num_rows
+
+
+class Program(Protocol):
+    """Operators of Spark, applied to rows that the driver has (``spark/row_program.py``, ``spark/row_job.py``)."""
+
+    @property
+    def needed(self) -> frozenset[int]:
+        """The places of the input columns that are looked at, or passed on in each row."""
+        ...
+
+    @property
+    def job(self) -> str:
+        """Why it is a Spark job, such as ``BroadcastHashJoin``; empty: it is none."""
+        ...
+
+    def rows(self, columns: _Arrays, count: int) -> Iterator[tuple[list[pa.Array], int]]:
+        """The rows that become of these, as columns, and how many they are. Columns that are not needed may be None.
+        Many rows come in several parts."""
+        ...
+
+
+@dataclass(frozen=True)
+class SparkRows:
+    """Filters, computed columns and the like, which Spark itself evaluates. Only the driver can apply them.
+
+    Args:
+        names: of the columns that come out.
+    """
+
+    names: tuple[str, ...]
+    program: Program
+
+    def used(self, wanted: frozenset[int]) -> frozenset[int]:
+        """The places of the input columns that they need, whatever is wanted of the result."""
+        return self.program.needed
+
+    def apply(self, columns: _Arrays, rows: int) -> Iterator[tuple[_Arrays, int]]:
+        for made, count in self.program.rows(columns, rows):
+            yield [_plain(column) for column in made], count
+
+
+@dataclass(frozen=True)
+class ArrowRows:
+    """A function over a stream of Arrow batches, of ``Flow.join_table`` or ``Flow.enrich``.
+
+    Args:
+        input: names of the columns that it takes.
+        names: names of the columns that come out.
+    """
+
+    input: tuple[str, ...]
+    names: tuple[str, ...]
+    function: ArrowFunction
+
+    def used(self, wanted: frozenset[int]) -> frozenset[int]:
+        """The places of the input columns that it needs: all, whatever is wanted of its result."""
+        return frozenset(range(len(self.input)))
+
+    def apply(self, columns: _Arrays, rows: int) -> Iterator[tuple[_Arrays, int]]:
+        for made in self.function(iter([_batch(columns, self.input, rows)])):
+            yield [_plain(made.column(name)) for name in self.names], made.num_rows
+
+
+Operator = Select | MapRows | SparkRows | ArrowRows
 
 
 @dataclass(frozen=True)
@@ -127,7 +193,7 @@ class DirectSource:
     include_headers: bool
     fail_on_data_loss: bool
     max_records: int | None
-    operators: tuple[Select | MapRows, ...] = ()
+    operators: tuple[Operator, ...] = ()
 
     @property
     def source_columns(self) -> tuple[str, ...]:
@@ -147,12 +213,23 @@ class DirectSource:
             wanted = operator.used(wanted)
         return tuple(name for at, name in enumerate(self.source_columns) if at in wanted)
 
-    def then(self, operator: Select | MapRows) -> DirectSource:
+    def then(self, operator: Operator) -> DirectSource:
         """The same with one more operator."""
         return replace(self, operators=(*self.operators, operator))
 
-    def apply(self, records: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
-        """The rows of the query that these records become.
+    def read_with(self, other: DirectSource) -> DirectSource:
+        """How the topic is read for both: the source without operators."""
+        limits = [each.max_records for each in (self, other) if each.max_records is not None]
+        return replace(
+            self,
+            include_headers=self.include_headers or other.include_headers,
+            fail_on_data_loss=self.fail_on_data_loss or other.fail_on_data_loss,
+            max_records=min(limits, default=None),
+            operators=(),
+        )
+
+    def apply(self, records: Mapping[str, pa.Array], count: int) -> Iterator[pa.RecordBatch]:
+        """The rows of the query that these records become, mostly in one batch.
 
         Args:
             records: columns of the topic's records, at least those of ``needed``, each with its type of `SOURCE_TYPES`.
@@ -161,29 +238,115 @@ class DirectSource:
 
         Raises:
             OnceflowError: a function of ``Flow.map`` has failed, or has returned something else than its schema says.
+            PySparkException: an operator of Spark fails for a row.
         """
         wanted = set(self.needed)
-        columns: _Arrays = [records[name] if name in wanted else None for name in self.source_columns]
-        for operator in self.operators:
-            columns, count = operator.apply(columns, count)
-        return _batch(columns, self.columns, count)
+        columns = [records[name] if name in wanted else None for name in self.source_columns]
+        for made, rows in _through(self.operators, columns, count):
+            yield _batch(made, self.columns, rows)
+
+
+@dataclass(frozen=True)
+class StepSource:
+    """A process step, and what is done with its rows.
+
+    Args:
+        table: of the step. Only the driver knows how to run it, see ``driver/step_chain.py``.
+        input: the rows that go into it.
+        names: of the columns of its rows that operators after it use, or the sink.
+    """
+
+    table: str
+    input: DirectPlan
+    names: tuple[str, ...]
+    operators: tuple[Operator, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that come out."""
+        return self.operators[-1].names if self.operators else self.names
+
+    def then(self, operator: Operator) -> StepSource:
+        """The same with one more operator."""
+        return replace(self, operators=(*self.operators, operator))
+
+    def apply(self, rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        """The rows of the query that rows of the step become."""
+        columns = [rows.column(name) for name in self.names]
+        for made, count in _through(self.operators, columns, rows.num_rows):
+            yield _batch(made, self.columns, count)
+
+
+Source = DirectSource | StepSource
+
+
+def _through(operators: Sequence[Operator], columns: _Arrays, count: int) -> Iterator[tuple[_Arrays, int]]:
+    if not operators:
+        yield columns, count
+        return
+    first, *others = operators
+    for made, rows in first.apply(columns, count):
+        yield from _through(others, made, rows)
 
 
 @dataclass(frozen=True)
 class DirectPlan:
-    """How the rows of each source topic become the rows of a query.
+    """How the rows of each source topic, and of each process step, become the rows of a query.
 
     Args:
-        sources: with different topics.
+        sources: several may be of one topic: its records become rows of each.
         columns: names of the columns of the query.
+        steps: process steps whose rows are rows of the query, maybe behind operators. A step that only writes what it
+            yields is none of them: then the plan is that of its input.
     """
 
     sources: tuple[DirectSource, ...]
     columns: tuple[str, ...]
+    steps: tuple[StepSource, ...] = ()
 
-    def source(self, topic: str) -> DirectSource:
-        """The part of the plan for a topic, which it reads."""
-        return next(source for source in self.sources if source.topic == topic)
+    @cached_property
+    def by_spark(self) -> bool:
+        """Whether it has operators that only Spark can apply, in the driver's JVM or in a job."""
+        return any(True for _ in self._programs())
+
+    @cached_property
+    def needs_frame(self) -> bool:
+        """Whether tasks that read need a DataFrame of Spark: for Spark's operators, and to move rows to steps behind
+        operators or to the functions of ``Flow.join_table`` and ``Flow.enrich``."""
+        functions = any(isinstance(each, ArrowRows) for source in self.sources for each in source.operators)
+        return self.by_spark or functions or bool(self.steps)
+
+    @cached_property
+    def job(self) -> str:
+        """Why each batch has a Spark job of its own; empty: none is needed."""
+        return next((program.job for program in self._programs() if program.job), "")
+
+    def _programs(self) -> Iterator[Program]:
+        every: tuple[Source, ...] = (*self.sources, *self.steps)
+        for source in every:
+            yield from (each.program for each in source.operators if isinstance(each, SparkRows))
+        for step in self.steps:
+            yield from step.input._programs()
+
+    @cached_property
+    def reads(self) -> dict[str, DirectSource]:
+        """How each topic is read."""
+        found: dict[str, DirectSource] = {}
+        for source in (*self.sources, *(each for step in self.steps for each in step.input.reads.values())):
+            found[source.topic] = found.get(source.topic, source).read_with(source)
+        return found
+
+    def needed(self, topic: str) -> tuple[str, ...]:
+        """The columns of a topic that are used, not counting inputs of steps. The others need not be built."""
+        used = {name for source in self.sources if source.topic == topic for name in source.needed}
+        return tuple(name for name in SOURCE_TYPES if name in used)
+
+    def rows(self, topic: str, records: Mapping[str, pa.Array], count: int) -> Iterator[pa.RecordBatch]:
+        """The rows of the query that records of a topic become, without those of steps. Arguments and errors as of
+        `DirectSource.apply`."""
+        for source in self.sources:
+            if source.topic == topic:
+                yield from source.apply(records, count)
 
     def only(self, names: Sequence[str]) -> DirectPlan:
         """The plan with these columns of it only, in this order: then less is needed of the sources.
@@ -194,7 +357,11 @@ class DirectPlan:
         if tuple(names) == self.columns:
             return self
         select = Select(tuple(Attribute(name, self.columns.index(name)) for name in names))
-        return DirectPlan(tuple(source.then(select) for source in self.sources), tuple(names))
+        return DirectPlan(
+            tuple(source.then(select) for source in self.sources),
+            tuple(names),
+            tuple(step.then(select) for step in self.steps),
+        )
 
 
 @dataclass(frozen=True)
@@ -234,22 +401,35 @@ class SinkForm:
         return pa.RecordBatch.from_arrays(list(made.values()), names=list(made))
 
 
+_KINDS: dict[type, str] = {
+    Select: "select",
+    MapRows: "map to",
+    SparkRows: "Spark's operators, to",
+    ArrowRows: "function to",
+}
+
+
 def described(plan: DirectPlan, *, extended: bool = False) -> str:
     """The plan as text, a line for each topic.
 
     Args:
         extended: also which columns are fetched.
     """
-    lines = ["== Direct plan =="]
+    return "\n".join(["== Direct plan ==", *_lines(plan, extended=extended)])
+
+
+def _lines(plan: DirectPlan, *, extended: bool) -> Iterator[str]:
     for source in plan.sources:
-        steps = [f"topic {source.topic}"]
-        for operator in source.operators:
-            kind = "select" if isinstance(operator, Select) else "map to"
-            steps.append(f"{kind} {', '.join(operator.names)}")
-        lines.append(" -> ".join(steps))
+        yield " -> ".join([f"topic {source.topic}", *map(_described, source.operators)])
         if extended:
-            lines.append(f"  columns of the topic that are used: {', '.join(source.needed)}")
-    return "\n".join(lines)
+            yield f"  columns of the topic that are used: {', '.join(source.needed)}"
+    for step in plan.steps:
+        yield " -> ".join([f"process step of table {step.table}", *map(_described, step.operators)])
+        yield from (f"  {line}" for line in _lines(step.input, extended=extended))
+
+
+def _described(operator: Operator) -> str:
+    return f"{_KINDS[type(operator)]} {', '.join(operator.names)}"
 
 
 def reinterpreted(column: pa.Array, kind: str) -> pa.Array:

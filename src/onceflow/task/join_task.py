@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from onceflow.client.committed import CommittedReader
 from onceflow.errors import BadRecordError, OnceflowError, OptionError
-from onceflow.messages import JOINED_PROPERTY, CopiesOrder, JoinOrder
+from onceflow.messages import JOINED_PROPERTY, CopiesOrder, JoinOrder, batch_property
 from onceflow.spark import queries
 from onceflow.state.api import serdes
 from onceflow.state.api.json_columns import parse_json
@@ -23,11 +23,15 @@ from onceflow.task.row_writer import worker_cluster
 
 
 class JoinTask:
-    """The function given to ``mapInArrow``."""
+    """The function given to ``mapInArrow``. In a small batch the driver calls it.
 
-    def __init__(self, order: JoinOrder) -> None:
+    Args:
+        number: of the function in its flow, for its name in plans.
+    """
+
+    def __init__(self, order: JoinOrder, number: int = 0) -> None:
         self.order = order
-        self.__name__ = queries.join_name(order.spec.topic)
+        self.__name__ = f"{queries.join_name(order.spec.topic)}-{number}"
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         now_ms, ends = self._pinned()
@@ -41,10 +45,7 @@ class JoinTask:
 
     def _pinned(self) -> tuple[int, dict[int, int]]:
         """The time and the offsets of the batch."""
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        described = None if context is None else context.getLocalProperty(JOINED_PROPERTY)
+        described = batch_property(JOINED_PROPERTY)
         found = {} if described is None else json.loads(described)
         if self.order.spec.topic not in found.get("ends", {}):
             raise OptionError(

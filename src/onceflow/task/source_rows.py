@@ -34,16 +34,34 @@ class QueryRows:
     plan: DirectPlan
     form: SinkForm | None = None
 
-    def of(self, records: RecordColumns, place: TopicPartition) -> pa.RecordBatch:
-        """The rows that become of records of one partition.
+    def of(self, parts: Sequence[tuple[TopicPartition, RecordColumns]]) -> Iterator[pa.RecordBatch]:
+        """The rows that become of records of one topic.
+
+        Args:
+            parts: records of different partitions. There is one part if rows stay in the partition of their source.
 
         Raises:
             OnceflowError: a function of ``Flow.map`` has failed.
+            PySparkException: an operator of Spark fails for a row.
         """
-        source = self.plan.source(place[0])
-        with located(topic=f"{place[0]}-{place[1]}"):
-            made = source.apply(source_columns(records, place, source.needed), len(records))
-        return made if self.form is None or not made.num_rows else self.form.rows(made, place[1])
+        (topic, partition), _ = parts[0]
+        needed = self.plan.needed(topic)
+        found = [source_columns(records, place, needed) for place, records in parts]
+        columns = found[0]
+        if len(found) > 1:
+            columns = {name: pa.concat_arrays([each[name] for each in found]) for name in needed}
+        with located(topic=f"{topic}-{partition}" if len(found) == 1 else topic):
+            for made in self.plan.rows(topic, columns, sum(len(records) for _, records in parts)):
+                yield self.formed(made, partition)
+
+    def formed(self, rows: pa.RecordBatch, partition: int = -1) -> pa.RecordBatch:
+        """Rows of the plan as the sink takes them."""
+        return rows if self.form is None or not rows.num_rows else self.form.rows(rows, partition)
+
+    @property
+    def merges(self) -> bool:
+        """Whether the records of a topic become rows all at once: each call of an operator costs much."""
+        return self.plan.needs_frame and not (self.form is not None and self.form.by_source)
 
 
 def source_columns(records: RecordColumns, place: TopicPartition, needed: Sequence[str]) -> dict[str, pa.Array]:

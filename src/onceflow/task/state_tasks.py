@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,14 @@ from onceflow import hooks
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
+from onceflow.client.produce import Acknowledged
 from onceflow.errors import OnceflowError, OptionError
 from onceflow.messages import NotCopartitionedError, StateOrder, TaskPlace, TaskReport, encoded, report_row
+from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.topic_rules import TopicRules
 from onceflow.spark import queries
 from onceflow.state.engine import input_batch
-from onceflow.state.local.prepare import Prepared
 from onceflow.state.run import StateRun
 from onceflow.state.spec import StateReport
 from onceflow.task import task_logs
@@ -88,32 +89,43 @@ class RowsTask:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         place = place_of_task(self.order.write)
-        work = StateWork(self.order, place, worker_cluster(self.order.write.settings))
-        with task_logs.of_batch(self.order.write, place):
+        cluster = worker_cluster(self.order.write.settings)
+        writer = RowWriter(self.order.write, place, cluster)
+        with (
+            contextlib.closing(StateWork(self.order, place, cluster, writer)) as work,
+            task_logs.of_batch(self.order.write, place),
+        ):
             yield from work.rows(batches)
+            work.finish()
         self.collected.add([encoded(work.report())])
 
 
 def run_fused(order: StateOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster) -> TaskReport:
     """Process rows and write the outputs."""
-    work = StateWork(order, place, cluster)
-    for _ in work.rows(batches):
-        raise RuntimeError("a task that writes its outputs itself has returned rows")
+    writer = RowWriter(order.write, place, cluster)
+    with contextlib.closing(StateWork(order, place, cluster, writer)) as work:
+        for _ in work.rows(batches):
+            raise RuntimeError("a task that writes its outputs itself has returned rows")
+        work.finish()
     return work.report()
 
 
 class StateWork:
-    """A task's part of a batch. ``rows`` runs it, and yields the outputs that this task does not write itself.
+    """A process step in a batch, or the part of it that one task has. Close it in the end.
 
-    Errors of onceflow are kept for the report, not raised, so that the driver gets the original class.
+    ``rows`` runs it, and yields the outputs that it does not write itself. ``finish`` waits until Kafka has what was
+    written. Errors of onceflow are kept for the report, not raised, so that the driver gets the original class.
+
+    Args:
+        writer: of the task. Several steps that run in one task share it, because a partition has one writer (I4).
     """
 
-    def __init__(self, order: StateOrder, place: TaskPlace, cluster: Cluster) -> None:
+    def __init__(self, order: StateOrder, place: TaskPlace, cluster: Cluster, writer: RowWriter) -> None:
         self._order = order
         self._place = place
         self._cluster = cluster
         self._started = time.monotonic()
-        self._writer = RowWriter(order.write, place, cluster)
+        self._writer = writer
         self._outputs: TaskOutputs | None = None
         if order.writes != "nothing":
             self._outputs = TaskOutputs(
@@ -126,17 +138,17 @@ class StateWork:
         self._waiting: list[pa.RecordBatch] = []
         self._error: OnceflowError | None = None
         self._states: list[StateReport] = []
-        self._prepared: list[Prepared] = []
-        self._acknowledged: Any = {}
+        self._acknowledged: Mapping[TopicPartition, Acknowledged] = {}
         self._known_rules: dict[str | None, TopicRules | None] = {}
+        self._run = self._new_run()
 
-    def rows(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        order, place = self._order, self._place
+    def _new_run(self) -> StateRun:
+        order = self._order
         everything = self._outputs is not None and order.writes == "everything"
         emit: Callable[[pa.RecordBatch, int], None]
         emit = self._outputs.emit if everything and self._outputs is not None else self._emit_rows
         reader = CommittedReader(self._cluster)
-        run = StateRun(
+        return StateRun(
             order.spec,
             order.moment,
             source=reader,
@@ -149,27 +161,55 @@ class StateWork:
             rules=self._rules,
             calls_s=order.write.calls_s,
         )
-        self._prepared = run.brought_up
-        with contextlib.closing(run):
-            try:
-                if place.attempt > 0:
-                    raise extra_attempt(f"task {place.task} is at attempt {place.attempt}", order.write)
-                run.open(order.due_in(place.task))
+
+    @property
+    def error(self) -> OnceflowError | None:
+        """Why it has failed; None: it has not."""
+        return self._error
+
+    def close(self) -> None:
+        """Close the stores."""
+        self._run.close()
+
+    def rows(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Process rows. If the step fails, there are no more outputs."""
+        order, place, run = self._order, self._place, self._run
+        try:
+            if place.attempt > 0:
+                raise extra_attempt(f"task {place.task} is at attempt {place.attempt}", order.write)
+            run.open(order.due_in(place.task))
+            yield from self._take()
+            for batch in batches:
+                self._feed(run, batch)
                 yield from self._take()
-                for batch in batches:
-                    self._feed(run, batch)
-                    yield from self._take()
-                run.finish()
-                yield from self._take()
-                self._acknowledged = self._writer.finish()
-                self._states = run.leave_pending(self._acknowledged)
-                if place.where == "task":  # the driver announces the step itself
-                    hooks.at("write", where="task", flow=order.write.flow, batch=order.write.batch, task=place.task)
-            except OnceflowError as problem:
-                self._error = problem.locate(flow=order.write.flow, batch=order.write.batch)
+            run.finish()
+            yield from self._take()
+        except OnceflowError as problem:
+            self._error = problem.locate(flow=order.write.flow, batch=order.write.batch)
+
+    def finish(self) -> None:
+        """Wait until all is acknowledged, and `settle`. For a step whose writer is its own."""
+        if self._error is not None:
+            return
+        write, place = self._order.write, self._place
+        try:
+            self.settle(self._writer.finish())
+            if place.where == "task":  # the driver announces the step itself
+                hooks.at("write", where="task", flow=write.flow, batch=write.batch, task=place.task)
+        except OnceflowError as problem:
+            self._error = problem.locate(flow=write.flow, batch=write.batch)
+
+    def settle(self, acknowledged: Mapping[TopicPartition, Acknowledged]) -> None:
+        """Leave the changes in the stores as pending: everything is acknowledged.
+
+        Raises:
+            OnceflowError: a store does not take them.
+        """
+        self._acknowledged = acknowledged
+        self._states = self._run.leave_pending(acknowledged)
 
     def report(self) -> TaskReport:
-        """The report of the task. Call this when ``rows`` has ended."""
+        """The report of the task. Call this after ``finish`` or ``settle``."""
         failed = self._error is not None
         written = reports_of(
             self._place,
@@ -182,7 +222,7 @@ class StateWork:
         return TaskReport(
             written,
             states=tuple(self._states),
-            prepared=tuple(self._prepared),
+            prepared=tuple(self._run.brought_up),
             returned=() if returned is None else (packed(returned),),
         )
 

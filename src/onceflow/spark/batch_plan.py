@@ -1,0 +1,109 @@
+"""What differs from batch to batch in a plan: the time, and the seeds of random numbers.
+
+Spark does the same with the plan of a micro-batch (``IncrementalExecution``: ``CurrentBatchTimestamp``, and new seeds
+for ``ExpressionWithRandomSeed``).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from onceflow.spark import jvm, plans
+from onceflow.spark.java_functions import JavaFunctions
+
+_CATALYST = "org.apache.spark.sql.catalyst"
+_EXPRESSIONS = f"{_CATALYST}.expressions"
+#: Expressions of the time, and the types that they have; empty: a point in time.
+_CLOCKS = {"CurrentTimestamp": "", "Now": "", "CurrentDate": "DateType", "LocalTimestamp": "TimestampNTZType"}
+_RANDOM = "EXPRESSION_WITH_RANDOM_SEED"
+
+
+def inlined(spark: SparkSession, plan: Any) -> Any:
+    """The plan without ``WITH``: what it names is where it is used (Spark: ``InlineCTE``)."""
+    make = JavaFunctions(spark)
+    if not plan.containsPattern(_pattern(make, "CTE")):
+        return plan
+    (constructor,) = make.java_class(f"{_CATALYST}.optimizer.InlineCTE").getConstructors()
+    # Always; from Spark 4 on, whether to keep what is not used.
+    flags = [True, False][: constructor.getParameterCount()]
+    return make.static(f"{_CATALYST}.optimizer.InlineCTE")(*flags).apply(plan)
+
+
+def with_variable_time(spark: SparkSession, plan: Any, variable: Any) -> tuple[Any, bool]:
+    """The plan with the time taken from a variable, and whether it has a time.
+
+    Args:
+        variable: an AtomicReference, which has microseconds of the epoch.
+    """
+    make = JavaFunctions(spark)
+    types = make.static("org.apache.spark.sql.types.DataTypes")
+
+    def time() -> Any:
+        holder = make.static("org.apache.spark.sql.types.ObjectType")(make.java_class(variable.getClass().getName()))
+        literal = make.static(f"{_EXPRESSIONS}.Literal")(variable, holder)
+        none = plans.sequence(spark, ())
+        # Not deterministic: else the optimizer would call it once and for all.
+        return make.static(f"{_EXPRESSIONS}.objects.Invoke")(
+            literal, "get", types.TimestampType, none, none, True, False, False
+        )
+
+    return _timed(spark, plan, time)
+
+
+def of_batch(spark: SparkSession, plan: Any, now_us: int) -> Any:
+    """The plan for one attempt of a batch.
+
+    Args:
+        now_us: the time of the batch, in microseconds of the epoch.
+    """
+    make = JavaFunctions(spark)
+
+    def time() -> Any:
+        kind = make.static("org.apache.spark.sql.types.DataTypes").TimestampType
+        return make.static(f"{_EXPRESSIONS}.Literal")(now_us, kind)
+
+    plan, _ = _timed(spark, plan, time)
+    if not is_random(spark, plan):
+        return plan
+    seeded = make.java_class(f"{_EXPRESSIONS}.ExpressionWithRandomSeed")
+
+    def reseeded(expression: Any) -> Any:
+        if not seeded.isInstance(expression):
+            return None
+        return expression.withNewSeed(secrets.randbits(63))
+
+    return plans.mapped(spark, plan, _pattern(make, _RANDOM), reseeded)
+
+
+def is_random(spark: SparkSession, plan: Any) -> bool:
+    """Whether a plan has random numbers."""
+    return bool(plan.containsPattern(_pattern(JavaFunctions(spark), _RANDOM)))
+
+
+def _timed(spark: SparkSession, plan: Any, time: Callable[[], Any]) -> tuple[Any, bool]:
+    make = JavaFunctions(spark)
+    pattern = _pattern(make, "CURRENT_LIKE")
+    if not plan.containsPattern(pattern):
+        return plan, False
+    now, found = time(), []
+
+    def changed(expression: Any) -> Any:
+        name = jvm.kind(expression)
+        if name not in _CLOCKS:
+            return None
+        found.append(name)
+        if not _CLOCKS[name]:
+            return now
+        kind = getattr(make.static("org.apache.spark.sql.types.DataTypes"), _CLOCKS[name])
+        mode = make.object(f"{_EXPRESSIONS}.EvalMode").LEGACY()
+        return make.static(f"{_EXPRESSIONS}.Cast")(now, kind, expression.timeZoneId(), mode)
+
+    return plans.mapped(spark, plan, pattern, changed), bool(found)
+
+
+def _pattern(make: JavaFunctions, name: str) -> Any:
+    return getattr(make.static(f"{_CATALYST}.trees.TreePattern"), name)()

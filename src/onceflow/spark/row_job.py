@@ -1,0 +1,87 @@
+"""Rows of a query without state that are made by a Spark job: what needs a shuffle or a broadcast, such as a join with
+a static DataFrame, or a subquery.
+
+The rows of the batch become a small DataFrame, and the operators of the query stand on it. Spark optimizes and plans
+them for every batch, as it does for every micro-batch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as T
+
+from onceflow.spark import batch_plan, plans
+from onceflow.spark.collect import arrow_schema_of, collect
+from onceflow.spark.java_functions import JavaFunctions
+
+
+class RowJob:
+    """What operators of an analyzed plan do with rows, by a job each time.
+
+    Args:
+        spark: the session of the query. Its settings are those of this moment.
+        node: the operator whose rows are wanted.
+        base: the path from it to the node whose rows are given.
+        now_us: returns the time of the batch, in microseconds of the epoch.
+        job: why it is a job.
+    """
+
+    def __init__(
+        self, spark: SparkSession, node: Any, base: plans.Path, now_us: Callable[[], int], *, job: str
+    ) -> None:
+        self._spark, self._node, self._base, self._now_us = spark, node, base, now_us
+        self.job = job
+        leaf = plans.at(node, base)
+        struct = plans.struct_of(leaf)
+        self._schema = struct.json()
+        self._given = arrow_schema_of(spark, _by_number(struct), "which rows of a batch cannot have")
+        self.needed = frozenset(range(len(struct)))
+        self._utils = JavaFunctions(spark).static("org.apache.spark.sql.api.python.PythonSQLUtils")
+        self._folder = Path(tempfile.mkdtemp(prefix="onceflow-rows-"))
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a program runs in the driver")
+
+    def close(self) -> None:
+        """Remove its files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def interrupt(self) -> None:
+        """Its jobs are cancelled with those of the query."""
+
+    def rows(self, columns: Sequence[pa.Array | None], count: int) -> Iterator[tuple[list[pa.Array], int]]:
+        """See `row_program.RowProgram.rows`."""
+        given = plans.named_as(self._frame(columns), plans.at(self._node, self._base))
+        plan = plans.grafted(self._spark, self._node, {self._base: given})
+        df = plans.frame(self._spark, batch_plan.of_batch(self._spark, plan, self._now_us()))
+        for made in collect(df, interpreted=False):
+            yield made.columns, made.num_rows
+
+    def _frame(self, columns: Sequence[pa.Array | None]) -> DataFrame:
+        arrays = [_cast(column, field.type) for column, field in zip(columns, self._given, strict=True)]
+        batch = pa.RecordBatch.from_arrays(arrays, schema=self._given)
+        path = os.fspath(self._folder / "given")
+        with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, self._given) as stream:
+            stream.write_batch(batch)
+        session: Any = self._spark._jsparkSession
+        rows = self._utils.readArrowStreamFromFile(path)
+        return DataFrame(self._utils.toDataFrame(rows, self._schema, session), self._spark)
+
+
+def _by_number(struct: T.StructType) -> T.StructType:
+    """The same types; several columns may have one name."""
+    return T.StructType([T.StructField(f"c{n}", field.dataType) for n, field in enumerate(struct)])
+
+
+def _cast(column: pa.Array | None, kind: pa.DataType) -> pa.Array:
+    if column is None:
+        raise RuntimeError("a column that is needed was not built")
+    return column if column.type == kind else column.cast(kind)

@@ -1,0 +1,211 @@
+"""Rows of a query without state, made in the driver's JVM without a Spark job.
+
+Spark plans operators once, over a leaf that yields the rows which the driver gives it (``row_plan.py``). The driver
+then computes that physical plan in its own thread, as a task does (``driver_task.py``). So Spark's operators, its
+generated code and its Python workers do the work, and what a job costs falls away: planning, scheduling, tasks. Rows
+come and go as Arrow batches in files, which are in memory where the machine has ``/dev/shm``.
+
+Columns that the operators pass on unchanged do not go through the JVM: each row that comes back has the number of the
+row that it was made from.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+
+from onceflow.spark import plans
+from onceflow.spark.collect import arrow_schema
+from onceflow.spark.driver_task import DriverTask
+from onceflow.spark.java_functions import JavaFunctions
+from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.spark.query_session import clone_of
+from onceflow.spark.row_job import RowJob
+from onceflow.spark.row_plan import NoProgramError, planned
+
+
+class RowProgram:
+    """What operators of an analyzed plan do with rows. One thread makes all calls, but for `interrupt`.
+
+    Args:
+        make, spark, node, base: see `row_plan.planned`.
+        now_us: returns the time of the batch, in microseconds of the epoch.
+
+    Attributes:
+        needed: the places of the columns of ``base`` that are used.
+        job: it is none.
+
+    Raises:
+        NoProgramError: they need a job.
+    """
+
+    job = ""
+
+    def __init__(
+        self, make: JavaFunctions, spark: SparkSession, node: Any, base: plans.Path, now_us: Callable[[], int]
+    ) -> None:
+        self._now_us = now_us
+        self._clock = make.static("java.util.concurrent.atomic.AtomicReference")()
+        self._folder = Path(tempfile.mkdtemp(prefix="onceflow-rows-", dir=_memory()))
+        self._task: DriverTask | None = None
+        try:
+            self._plan = plan = planned(make, spark, node, base, self._folder / "given", self._clock)
+            self._types = arrow_schema(plan.df)
+            rdd = _executed(plan.df)
+            schema, file = plan.df._jdf.schema(), self._folder / "made"
+            self._task = DriverTask(make, spark, rdd, schema, types=self._types, file=file, random=plan.random)
+        except BaseException:
+            self.close()
+            raise
+        passed = {at for at in plan.passed if at is not None}
+        self.needed = (plan.used | passed) - {len(plan.input) - 1}
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a program runs in the driver")
+
+    def close(self) -> None:
+        """Remove its files."""
+        if self._task is not None:
+            self._task.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def interrupt(self) -> None:
+        """End what `rows` does, from another thread: it fails."""
+        if self._task is not None:
+            self._task.interrupt()
+
+    def rows(self, columns: Sequence[pa.Array | None], count: int) -> Iterator[tuple[list[pa.Array], int]]:
+        """The rows that become of these: columns, and how many rows they have. Many rows come in several parts.
+
+        Args:
+            columns: of ``base``. Those that are not `needed` may be None. count: how many rows they have.
+
+        Raises:
+            PySparkException, Py4JError: an operator fails for a row.
+        """
+        if self._task is None:
+            raise RuntimeError("the program was closed")
+        with pa.OSFile(os.fspath(self._folder / "given"), "wb") as file:
+            file.write(self._given(columns, count).serialize())
+        if self._plan.timed:
+            self._clock.set(self._now_us())
+        for made in self._task.batches():
+            yield self._whole(columns, made), made.num_rows
+
+    def _whole(self, columns: Sequence[pa.Array | None], made: pa.RecordBatch) -> list[pa.Array]:
+        """All columns of some rows."""
+        passed = self._plan.passed
+        fresh = iter(made.columns)
+        found = [next(fresh) if at is None else None for at in passed]
+        taken = next(fresh, None)  # the numbers of rows, if columns are passed on
+        return [_there(columns[at]).take(taken) if at is not None else found[n] for n, at in enumerate(passed)]
+
+    def _given(self, columns: Sequence[pa.Array | None], rows: int) -> pa.RecordBatch:
+        """The rows as the leaf has them, with their numbers. Columns that are not used are null."""
+        arrays = []
+        for at, field in enumerate(self._plan.input):
+            if at not in self._plan.used:
+                arrays.append(pa.nulls(rows, field.type))
+            elif at == len(columns):
+                arrays.append(pa.array(range(rows), pa.int64()))
+            else:
+                column = _there(columns[at])
+                arrays.append(column if column.type == field.type else column.cast(field.type))
+        return pa.RecordBatch.from_arrays(arrays, schema=self._plan.input)
+
+
+class _Unplanned:
+    """In the place of a program, for a query that the direct engine is not going to run."""
+
+    needed: frozenset[int] = frozenset()
+    job = ""
+
+    def rows(self, columns: Sequence[pa.Array | None], count: int) -> Iterator[tuple[list[pa.Array], int]]:
+        raise RuntimeError("nothing was planned for these operators")
+
+
+class RowPrograms:
+    """The programs of one run.
+
+    Args:
+        spark: the session of the query.
+        wanted: whether they may be needed; planning them costs a second.
+
+    Attributes:
+        now_us: the time of the batch, in microseconds of the epoch.
+    """
+
+    def __init__(self, spark: SparkSession, *, wanted: bool = True) -> None:
+        self._spark = spark
+        self._wanted = wanted
+        self._programs: list[RowProgram | RowJob] = []
+        self.now_us = 0
+
+    @cached_property
+    def _session(self) -> SparkSession:
+        return clone_of(self._spark)  # its settings stay as they are
+
+    @cached_property
+    def _make(self) -> JavaFunctions:
+        return JavaFunctions(self._spark)
+
+    def evaluate(self, node: Any, base: plans.Path) -> RowProgram | RowJob | _Unplanned:
+        """See ``planning.direct_query.Evaluate``."""
+        if not self._wanted:
+            return _Unplanned()
+        program: RowProgram | RowJob
+        try:
+            program = RowProgram(self._make, self._session, node, base, self._now)
+        except NoProgramError as error:
+            program = RowJob(self._session, node, base, self._now, job=str(error))
+        self._programs.append(program)
+        return program
+
+    def _now(self) -> int:
+        return max(self.now_us, 1 << 32)  # py4j makes an Integer of less, and the time is a Long
+
+    def interrupt(self) -> None:
+        """End what a program does, from another thread."""
+        for program in self._programs:
+            program.interrupt()
+
+    def close(self) -> None:
+        """Remove their files."""
+        for program in self._programs:
+            program.close()
+
+
+def _executed(df: DataFrame) -> Any:
+    """The RDD of a physical plan.
+
+    Raises:
+        NoProgramError: only a job can compute it.
+    """
+    try:
+        rdd = df._jdf.queryExecution().executedPlan().execute()
+    except SPARK_ERRORS as error:
+        if "not serializable" not in str(error):
+            raise
+        # Before Spark 4, Python functions make closures that contain the plan, and with it its leaf.
+        raise NoProgramError("a Python function") from error
+    if rdd.isBarrier():
+        raise NoProgramError("barrier")
+    return rdd
+
+
+def _there(column: pa.Array | None) -> pa.Array:
+    if column is None:
+        raise RuntimeError("a column that is needed was not built")
+    return column
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
