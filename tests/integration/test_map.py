@@ -136,7 +136,7 @@ def test_maps_around_a_union_and_around_a_process_step(
     assert seen == {(b"k%d" % n, (b"ONE" if n < 5 else b"TWO") + end) for n in range(9)}
 
 
-@pytest.mark.parametrize("engine", ["direct", "spark"])
+@pytest.mark.parametrize("engine", ["direct", pytest.param("spark", marks=pytest.mark.long)])
 def test_a_function_keeps_the_variables_that_it_had(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], engine: str
 ) -> None:
@@ -302,7 +302,7 @@ def test_tasks_prepare_copies_of_a_processor_that_they_cannot_import(
     assert "local copies are prepared" in caplog.text
 
 
-@pytest.mark.parametrize("engine", ["spark", "direct"])
+@pytest.mark.parametrize("engine", [pytest.param("spark", marks=pytest.mark.long), "direct"])
 def test_a_time_zone_of_the_session_does_not_move_times(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], engine: str
 ) -> None:
@@ -387,7 +387,7 @@ ODD_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["direct", "spark"])
+@pytest.mark.parametrize("engine", ["direct", pytest.param("spark", marks=pytest.mark.long)])
 def test_columns_may_have_any_names(make_pipe: Any, make_topic: Any, engine: str) -> None:
     """Whatever their names are, values stay in their columns, through functions and as the id of a de-duplication."""
 

@@ -119,7 +119,18 @@ def _all(df: DataFrame, queries: dict[str, Callable[[DataFrame], DataFrame]]) ->
     return functools.reduce(DataFrame.union, made)
 
 
-@pytest.mark.parametrize("queries", [QUERIES, JOBS], ids=["without jobs", "with jobs"])
+SOME = ("where", "columns of the source", "udf", "another key")
+
+
+@pytest.mark.parametrize(
+    "queries",
+    [
+        {name: QUERIES[name] for name in SOME},
+        pytest.param({n: q for n, q in QUERIES.items() if n not in SOME}, marks=pytest.mark.long),
+        JOBS,
+    ],
+    ids=["some", "others", "with jobs"],
+)
 def test_the_same_records_as_a_batch_query(engines: Engines, queries: dict[str, Any]) -> None:
     """The topic is read once, whatever the number of queries."""
     source = filled(engines, partitions=3)
