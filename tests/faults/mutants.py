@@ -36,7 +36,8 @@ from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.engine_query import DIRECT, SPARK
 from onceflow.messages import TaskReport
 from onceflow.protocol.transaction import GIVEN, Epoch, Event
-from onceflow.spark import driver_task, queries
+from onceflow.spark import queries
+from onceflow.spark.memory_file import MemoryFile
 from onceflow.spark.row_program import RowProgram
 from onceflow.task import row_writer
 from onceflow.testing import faults, recorder
@@ -403,7 +404,7 @@ def driver_reads_on_where_it_stood(patch: Patch) -> None:
 
 def rows_of_the_last_batch_stay(patch: Patch) -> None:
     """The file with the rows that Spark makes in the driver is not emptied before a batch."""
-    patch.setattr(driver_task.os, "truncate", lambda path, length: None)
+    patch.setattr(MemoryFile, "clear", lambda self: None)
 
 
 def spark_gets_the_batch_before(patch: Patch) -> None:

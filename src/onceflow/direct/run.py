@@ -49,6 +49,14 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
     Raises:
         OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
     """
+    try:
+        return _put_together(prepared)
+    except BaseException:
+        prepared.programs.close()
+        raise
+
+
+def _put_together(prepared: PreparedQuery) -> DirectRun:
     startup, query, options = prepared.startup, prepared.query, prepared.query.options
     plan, flow = prepared.choice.plan, startup.flow
     if plan is None:

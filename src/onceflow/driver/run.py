@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from onceflow.driver.startup import Startup
 from onceflow.driver.state_step import StateStep
 from onceflow.driver.streamed_query import StreamedQuery, divide
 from onceflow.driver.watching import Watch
-from onceflow.engine_query import SPARK
+from onceflow.engine_query import DIRECT, SPARK
 from onceflow.errors import UnsupportedQueryError, located
 from onceflow.planning import engine, process, step_query
 from onceflow.planning.bounded import bounded
@@ -150,30 +151,42 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
         location = _kept_location(spark, write.run, progress, flow)
         written = startup.prepare_outputs(options, deadline)
     programs = RowPrograms(spark, wanted=write.run.engine != SPARK and write.run.checkpoint is None)
+    with contextlib.ExitStack() as unless_used:
+        unless_used.callback(programs.close)
+        query, choice = _divided(spark, startup, write, progress, programs)
+        if choice.engine == DIRECT:
+            unless_used.pop_all()
+    return PreparedQuery(spark, startup, write, query, choice, progress, location, written, imports, programs)
+
+
+def _divided(
+    spark: SparkSession, startup: Startup, write: CheckedWrite, progress: Progress, programs: RowPrograms
+) -> tuple[StreamedQuery, EngineChoice]:
+    """The query, and the engine that runs it."""
     maps = {name: each.apply for name, each in startup.maps.items()}
     query = divide(
         write.df,
-        options,
+        write.sink,
         write.columns,
         startup.steps,
         progress,
-        flow=flow,
+        flow=startup.flow,
         source_partitions=startup.source_partitions,
         clock=not write.run.once,
-        functions=Functions(flow, maps, startup.functions, programs.evaluate),
+        functions=Functions(startup.flow, maps, startup.functions, programs.evaluate),
     )
     direct, used = _sources_used(query.direct, startup)
-    handover.check_sources(progress, used, flow=flow)
+    handover.check_sources(progress, used, flow=startup.flow)
     choice = engine.choose(
         write.run.engine,
         direct,
         checkpoint=write.run.checkpoint is not None,
         stateful=query.state is not None,
         local=is_local(spark),
-        small_batch_rows=options.small_batch_rows,
-        flow=flow,
+        small_batch_rows=write.sink.small_batch_rows,
+        flow=startup.flow,
     )
-    return PreparedQuery(spark, startup, write, query, choice, progress, location, written, imports, programs)
+    return query, choice
 
 
 def _sources_used(direct: DirectPlan | str, startup: Startup) -> tuple[DirectPlan | str, Collection[str]]:

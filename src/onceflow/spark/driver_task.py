@@ -7,17 +7,18 @@ is one call, if there are not too many rows: its parts are put together once, se
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from onceflow.spark.java_functions import JavaFunctions
+from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.spark.memory_file import MemoryFile
 
 # Of the Arrow batches that come back, and how many of them one call makes.
 _ROWS_MAX, _BYTES_MAX, _BATCHES = 10_000, 4_000_000, 4
@@ -40,7 +41,7 @@ class DriverTask:
         spark: the session whose settings hold.
         rdd: of ``InternalRow``, with one partition or none.
         schema: of its rows, as an object of the JVM. types: the same as Arrow has it.
-        file: where the JVM puts the rows.
+        file: where the JVM puts the rows. It is closed with the task.
         random: whether the rows have random numbers. These follow from the number of the partition, so each run has
             another one. (In a micro-batch Spark gives each expression another seed, which would be other code here.)
     """
@@ -53,7 +54,7 @@ class DriverTask:
         schema: Any,
         *,
         types: pa.Schema,
-        file: Path,
+        file: MemoryFile,
         random: bool,
     ) -> None:
         self._make = make
@@ -61,22 +62,23 @@ class DriverTask:
         self._partition, self._context, self._rest = (make.static(_REFERENCE)() for _ in range(3))
         self._running = False
         self._thread: Any = None
-        file.touch()
-        self._file = os.fspath(file)
+        self._file = file
         self._calls: _Calls | None = None
         partitions = list(rdd.partitions())
         if partitions:
             (only,) = partitions
             self._partition.set(only)
             # Writes of a stream that appends go to the end of the file, also after it was made empty.
-            self._stream = make.static("java.io.FileOutputStream")(self._file, True)
+            self._stream = make.static("java.io.FileOutputStream")(file.path, True)
             self._calls = self._composed(spark, rdd, schema)
 
     def close(self) -> None:
         """Close the file."""
+        self._file.close()
         if self._calls is not None:
-            self._stream.close()
             self._calls = None
+            with contextlib.suppress(*SPARK_ERRORS, OSError):  # the JVM may have ended
+                self._stream.close()
 
     def interrupt(self) -> None:
         """End what `batches` does, from another thread: it fails."""
@@ -111,7 +113,7 @@ class DriverTask:
                 calls.end.call()
 
     def _call(self, step: Any) -> bool:
-        os.truncate(self._file, 0)
+        self._file.clear()
         self._running = True
         try:
             return bool(step.call())
@@ -121,10 +123,9 @@ class DriverTask:
     def _taken(self) -> list[pa.RecordBatch]:
         """The batches in the file, each of which is a stream of its own (Spark: ``ArrowBatchWithSchemaIterator``)."""
         found: list[pa.RecordBatch] = []
-        with pa.OSFile(self._file) as file:
-            size = file.size()
-            while file.tell() < size:
-                found += pa.ipc.open_stream(file)
+        with pa.BufferReader(self._file.take()) as reader:
+            while reader.tell() < reader.size():
+                found += pa.ipc.open_stream(reader)
         return found
 
     def _other_partition(self) -> Any:

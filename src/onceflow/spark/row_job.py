@@ -7,11 +7,7 @@ them for every batch, as it does for every micro-batch.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +17,7 @@ from pyspark.sql import types as T
 from onceflow.spark import batch_plan, plans
 from onceflow.spark.collect import arrow_schema_of, collect
 from onceflow.spark.java_functions import JavaFunctions
+from onceflow.spark.memory_file import MemoryFile
 
 
 class RowJob:
@@ -45,14 +42,14 @@ class RowJob:
         self._given = arrow_schema_of(spark, _by_number(struct), "which rows of a batch cannot have")
         self.needed = frozenset(range(len(struct)))
         self._utils = JavaFunctions(spark).static("org.apache.spark.sql.api.python.PythonSQLUtils")
-        self._folder = Path(tempfile.mkdtemp(prefix="onceflow-rows-"))
+        self._file = MemoryFile()
 
     def __reduce__(self) -> Any:
         raise TypeError("a program runs in the driver")
 
     def close(self) -> None:
         """Remove its files."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._file.close()
 
     def interrupt(self) -> None:
         """Its jobs are cancelled with those of the query."""
@@ -68,11 +65,12 @@ class RowJob:
     def _frame(self, columns: Sequence[pa.Array | None]) -> DataFrame:
         arrays = [_cast(column, field.type) for column, field in zip(columns, self._given, strict=True)]
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._given)
-        path = os.fspath(self._folder / "given")
-        with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, self._given) as stream:
+        content = pa.BufferOutputStream()
+        with pa.ipc.new_stream(content, self._given) as stream:
             stream.write_batch(batch)
+        self._file.put(content.getvalue())
         session: Any = self._spark._jsparkSession
-        rows = self._utils.readArrowStreamFromFile(path)
+        rows = self._utils.readArrowStreamFromFile(self._file.path)
         return DataFrame(self._utils.toDataFrame(rows, self._schema, session), self._spark)
 
 

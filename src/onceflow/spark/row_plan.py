@@ -6,9 +6,7 @@ Spark then optimizes and plans it as ever.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -62,7 +60,7 @@ class RowPlan:
         return batch_plan.is_random(self.df.sparkSession, plans.optimized(self.df))
 
 
-def planned(make: JavaFunctions, spark: SparkSession, node: Any, base: plans.Path, file: Path, clock: Any) -> RowPlan:
+def planned(make: JavaFunctions, spark: SparkSession, node: Any, base: plans.Path, file: str, clock: Any) -> RowPlan:
     """Plan operators.
 
     Args:
@@ -70,7 +68,7 @@ def planned(make: JavaFunctions, spark: SparkSession, node: Any, base: plans.Pat
         spark: the session of the query. Its settings are those of this moment.
         node: the operator of an analyzed plan whose rows are wanted.
         base: the path from it to the node whose rows are given. There is one operator after the other in between.
-        file: which has the rows as one Arrow batch, without its schema.
+        file: the path of one that has the rows as one Arrow batch, without its schema.
         clock: an AtomicReference, which has the time of the batch in microseconds of the epoch.
 
     Raises:
@@ -94,11 +92,11 @@ def planned(make: JavaFunctions, spark: SparkSession, node: Any, base: plans.Pat
     return RowPlan(df, schema, _used(plans.optimized(df), given), tuple(passed), timed)
 
 
-def _leaf(make: JavaFunctions, spark: SparkSession, struct: T.StructType, file: Path) -> DataFrame:
+def _leaf(make: JavaFunctions, spark: SparkSession, struct: T.StructType, file: str) -> DataFrame:
     """The rows of the Arrow batch that is in the file whenever they are computed."""
     session: Any = spark._jsparkSession
     schema = session.parseDataType(struct.json())
-    path = make.function("java.nio.file.Paths", "get")(os.fspath(file), make.array([], "java.lang.String"))
+    path = make.function("java.nio.file.Paths", "get")(file, make.array([], "java.lang.String"))
     read = make.method("java.nio.file.Files", "readAllBytes", of=path)
     batches = make.then(read, make.method(f"{_ITERATOR}$", "single", of=make.object(_ITERATOR)))
     rows = make.method(f"{_ARROW}$", "fromBatchIterator", of=make.object(_ARROW))

@@ -11,12 +11,8 @@ row that it was made from.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -27,6 +23,7 @@ from onceflow.spark.collect import arrow_schema
 from onceflow.spark.driver_task import DriverTask
 from onceflow.spark.java_functions import JavaFunctions
 from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.spark.memory_file import MemoryFile
 from onceflow.spark.query_session import clone_of
 from onceflow.spark.row_job import RowJob
 from onceflow.spark.row_plan import NoProgramError, planned
@@ -54,14 +51,14 @@ class RowProgram:
     ) -> None:
         self._now_us = now_us
         self._clock = make.static("java.util.concurrent.atomic.AtomicReference")()
-        self._folder = Path(tempfile.mkdtemp(prefix="onceflow-rows-", dir=_memory()))
+        self._file = MemoryFile()
         self._task: DriverTask | None = None
         try:
-            self._plan = plan = planned(make, spark, node, base, self._folder / "given", self._clock)
+            self._plan = plan = planned(make, spark, node, base, self._file.path, self._clock)
             self._types = arrow_schema(plan.df)
             rdd = _executed(plan.df)
-            schema, file = plan.df._jdf.schema(), self._folder / "made"
-            self._task = DriverTask(make, spark, rdd, schema, types=self._types, file=file, random=plan.random)
+            schema = plan.df._jdf.schema()
+            self._task = DriverTask(make, spark, rdd, schema, types=self._types, file=MemoryFile(), random=plan.random)
         except BaseException:
             self.close()
             raise
@@ -75,7 +72,7 @@ class RowProgram:
         """Remove its files."""
         if self._task is not None:
             self._task.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._file.close()
 
     def interrupt(self) -> None:
         """End what `rows` does, from another thread: it fails."""
@@ -93,11 +90,11 @@ class RowProgram:
         """
         if self._task is None:
             raise RuntimeError("the program was closed")
-        with pa.OSFile(os.fspath(self._folder / "given"), "wb") as file:
-            file.write(self._given(columns, count).serialize())
+        self._file.put(self._given(columns, count).serialize())
         if self._plan.timed:
             self._clock.set(self._now_us())
         for made in self._task.batches():
+            self._file.clear()  # it was read as a whole
             yield self._whole(columns, made), made.num_rows
 
     def _whole(self, columns: Sequence[pa.Array | None], made: pa.RecordBatch) -> list[pa.Array]:
@@ -205,7 +202,3 @@ def _there(column: pa.Array | None) -> pa.Array:
     if column is None:
         raise RuntimeError("a column that is needed was not built")
     return column
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
