@@ -101,8 +101,11 @@ def copy_once(bench: Bench, source: str, count: int, guarantee: str, trigger: Tr
         if end <= first:
             raise RuntimeError(f"a run of {len(commits)} batches is too short to be measured: raise --seconds")
         rate, idle = rate_of(commits, first, end)
-        # The flow's own record of its batches has the last 200 of them.
-        batches = [batch for batch in query.batches[first - len(commits) :] if batch.max_rows >= bound * 0.9]
+        # The flow's own record of its batches has the last 200 of them. The direct engine makes them as large as fits
+        # the trigger, whatever the bound. Small ones are left out.
+        recent = query.batches[first - len(commits) :]
+        usual = statistics.median(batch.max_rows for batch in recent)
+        batches = [batch for batch in recent if batch.max_rows >= usual * 0.9]
         steps = {step: [batch.seconds.get(step, 0.0) * 1000 for batch in batches] for step in STEPS}
         path = "/".join(dict.fromkeys(batch.path for batch in batches))
         batch_ms = [commit.ended_ms - commit.began_ms for commit in commits[first:end]]
