@@ -72,9 +72,8 @@ def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
     one that tasks of the direct engine read, and one whose values Spark computes in the driver. Each goes on in another
     way. All steps of all ways, and that the same one goes on, are tested by ``test_driver_kills_itself``."""
     options: dict[str, dict[str, Any]] = {f"{step} direct": DIRECT for step in hooks.STEPS}
-    options |= {step: spark_options(step) for step in ("write", "end")}
-    options |= {f"{step} by tasks": BY_TASKS for step in ("write", "progress")}
-    options |= {f"{step} sql": DIRECT for step in ("begin", "write", "audit", "end")}
+    options |= {"end": spark_options("end"), "progress by tasks": BY_TASKS}
+    options |= {f"{step} sql": DIRECT for step in ("write", "end")}
     options |= {"write sql by tasks": BY_TASKS}
     pipes = {name: make_pipe() for name in options}
     # A read_committed reader stops in front of the record of a flow that is at `progress`: no other may be behind it.

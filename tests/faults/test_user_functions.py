@@ -46,7 +46,7 @@ WAYS = [{}, pytest.param({"small_batch_rows": 0, "engine": "direct"}, marks=pyte
 
 
 @pytest.mark.parametrize("write", WAYS, ids=["driver", "tasks"])
-@pytest.mark.parametrize("how", ["fails", "ends its process"])
+@pytest.mark.parametrize("how", ["fails", pytest.param("ends its process", marks=pytest.mark.long)])
 def test_a_function_that_fails_once(make_pipe: Any, tmp_path: Path, how: str, write: dict[str, Any]) -> None:
     """The batch runs again."""
     pipe = make_pipe()

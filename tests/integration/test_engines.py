@@ -76,6 +76,7 @@ def test_every_kind_of_record_of_one_partition(engines: Engines, compression: st
         assert any(each.headers for each in seen)
 
 
+@pytest.mark.long
 def test_values_alone(engines: Engines) -> None:
     """Without headers and timestamps: what is not selected is not written."""
     source = filled(engines)
@@ -117,6 +118,7 @@ def test_two_sources_with_many_partitions(engines: Engines, partitioner: str, gu
         assert keyed[0] == keyed[1]
 
 
+@pytest.mark.long
 def test_the_sides_of_a_union_are_taken_by_the_places_of_their_columns(engines: Engines) -> None:
     one, other, third = filled(engines), filled(engines), filled(engines)
 

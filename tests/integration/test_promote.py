@@ -223,7 +223,8 @@ def test_killed_at_each_step(make_state_pipe: Any, make_topic: Any, call: Call) 
     after.check()
 
 
-@pytest.mark.parametrize("state", [True, pytest.param(False, marks=pytest.mark.long)], ids=["stateful", "stateless"])
+@pytest.mark.long
+@pytest.mark.parametrize("state", [True, False], ids=["stateful", "stateless"])
 def test_killed_and_both_are_started_again(
     make_state_pipe: Any, make_pipe: Any, make_topic: Any, call: Call, state: bool
 ) -> None:

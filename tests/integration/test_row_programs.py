@@ -23,7 +23,7 @@ from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.row_job import RowJob
 from onceflow.spark.row_program import RowProgram, RowPrograms
 
-pytestmark = [pytest.mark.integration, pytest.mark.short_form]
+pytestmark = pytest.mark.integration
 
 NOW_US = 1_700_000_000_123_456
 Evaluate = Callable[[DataFrame, DataFrame], Any]
@@ -181,6 +181,7 @@ def compare_functions(bench: Bench, every: int) -> None:
     assert failed < 30
 
 
+@pytest.mark.short_form
 def test_functions(bench: Bench) -> None:
     compare_functions(bench, every=10)
 
@@ -207,6 +208,7 @@ def test_two_hundred_functions(onceflow_spark: Any, settings: dict[str, str]) ->
 # ---- time and chance ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.short_form
 @pytest.mark.parametrize("zone", ["UTC", "Asia/Kathmandu"])
 def test_the_time_is_that_of_the_batch(onceflow_spark: Any, zone: str) -> None:
     """Also where it is used inside of other expressions, and for each batch anew."""
@@ -246,6 +248,7 @@ def test_random_numbers_differ_from_batch_to_batch(bench: Bench) -> None:
 # ---- rows --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.short_form
 def test_types(bench: Bench) -> None:
     """What goes in comes out, also nulls, through the JVM and beside it."""
     spark = bench.spark
@@ -310,6 +313,7 @@ def test_many_rows_are_computed_as_they_are_taken(bench: Bench) -> None:
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.short_form
 def test_an_error_of_a_row(bench: Bench) -> None:
     """It is the error of a job. And the next batch is as if nothing had been."""
     session = bench.spark.newSession()
@@ -341,6 +345,7 @@ def test_an_error_that_a_filter_prevents(bench: Bench) -> None:
 # ---- what needs a job --------------------------------------------------------------------------------------
 
 
+@pytest.mark.short_form
 def test_why_there_is_a_job(bench: Bench) -> None:
     spark = bench.spark
     rows = spark.range(3).selectExpr("id")

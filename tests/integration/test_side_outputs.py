@@ -149,6 +149,7 @@ def test_a_filter_on_the_time(trial: Trial) -> None:
     trial.check(replace(trial.expected("select"), target=target))
 
 
+@pytest.mark.long
 def test_a_build_whose_side_outputs_are_rows_is_found_out(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mixed(step_two_stage.RowsTask):
         def __call__(self, batches: Any) -> Any:

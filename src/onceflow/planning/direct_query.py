@@ -237,8 +237,7 @@ def _is_of_spark(node: Any) -> bool:
     kind = jvm.kind(node)
     if kind == "MapInArrow":
         name = str(node.functionExpr().name())
-        own = (queries.is_step, queries.is_join, queries.is_map, queries.is_calls)
-        return not any(each(name) for each in own)
+        return not (queries.is_ours(name) or queries.is_map(name) or queries.is_calls(name))
     return kind in _EVALUATED and not (kind == "Filter" and plan_columns.end_of_read(node) is not None)
 
 
