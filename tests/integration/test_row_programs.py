@@ -342,6 +342,17 @@ def test_an_error_that_a_filter_prevents(bench: Bench) -> None:
     filtered.programs.close()
 
 
+def test_large_types_of_the_session(onceflow_spark: Any) -> None:
+    session = onceflow_spark.newSession()
+    session.conf.set("spark.sql.execution.arrow.useLargeVarTypes", "true")
+    rows = session.createDataFrame([("a", b"xy"), ("bcd", b""), ("", b"z")], "t string, b binary")
+    query = rows.selectExpr("concat(t, '!') AS t", "concat(b, b) AS b")
+    bench = Bench(session)
+    made, _ = whole(bench.program(rows, query), [pa.array(["a", "bcd", ""]), pa.array([b"xy", b"", b"z"])], 3)
+    assert [each.to_pylist() for each in made] == [["a!", "bcd!", "!"], [b"xyxy", b"", b"zz"]]
+    bench.programs.close()
+
+
 # ---- what needs a job --------------------------------------------------------------------------------------
 
 
@@ -357,6 +368,26 @@ def test_why_there_is_a_job(bench: Bench) -> None:
     made, _ = whole(program, [pa.array([2, 1, 1])], 3)
     assert [each.to_pylist() for each in made] == [[1, 1], ["one", "one"]]
     assert bench.program(rows, rows.selectExpr("id + 1")).job == ""
+    for expression in ("rand()", "uuid()", "CAST('now' AS TIMESTAMP)", "CAST(' Today' AS DATE)"):
+        assert isinstance(bench.program(rows, rows.selectExpr(expression)), RowJob), expression
+    for expression in ("CAST('2020-01-01' AS DATE)", "CAST(id AS TIMESTAMP)"):
+        assert isinstance(bench.program(rows, rows.selectExpr(expression)), RowProgram), expression
+
+
+def test_a_join_with_the_time_of_the_batch(bench: Bench) -> None:
+    rows = bench.spark.range(3).selectExpr("id")
+    other = bench.spark.createDataFrame([(1, "2023-11-14"), (1, "2023-11-16")], "number long, until string")
+    query = rows.join(other, F.expr("id = number AND CAST(until AS TIMESTAMP) > current_timestamp()")).select("until")
+    program = bench.program(rows, query)
+    made, _ = whole(program, [pa.array([0, 1, 2])], 3)
+    assert made[0].to_pylist() == ["2023-11-16"]
+
+
+def test_types_that_arrow_lacks_are_a_reason(bench: Bench) -> None:
+    rows = bench.spark.range(3).selectExpr("id")
+    found = bench.programs.evaluate(plans.analyzed(rows.selectExpr("make_interval(1) AS i")), (0,))
+    assert isinstance(found, str)
+    assert "interval" in found
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the files have names while they are used")

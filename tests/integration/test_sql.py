@@ -204,3 +204,30 @@ def test_a_chain_of_steps_and_sql(engines: Engines) -> None:
     }
     assert rows["direct"] == rows["spark"]
     assert [len(each) for each in rows["direct"]] == [12, 7]
+
+
+class Expiring(Sums):
+    """It sets timers, so the flow has a clock."""
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+        state.timers.register("t", 1 << 40, clock="processing")
+        yield from super().process(key, records, state)
+
+    def on_timer(self, key: str, timer: Any, state: Any) -> Iterator[Record]:
+        yield from ()
+
+
+def test_steps_with_a_clock_behind_sql(make_pipe: Any, make_topic: MakeTopic) -> None:
+    """In tasks, too: the clock is no topic that they could read."""
+    pipe = make_pipe()
+    pipe.fill(300)
+    flow = pipe.open()
+    rows = flow.read(pipe.source).selectExpr("'k' AS key", "to_json(struct(offset AS n)) AS value").where("key = 'k'")
+    step = flow.process(rows, Expiring(), table=make_topic("t", 4, cleanup_policy="compact"))
+    query = flow.write(step, topic=pipe.target, engine="direct", small_batch_rows=0).start()
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    assert sum(batch.records for batch in query.batches) == 300
+    assert any("task" in batch.path for batch in query.batches)

@@ -269,6 +269,7 @@ class DirectLoop:
         most = min(self._tasks_size.records, self._backlog.records_max())
         source = self._reader.arrivals.take_unread(self._spread(wanted, most))
         started_ms, started = clock_ms(), time.monotonic()
+        self._programs.now_us = started_ms * 1000  # for timers that are left
         rows = RangeRows(self._tasks, source, started_ms * 1000)
         self._batches(rows, source, backlog=True, quiet=self._reader.quiet())
         seconds = time.monotonic() - started

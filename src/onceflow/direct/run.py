@@ -39,8 +39,10 @@ class DirectRun(RunOfEngine):
     def close(self) -> None:
         """See `RunOfEngine.close`."""
         self.loop.stop()
-        super().close()
-        self.programs.close()
+        try:
+            super().close()
+        finally:
+            self.programs.close()
 
 
 def direct_run(prepared: PreparedQuery) -> DirectRun:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,7 +38,7 @@ class FetchedRows:
     parts: Sequence[Fetched]
     query: QueryRows
 
-    def batches(self, run_step: RunStep | None = None) -> Iterator[pa.RecordBatch]:
+    def batches(self, run_step: RunStep | None = None) -> Generator[pa.RecordBatch, None, None]:
         """The rows, as the sink or the process step of the query takes them.
 
         Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 
 from pyspark.sql import DataFrame
 
@@ -153,7 +154,8 @@ class OutputWriter:
         order = self._order(attempt, topic, targets, Routing("key", 1, hash_key))
         if state is not None:
             return state.write_fetched(rows, order, self._cluster)
-        return [Part(write_rows(order, DRIVER, rows.batches(), self._cluster).written, None, False)]
+        with closing(rows.batches()) as batches:  # also after an error: Spark may have more of them
+            return [Part(write_rows(order, DRIVER, batches, self._cluster).written, None, False)]
 
     def _write_ranges(self, rows: RangeRows, attempt: Attempt) -> list[Part]:
         """Rows that tasks read by themselves. If these tasks cannot also write them, Spark moves the rows to others.

@@ -106,8 +106,12 @@ class RangeRows:
         for path, node in plans.leaves(source.node):
             if not node.isStreaming():
                 continue  # the static side of a join
+            read = plan_columns.source_node(node).topic
+            if read is None:  # the clock, whose rows only wake Spark's engine up
+                new[path] = plans.named_as(source.frames.createDataFrame([], plans.struct_of(node)), node)
+                continue
             headers = "headers" in plan_columns.output_names(node)
-            plain = replace(plan.reads[str(plan_columns.source_node(node).topic)], include_headers=headers)
+            plain = replace(plan.reads[read], include_headers=headers)
             order = self._order(QueryRows(DirectPlan((plain,), plain.source_columns)), tasks)
             schema = plans.struct_of(node)
             new[path] = plans.named_as(numbers.mapInArrow(ReadTask(order), schema), node)

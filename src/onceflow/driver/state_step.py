@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from pyspark.sql import DataFrame
@@ -221,7 +222,8 @@ class StateStep:
             return [part]
         (table,) = self._by_name
         state = self._order(table, Placement("driver", "everything"), order)
-        done, part = step_on_driver.run_rows(rows.batches(), state, cluster)
+        with closing(rows.batches()) as batches:
+            done, part = step_on_driver.run_rows(batches, state, cluster)
         self._done = {table: done}
         return [part]
 

@@ -49,8 +49,9 @@ def run(
 
         acknowledged: Mapping[TopicPartition, Acknowledged] = {}
         error: OnceflowError | None = None
+        batches = open_steps.enter_context(contextlib.closing(rows.batches(run_step)))
         try:
-            for made in rows.batches(run_step):
+            for made in batches:
                 writer.write(made)
             error = next((work.error for work in works.values() if work.error is not None), None)
             if error is None:

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from onceflow.driver.state_step import StateStep
 from onceflow.errors import OptionError
 from onceflow.planning.direct_query import Functions, direct_plan
-from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
+from onceflow.planning.options import AT_MOST_ONCE, EXACTLY_ONCE, SinkOptions
 from onceflow.planning.ownership import Columns
 from onceflow.planning.placement import SMALL_BATCH_ROWS, QueryShape, StepShape
 from onceflow.planning.process import Step, needs_clock
@@ -108,7 +108,7 @@ def divide(
     transactions = options.guarantee == EXACTLY_ONCE
     tables = _tables(tree, used, progress, source_partitions, transactions=transactions)
     state = StateStep(query, shape, tables, cores=current_cores(df.sparkSession))
-    direct = _with_steps(query, functions)
+    direct = _with_steps(query, options, functions)
     return StreamedQuery(streamed, options, columns, state, direct, plans.analyzed(streamed))
 
 
@@ -116,7 +116,7 @@ def _without_steps(df: DataFrame, options: SinkOptions, columns: Columns, functi
     # Other columns may have types that only Spark has.
     written = df if columns.whole else df.select(*[f"`{name}`" for name in columns.taken])
     node = batch_plan.inlined(df.sparkSession, plans.analyzed(written))
-    direct = direct_plan(node, functions)
+    direct = _planned(node, options, functions)
     if isinstance(direct, DirectPlan) and direct.needs_frame:
         plans.check_streaming(df, functions.flow)  # Spark itself never sees a stream
         if options.partitioner == "source":
@@ -124,11 +124,18 @@ def _without_steps(df: DataFrame, options: SinkOptions, columns: Columns, functi
     return StreamedQuery(df, options, columns, None, direct, node)
 
 
-def _with_steps(query: StepQuery, functions: Functions) -> DirectPlan | str:
+def _planned(node: Any, options: SinkOptions, functions: Functions) -> DirectPlan | str:
+    joins = any(queries.is_join(name) for name in functions.arrow)
+    if joins and options.guarantee == AT_MOST_ONCE:
+        return "with at_most_once, the copies of a joined table are prepared where tasks run"
+    return direct_plan(node, functions)
+
+
+def _with_steps(query: StepQuery, options: SinkOptions, functions: Functions) -> DirectPlan | str:
     """What goes into the only step, if that writes what it yields; else the query with its steps."""
     step = query.tree.step
     node = step.input.plan if query.written_as_is and step is not None else query.tree.plan
-    return direct_plan(node, functions)
+    return _planned(node, options, functions)
 
 
 def _without_needless(spark: SparkSession, tree: Tree, partitioner: str, flow: str) -> Tree:

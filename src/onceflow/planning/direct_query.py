@@ -33,8 +33,8 @@ Maps = Mapping[str, Callable[[pa.RecordBatch], pa.RecordBatch]]
 class Evaluate(Protocol):
     """Makes the program for operators of Spark."""
 
-    def __call__(self, node: Any, base: plans.Path) -> Program:
-        """The program for a node and those down to the one at a path, which is not part of it."""
+    def __call__(self, node: Any, base: plans.Path) -> Program | str:
+        """The program for a node and those down to the one at a path, which is not part of it; or why there is none."""
         ...
 
 
@@ -152,7 +152,7 @@ def _rows(node: Any, functions: Functions) -> _Rows:
         return _Rows((_source(node, functions.flow),), (), plan_columns.output_ids(node))
     if kind in _SAME_ROWS:
         return _Rows.of(_rows(node.child(), functions), node)
-    if kind == "Project" and (columns := _taken(node)) is not None:
+    if kind == "Project" and not _needs_spark(node) and (columns := _taken(node)) is not None:
         return _selected(node, columns, _rows(node.child(), functions))
     if _is_of_spark(node):
         return _evaluated(node, functions)
@@ -241,6 +241,17 @@ def _is_of_spark(node: Any) -> bool:
     return kind in _EVALUATED and not (kind == "Filter" and plan_columns.end_of_read(node) is not None)
 
 
+def _needs_spark(node: Any) -> bool:
+    """Whether Spark has to evaluate the node, or those below that would be one program with it. Then it also knows
+    which of their columns are wanted."""
+    while _is_of_spark(node):
+        kind = jvm.kind(node)
+        if kind not in ("Project", *_SAME_ROWS) or (kind == "Project" and _taken(node) is None):
+            return True
+        (node,) = plans.children(node)
+    return False
+
+
 def _evaluated(node: Any, functions: Functions) -> _Rows:
     base = node
     path: plans.Path = ()
@@ -249,6 +260,8 @@ def _evaluated(node: Any, functions: Functions) -> _Rows:
         path = (*path, number)
     below = _rows(base, functions)
     program = functions.evaluate(node, path)
+    if isinstance(program, str):
+        raise _NotDirectError(program)
     operator = SparkRows(plan_columns.output_names(node), program)
     return _Rows.of(below, node, operator)
 

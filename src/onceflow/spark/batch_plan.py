@@ -19,6 +19,7 @@ _CATALYST = "org.apache.spark.sql.catalyst"
 _EXPRESSIONS = f"{_CATALYST}.expressions"
 #: Expressions of the time, and the types that they have; empty: a point in time.
 _CLOCKS = {"CurrentTimestamp": "", "Now": "", "CurrentDate": "DateType", "LocalTimestamp": "TimestampNTZType"}
+_SPECIAL = {"now", "today", "tomorrow", "yesterday"}
 _RANDOM = "EXPRESSION_WITH_RANDOM_SEED"
 
 
@@ -82,6 +83,28 @@ def of_batch(spark: SparkSession, plan: Any, now_us: int) -> Any:
 def is_random(spark: SparkSession, plan: Any) -> bool:
     """Whether a plan has random numbers."""
     return bool(plan.containsPattern(_pattern(JavaFunctions(spark), _RANDOM)))
+
+
+def has_other_times(spark: SparkSession, plan: Any) -> bool:
+    """Whether a plan has times that only the optimizer knows: ``current_time()`` of Spark 4.1, and texts such as
+    ``now`` that are cast to a date or a time (Spark: ``SpecialDatetimeValues``)."""
+    make = JavaFunctions(spark)
+    for name, found in (("CURRENT_LIKE", _is_current_time), ("CAST", _is_special)):
+        mark = _pattern(make, name)
+        for node in jvm.nodes(plan, mark):
+            if any(found(each) for root in plans.items(node.expressions()) for each in jvm.nodes(root, mark)):
+                return True
+    return False
+
+
+def _is_current_time(expression: Any) -> bool:
+    return jvm.kind(expression) == "CurrentTime"
+
+
+def _is_special(expression: Any) -> bool:
+    if jvm.kind(expression) != "Cast" or jvm.kind(expression.child()) != "Literal":
+        return False
+    return str(expression.child().value()).strip().lower() in _SPECIAL
 
 
 def _timed(spark: SparkSession, plan: Any, time: Callable[[], Any]) -> tuple[Any, bool]:

@@ -26,6 +26,7 @@ from pyspark.sql.types import StructField, StructType, YearMonthIntervalType
 from onceflow.errors import SchemaError
 from onceflow.spark import versions
 
+_LARGE = "spark.sql.execution.arrow.useLargeVarTypes"
 _PROJECTIONS = "spark.sql.codegen.factoryMode"
 # Every Arrow batch becomes record batches and a request of its own. Below this size it is cheaper to join them.
 _JOINED_BYTES_MAX = 1_000_000
@@ -58,11 +59,12 @@ def arrow_schema(df: DataFrame) -> pa.Schema:
     return arrow_schema_of(df.sparkSession, df.schema, "which tasks cannot bring to another system")
 
 
-def arrow_schema_of(spark: SparkSession, schema: StructType, why: str) -> pa.Schema:
+def arrow_schema_of(spark: SparkSession, schema: StructType, why: str, *, large: bool | None = None) -> pa.Schema:
     """Columns as rows have them in Arrow, here and in tasks.
 
     Args:
         why: what is not possible with a type that Arrow does not have, for the error.
+        large: whether texts have large types; None: as the session says.
 
     Raises:
         SchemaError: Arrow has no type for one.
@@ -71,7 +73,7 @@ def arrow_schema_of(spark: SparkSession, schema: StructType, why: str) -> pa.Sch
     # Spark 4.2 knows no time zone but the one it is given; older versions take no such arguments.
     given: dict[str, Any] = {
         "timezone": conf.get("spark.sql.session.timeZone"),
-        "prefers_large_types": conf.get("spark.sql.execution.arrow.useLargeVarTypes", "false") == "true",
+        "prefers_large_types": conf.get(_LARGE, "false") == "true" if large is None else large,
     }
     known = inspect.signature(to_arrow_schema).parameters
     given = {name: value for name, value in given.items() if name in known}

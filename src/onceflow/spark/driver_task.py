@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import secrets
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ _MEMORY, _RDD = "org.apache.spark.memory.TaskMemoryManager", "org.apache.spark.r
 _ITERATOR = "java.util.Iterator"
 _REFERENCE = "java.util.concurrent.atomic.AtomicReference"
 _OBJECT = "java.lang.Object"
-_PARTITIONS = 1 << 30
 # No task of a job has such a number.
 _task_ids = itertools.count(1 << 62)
 
@@ -40,10 +38,8 @@ class DriverTask:
         make: functions of the JVM.
         spark: the session whose settings hold.
         rdd: of ``InternalRow``, with one partition or none.
-        schema: of its rows, as an object of the JVM. types: the same as Arrow has it.
+        schema: of its rows, as an object of the JVM.
         file: where the JVM puts the rows. It is closed with the task.
-        random: whether the rows have random numbers. These follow from the number of the partition, so each run has
-            another one. (In a micro-batch Spark gives each expression another seed, which would be other code here.)
     """
 
     def __init__(
@@ -52,14 +48,10 @@ class DriverTask:
         spark: SparkSession,
         rdd: Any,
         schema: Any,
-        *,
-        types: pa.Schema,
         file: MemoryFile,
-        random: bool,
     ) -> None:
         self._make = make
-        self._types, self._random = types, random
-        self._partition, self._context, self._rest = (make.static(_REFERENCE)() for _ in range(3))
+        self._context, self._rest = (make.static(_REFERENCE)() for _ in range(2))
         self._running = False
         self._thread: Any = None
         self._file = file
@@ -67,10 +59,9 @@ class DriverTask:
         partitions = list(rdd.partitions())
         if partitions:
             (only,) = partitions
-            self._partition.set(only)
             # Writes of a stream that appends go to the end of the file, also after it was made empty.
             self._stream = make.static("java.io.FileOutputStream")(file.path, True)
-            self._calls = self._composed(spark, rdd, schema)
+            self._calls = self._composed(spark, rdd, only, schema)
 
     def close(self) -> None:
         """Close the file."""
@@ -99,8 +90,6 @@ class DriverTask:
             return
         if self._thread is None:
             self._thread = self._make.static("java.lang.Thread").currentThread()
-        if self._random:
-            self._partition.set(self._other_partition())
         is_open = self._call(calls.begin)
         try:
             yield from self._taken()
@@ -128,18 +117,11 @@ class DriverTask:
                 found += pa.ipc.open_stream(reader)
         return found
 
-    def _other_partition(self) -> Any:
-        kind = self._make.static("org.apache.spark.rdd.ParallelCollectionPartition")
-        tag = self._make.function("scala.reflect.ClassTag", "apply")(self._make.java_class(_OBJECT))
-        nothing = self._make.function("org.apache.spark.api.python.PythonUtils", "toSeq")([])
-        return kind(0, secrets.randbelow(_PARTITIONS), nothing, tag)
-
     # ---- how it is put together --------------------------------------------------------------------------------------
 
-    def _composed(self, spark: SparkSession, rdd: Any, schema: Any) -> _Calls:
+    def _composed(self, spark: SparkSession, rdd: Any, partition: Any, schema: Any) -> _Calls:
         make = self._make
-        partition = make.method(_REFERENCE, "get", of=self._partition)
-        rows = make.fed(make.method(_RDD, "iterator", of=rdd), 0, partition)
+        rows = make.bound(make.method(_RDD, "iterator", of=rdd), 0, partition)
         as_java = make.method("scala.collection.JavaConverters", "asJavaIterator")
         keep = make.typed(make.method(_REFERENCE, "set", of=self._context), "void", _CONTEXT)
         keep_rest = make.typed(make.method(_REFERENCE, "set", of=self._rest), "void", _ITERATOR)
@@ -168,7 +150,9 @@ class DriverTask:
             one = make.after(one, step)
             step = make.either(more, one, make.nothing(_ITERATOR))
         closed = make.ignoring(make.after(end, make.constant(False)), 0, "boolean")
-        open_ = make.ignoring(make.constant(True), 0, "boolean")
+        # Meanwhile this thread may plan and run something else.
+        unset = make.once("unset", lambda: make.method(f"{_CONTEXT}$", "unset", of=make.object(_CONTEXT)))
+        open_ = make.ignoring(make.after(unset, make.constant(True)), 0, "boolean")
         return make.after(step, make.then(more, make.either(make.identity("boolean"), open_, closed)))
 
     def _batches(self, spark: SparkSession, schema: Any) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 
 _MEMORY = "/dev/shm"
-# Containers often have 64 MB. That is enough for a batch, but not beside other programs.
-_FREE_MIN = 50_000_000
+# Containers often have 64 MB, which the batches of several programs would fill.
+_FREE_MIN = 256_000_000
 
 
 class MemoryFile:

@@ -16,6 +16,7 @@ from pyspark.sql import types as T
 from onceflow.spark import batch_plan, jvm, plans
 from onceflow.spark.collect import arrow_schema_of
 from onceflow.spark.java_functions import JavaFunctions
+from onceflow.spark.master import is_local
 
 #: Physical operators that need nothing but the rows of their own partition.
 _NARROW = frozenset(
@@ -54,11 +55,6 @@ class RowPlan:
     passed: tuple[int | None, ...]
     timed: bool
 
-    @property
-    def random(self) -> bool:
-        """Whether the rows have random numbers."""
-        return batch_plan.is_random(self.df.sparkSession, plans.optimized(self.df))
-
 
 def planned(make: JavaFunctions, spark: SparkSession, node: Any, base: plans.Path, file: str, clock: Any) -> RowPlan:
     """Plan operators.
@@ -85,10 +81,14 @@ def planned(make: JavaFunctions, spark: SparkSession, node: Any, base: plans.Pat
         whole = plans.projected(spark, [*made, *row], _carried(spark, node, base, named, row))
     else:
         whole = plans.grafted(spark, node, {base: named})
+    if batch_plan.is_random(spark, whole):
+        raise NoProgramError("random numbers")  # each batch needs new seeds
+    if batch_plan.has_other_times(spark, whole):
+        raise NoProgramError("a time such as current_time() or CAST('now' AS TIMESTAMP)")
     whole, timed = batch_plan.with_variable_time(spark, whole, clock)
     df = plans.frame(spark, whole)
-    _check(df._jdf.queryExecution().executedPlan())
-    schema = arrow_schema_of(spark, struct, "which rows cannot have outside of a job")
+    _check(df._jdf.queryExecution().executedPlan(), local=is_local(spark))
+    schema = arrow_schema_of(spark, struct, "which rows cannot have outside of a job", large=False)
     return RowPlan(df, schema, _used(plans.optimized(df), given), tuple(passed), timed)
 
 
@@ -131,9 +131,11 @@ def _carried(spark: SparkSession, node: Any, path: plans.Path, leaf: Any, row: l
     return plans.grafted(spark, node, {path[:1]: child})
 
 
-def _check(plan: Any) -> None:
+def _check(plan: Any, *, local: bool) -> None:
     for node in jvm.nodes(plan):
         name = str(node.getClass().getSimpleName())
+        if not local and ("Python" in name or name.startswith("MapIn")):
+            raise NoProgramError("a Python function")  # executors have the Python and the packages for it
         if name not in _NARROW:
             raise NoProgramError(name.removesuffix("Exec"))
         if not node.subqueries().isEmpty():

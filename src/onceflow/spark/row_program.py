@@ -18,11 +18,12 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
+from onceflow.errors import SchemaError
 from onceflow.spark import plans
 from onceflow.spark.collect import arrow_schema
 from onceflow.spark.driver_task import DriverTask
 from onceflow.spark.java_functions import JavaFunctions
-from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.spark.jvm import SPARK_ERRORS, first_line
 from onceflow.spark.memory_file import MemoryFile
 from onceflow.spark.query_session import clone_of
 from onceflow.spark.row_job import RowJob
@@ -55,10 +56,10 @@ class RowProgram:
         self._task: DriverTask | None = None
         try:
             self._plan = plan = planned(make, spark, node, base, self._file.path, self._clock)
-            self._types = arrow_schema(plan.df)
+            arrow_schema(plan.df)
             rdd = _executed(plan.df)
             schema = plan.df._jdf.schema()
-            self._task = DriverTask(make, spark, rdd, schema, types=self._types, file=MemoryFile(), random=plan.random)
+            self._task = DriverTask(make, spark, rdd, schema, MemoryFile())
         except BaseException:
             self.close()
             raise
@@ -154,17 +155,26 @@ class RowPrograms:
     def _make(self) -> JavaFunctions:
         return JavaFunctions(self._spark)
 
-    def evaluate(self, node: Any, base: plans.Path) -> RowProgram | RowJob | _Unplanned:
+    def evaluate(self, node: Any, base: plans.Path) -> RowProgram | RowJob | _Unplanned | str:
         """See ``planning.direct_query.Evaluate``."""
         if not self._wanted:
             return _Unplanned()
         program: RowProgram | RowJob
         try:
-            program = RowProgram(self._make, self._session, node, base, self._now)
-        except NoProgramError as error:
-            program = RowJob(self._session, node, base, self._now, job=str(error))
+            program = self._program(node, base)
+        except SchemaError as error:
+            return error.what
         self._programs.append(program)
         return program
+
+    def _program(self, node: Any, base: plans.Path) -> RowProgram | RowJob:
+        try:
+            return RowProgram(self._make, self._session, node, base, self._now)
+        except NoProgramError as error:
+            why = str(error)
+        except SPARK_ERRORS as error:  # such as the time of a batch in the condition of a join
+            why = first_line(error)
+        return RowJob(self._session, node, base, self._now, job=why)
 
     def _now(self) -> int:
         return max(self.now_us, 1 << 32)  # py4j makes an Integer of less, and the time is a Long

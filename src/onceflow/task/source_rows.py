@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,7 @@ def expired(place: TopicPartition, first: int, end: int, *, may_lose: bool, flow
     log.warning("flow %s: %s-%d: %s; skipped, because fail_on_data_loss=False", flow, *place, lost)
 
 
-def joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def joined(batches: Iterable[pa.RecordBatch]) -> Generator[pa.RecordBatch, None, None]:
     """The same rows in fewer, larger batches: what is written to a partition by one of them is one record batch of
     Kafka, or few. Batches without rows are left out."""
     waiting: list[pa.RecordBatch] = []
