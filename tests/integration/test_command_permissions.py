@@ -28,7 +28,7 @@ try:
 finally:
     sys.path.pop(0)
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 @dataclass(frozen=True)

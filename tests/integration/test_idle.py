@@ -127,6 +127,7 @@ def test_the_next_batch_commits(
     pipe.check()
 
 
+@pytest.mark.long
 def test_a_start_may_take_its_time(pipe: Any, connect: Callable[[], Cluster], forgetful: str) -> None:
     """What its second call of Flow.read decides is committed, too."""
     other = f"{pipe.source}-other"

@@ -38,7 +38,7 @@ try:
 finally:
     sys.path.pop(0)
 
-pytestmark = [pytest.mark.integration, pytest.mark.faults]
+pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long]
 
 #: Commands that can wait for brokers for long: they take a connection. They are interrupted at requests to them.
 CONNECTING = {label.split(" --")[0] for label in ARGUMENTS} | {"doctor", "table serve"}

@@ -27,7 +27,7 @@ try:
 finally:
     sys.path.pop(0)
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 _SCHEMA = pa.schema([("n", pa.int32()), ("url", pa.string())])
 _ROWS = 300

@@ -31,7 +31,7 @@ try:
 finally:
     sys.path.pop(0)
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 #: A class of operators for which texts are equal that differ in case only. (The server of the tests has no ICU, whose
 #: collations can do that, too.)

@@ -484,6 +484,7 @@ def test_output_to_the_table_is_refused(make_state_pipe: Any) -> None:
         pipe.run()
 
 
+@pytest.mark.long
 def test_a_shuffled_batch_is_one_job(make_state_pipe: Any, by_tasks: Any) -> None:
     """Its rows are read and shuffled once, whatever is asked of its plan before it runs."""
     pipe = make_state_pipe(partitions=2, target_partitions=4)

@@ -181,7 +181,6 @@ def compare_functions(bench: Bench, every: int) -> None:
     assert failed < 30
 
 
-@pytest.mark.short_form
 def test_functions(bench: Bench) -> None:
     compare_functions(bench, every=10)
 
@@ -208,7 +207,6 @@ def test_two_hundred_functions(onceflow_spark: Any, settings: dict[str, str]) ->
 # ---- time and chance ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.short_form
 @pytest.mark.parametrize("zone", ["UTC", "Asia/Kathmandu"])
 def test_the_time_is_that_of_the_batch(onceflow_spark: Any, zone: str) -> None:
     """Also where it is used inside of other expressions, and for each batch anew."""

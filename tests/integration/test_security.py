@@ -212,6 +212,7 @@ def test_privileges_of_a_flow_with_state(secure: Secure, pipe: Any, ledger: Any,
     assert len(independent.read_topic(secure.internal, pipe.target, decided=True)) == 250
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("may", [AclOperation.READ, AclOperation.DESCRIBE, None], ids=["read", "describe", "nothing"])
 def test_privileges_of_a_flow_that_joins(secure: Secure, pipe: Any, tmp_path: Path, may: Any) -> None:
     """READ on the topic of the table, of which another flow may have the state; nothing on that flow's other topic."""

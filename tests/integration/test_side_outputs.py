@@ -164,6 +164,7 @@ def test_a_build_whose_side_outputs_are_rows_is_found_out(trial: Trial, monkeypa
         trial.check(trial.expected("repartition"))
 
 
+@pytest.mark.long
 def test_a_build_that_runs_a_step_twice_commits_nothing(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the shuffle that both readers share, Spark computes the step for each of them."""
     monkeypatch.setattr(plans, "exchanged", lambda df, tasks: df)

@@ -88,7 +88,6 @@ MEMBERS = [
     Member(f"{_CORE}.rdd.RDD", "iterator", 2, "driver_task.py", _SQL_HERE),
     Member(f"{_CORE}.rdd.RDD", "isBarrier", 0, "row_program.py", _SQL_HERE),
     Member(f"{_CORE}.rdd.MapPartitionsRDD", "<init>", 7 + _MORE_ARROW, "row_plan.py", _SQL_HERE),
-    Member(f"{_CORE}.rdd.ParallelCollectionPartition", "<init>", 4, "driver_task.py", _SQL_HERE),
     Member(f"{_SQL}.execution.SparkPlan", "execute", 0, "row_program.py", _SQL_HERE),
     Member(f"{_CATALYST}.plans.QueryPlan", "subqueries", 0, "row_plan.py", _SQL_HERE),
     Member(f"{_CATALYST}.plans.QueryPlan", "mapExpressions", 1, "plans.py", _SQL_HERE),
