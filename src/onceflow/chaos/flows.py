@@ -319,12 +319,10 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
 
 def _unchanged(rows: DataFrame, operator: str) -> DataFrame:
     """The same rows in the same order: without Spark, by its expressions, or by a job for each batch."""
-    if operator == "select":
-        return rows
+    if operator in ("select", "static join"):
+        return _behind(rows, operator)
     if operator == "where":
         return rows.where("value IS NOT NULL AND length(value) > 0")
-    if operator == "static join":
-        return rows.join(rows.sparkSession.range(1).withColumnRenamed("id", "nothing")).select("key", "value")
     return rows.selectExpr("key", "unbase64(base64(value)) AS value")
 
 

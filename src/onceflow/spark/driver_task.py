@@ -151,8 +151,7 @@ class DriverTask:
             step = make.either(more, one, make.nothing(_ITERATOR))
         closed = make.ignoring(make.after(end, make.constant(False)), 0, "boolean")
         # Meanwhile this thread may plan and run something else.
-        unset = make.once("unset", lambda: make.method(f"{_CONTEXT}$", "unset", of=make.object(_CONTEXT)))
-        open_ = make.ignoring(make.after(unset, make.constant(True)), 0, "boolean")
+        open_ = make.ignoring(make.after(self._unset(), make.constant(True)), 0, "boolean")
         return make.after(step, make.then(more, make.either(make.identity("boolean"), open_, closed)))
 
     def _batches(self, spark: SparkSession, schema: Any) -> Any:
@@ -181,6 +180,9 @@ class DriverTask:
     def _set(self) -> Any:
         return self._make.method(f"{_CONTEXT}$", "setTaskContext", of=self._make.object(_CONTEXT))
 
+    def _unset(self) -> Any:
+        return self._make.method(f"{_CONTEXT}$", "unset", of=self._make.object(_CONTEXT))
+
     def _end(self) -> Any:
         """For a task context: its listeners are called, its memory is given back, and the thread is without it."""
         make = self._make
@@ -190,8 +192,7 @@ class DriverTask:
             make.method(_CONTEXT_IMPL, "taskMemoryManager"), make.method(_MEMORY, "cleanUpAllAllocatedMemory")
         )
         freed = make.typed(freed, "void", _CONTEXT)
-        unset = make.ignoring(make.method(f"{_CONTEXT}$", "unset", of=make.object(_CONTEXT)), 0, _CONTEXT)
-        return make.lastly(make.lastly(done, freed), unset)
+        return make.lastly(make.lastly(done, freed), make.ignoring(self._unset(), 0, _CONTEXT))
 
 
 class _Calls(NamedTuple):

@@ -75,17 +75,17 @@ class SourceNode:
 
 def output_ids(node: Any) -> list[int]:
     """The ids of a node's columns."""
-    return [int(attribute.exprId().id()) for attribute in _items(node.output())]
+    return [int(attribute.exprId().id()) for attribute in plans.items(node.output())]
 
 
 def output_names(node: Any) -> tuple[str, ...]:
     """The names of a node's columns."""
-    return tuple(str(attribute.name()) for attribute in _items(node.output()))
+    return tuple(str(attribute.name()) for attribute in plans.items(node.output()))
 
 
 def projected(project: Any) -> list[TakenColumn | ConstantColumn | ComputedColumn]:
     """The columns of a projection."""
-    return [_column(each) for each in _items(project.projectList())]
+    return [_column(each) for each in plans.items(project.projectList())]
 
 
 def source_node(relation: Any) -> SourceNode:
@@ -166,7 +166,3 @@ def _kind(expression: Any) -> str:
 def _text(expression: Any) -> str:
     """How a column is computed, as SQL."""
     return user_code.cut(_NUMBER.sub("", str(expression.sql())), _MAX_SHOWN)
-
-
-def _items(sequence: Any) -> list[Any]:
-    return [sequence.apply(i) for i in range(sequence.size())]

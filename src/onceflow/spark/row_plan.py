@@ -13,7 +13,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
-from onceflow.spark import batch_plan, jvm, plans
+from onceflow.spark import batch_plan, jvm, plan_columns, plans
 from onceflow.spark.collect import arrow_schema_of
 from onceflow.spark.java_functions import JavaFunctions
 from onceflow.spark.master import is_local
@@ -114,8 +114,7 @@ def _leaf(make: JavaFunctions, spark: SparkSession, struct: T.StructType, file: 
 
 def _passed_on(node: Any, base: plans.Path) -> list[int | None]:
     """For each column the place of the column of ``base`` that it is; None: it comes out of the JVM."""
-    output = [int(each.exprId().id()) for each in plans.items(node.output())]
-    ids = [int(each.exprId().id()) for each in plans.items(plans.at(node, base).output())]
+    output, ids = plan_columns.output_ids(node), plan_columns.output_ids(plans.at(node, base))
     if any(jvm.kind(plans.at(node, base[:depth])) not in _CARRIES for depth in range(len(base))):
         return [None] * len(output)
     return [ids.index(each) if each in ids else None for each in output]
@@ -144,9 +143,8 @@ def _check(plan: Any, *, local: bool) -> None:
 
 def _used(plan: Any, given: DataFrame) -> frozenset[int]:
     """The places of the columns of a leaf that the optimized plan over it uses."""
-    used = {int(each.exprId().id()) for each in plans.items(plan.output())}
+    used = set(plan_columns.output_ids(plan))
     for node in jvm.nodes(plan):
         if jvm.kind(node) != "LogicalRDD":
             used |= {int(each.exprId().id()) for each in plans.items(node.references().toSeq())}
-    output = plans.items(plans.analyzed(given).output())
-    return frozenset(at for at, each in enumerate(output) if int(each.exprId().id()) in used)
+    return frozenset(at for at, each in enumerate(plan_columns.output_ids(plans.analyzed(given))) if each in used)

@@ -56,7 +56,7 @@ class RowProgram:
         self._task: DriverTask | None = None
         try:
             self._plan = plan = planned(make, spark, node, base, self._file.path, self._clock)
-            arrow_schema(plan.df)
+            arrow_schema(plan.df)  # refuses types that Arrow lacks before there are rows
             rdd = _executed(plan.df)
             schema = plan.df._jdf.schema()
             self._task = DriverTask(make, spark, rdd, schema, MemoryFile())
