@@ -10,7 +10,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from onceflow.errors import OnceflowError
 
-#: The engines. Spark plans batches and runs jobs for them; the direct engine reads and writes in the driver.
+#: The engines: Spark's micro-batches, and onceflow's own loop, which reads the sources by itself.
 SPARK, DIRECT = "spark", "direct"
 
 
@@ -197,8 +197,8 @@ class EngineHandle(StreamingQuery):
     def lag(self) -> Mapping[str, Mapping[int, int]]:
         """How many offsets of each source partition were left to read at the last batch, by topic.
 
-        Brokers are not asked. Spark's engine returns what it knew when it planned the batch, the direct engine what
-        brokers said with their last answer. Spark's is empty before the first batch, and when its JVM has ended.
+        Brokers are not asked. With Spark's micro-batches it is what Spark knew when it planned the batch, with the
+        direct engine what the brokers have said last. Empty before the first batch, and when its JVM has ended.
         """
         return self._engine.lag
 

@@ -80,10 +80,9 @@ class FlowOperators(FlowWrites):
     ) -> DataFrame:
         """Change the rows of a stream with a Python function over Arrow batches, without state.
 
-        A query that otherwise only selects columns of its topics stays with the direct engine, which calls the
-        function in the driver, or in the tasks that read a backlog. Spark's engine calls it in tasks (``mapInArrow``).
-        The function may be called again for the same rows, and batches may have any number of rows, so its result must
-        depend on each row alone.
+        The function is called in the driver, or in the tasks that read a backlog. In Spark's micro-batches tasks call
+        it (``mapInArrow``). It may be called again for the same rows, and batches may have any number of rows, so its
+        result must depend on each row alone.
 
         Args:
             df: a streaming DataFrame of this flow.

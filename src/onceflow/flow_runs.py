@@ -14,7 +14,6 @@ from onceflow.driver.run import Run
 from onceflow.driver.source_times import SourceTimes
 from onceflow.driver.startup import Startup
 from onceflow.errors import OptionError
-from onceflow.flow_end import end_when_complete
 from onceflow.protocol.names import Names
 from onceflow.query import FlowQuery
 from onceflow.uncaught import fenced_ends_program
@@ -111,8 +110,6 @@ class FlowRuns:
                 self._running = query = FlowQuery(engine, run.sink, ended, run.until, times, run.report, reason)
                 query.log_start()
                 engine.when_ended(query.terminated)
-                if run.until:
-                    end_when_complete(query)
                 interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, query)
                 hooks.at(hooks.STARTED, where="driver", flow=self._names.flow, query=query)
                 engine.begin()

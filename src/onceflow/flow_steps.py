@@ -85,7 +85,7 @@ class FlowSteps(FlowOperators):
         options = StepOptions(
             f"{self.name}-ids" if table is None else table, partitions, on_error, dead_letter_topic, own.late_topic,
             None, False, store, state_dir, adopt_existing, idle_timeout, max_dead_letters=max_dead_letters,
-            duplicates_topic=duplicates_topic, source_keys=id == "key" and queries.has_source_keys(df),
+            duplicates_topic=duplicates_topic,
         )  # fmt: skip
         processor = check_deduplication(own, self.name)
         columns = partial(dedup_columns, df, own, self.name)

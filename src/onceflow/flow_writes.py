@@ -9,8 +9,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.arguments import known_arguments
 from onceflow.client.settings import ClientSettings
-from onceflow.direct.run import DirectRun, direct_run
-from onceflow.driver.external_run import prepare_external_run
+from onceflow.direct.run import DirectRun, direct_run, external_run
+from onceflow.driver.external_run import prepare_external
 from onceflow.driver.run import Run, prepare_query, spark_run
 from onceflow.driver.startup import Startup
 from onceflow.engine_query import DIRECT
@@ -53,7 +53,6 @@ class FlowWrites:
         on_checkpoint_conflict: str = "refuse",
         transaction_timeout: str = "60 seconds",
         compression: str = "none",
-        small_batch_rows: int | None = None,
         late: str = "drop",
         once: bool = False,
         engine: str = "auto",
@@ -76,7 +75,7 @@ class FlowWrites:
             checkpoint: folder of Spark's checkpoint, which must be kept. Needed for queries with state in Spark
                 (aggregations, stream-stream joins, de-duplication, transformWithState) and for sources that are not
                 topics. With a local master it may be a local path, otherwise all executors must be able to write there
-                (``s3a://...``). None: progress is in Kafka alone, and Spark's checkpoint is a scratch folder.
+                (``s3a://...``). None: the flow has no checkpoint, its progress is in Kafka alone.
             output_mode: Spark's ``append``, ``update`` or ``complete``; the last two need checkpoint=.
             on_checkpoint_conflict: what happens when the checkpoint and the flow's progress in Kafka do not belong
                 together. ``refuse``: ProgressConflictError. ``resume``: an empty checkpoint is accepted, and the flow
@@ -84,19 +83,14 @@ class FlowWrites:
             transaction_timeout: the broker aborts a batch whose transaction is open for longer. It can be at most
                 ``transaction.max.timeout.ms`` of the brokers (15 minutes by default).
             compression: none, gzip, snappy, lz4 or zstd.
-            small_batch_rows: the driver writes a batch itself when it expects at most this many rows. That needs no
-                Python tasks and no shuffle, which saves much latency. After ``Flow.process``, source records are
-                counted instead of rows. 0: tasks always write. None: 8,000 rows, or 10,000 source records after
-                ``Flow.process``; but 0 if the query has mapInArrow, mapInPandas or Flow.map, where a few records may
-                become any number of rows. With the direct engine: when more records than this are left to read, tasks
-                read them. None: when the driver would need long for them.
             late: what happens to rows that Spark drops because they are later than the watermark of a query with state.
                 ``drop``: they are counted (``BatchSummary.dropped``), and a warning says so. ``fail``: LateRowsError,
                 and the batch is not committed; needs ``guarantee="exactly_once"``.
             once: process what is in the sources now, in bounded batches, then stop (Spark's availableNow).
-            engine: what runs the batches. ``direct``: the driver reads, processes and writes them by itself, without a
-                Spark job. ``spark``: Spark's micro-batches. ``auto``: ``direct`` where the query allows it, see
-                ``docs/performance.md``; the start-up log and ``FlowQuery.engine_reason`` say why.
+            engine: what reads, processes and writes the batches. ``driver``: the driver alone. ``tasks``: Spark jobs,
+                whose tasks read the topics by themselves. ``auto``: the driver, and with a backlog tasks, see
+                ``docs/performance.md``; the start-up log and ``FlowQuery.engine_reason`` say what and why. With
+                checkpoint=, Spark's micro-batches run the query: then ``auto`` lets the driver write small batches.
 
         Raises:
             OptionError, SchemaError, UnsupportedQueryError, UnknownTopicError, ProgressConflictError: raised here or in
@@ -104,7 +98,7 @@ class FlowWrites:
         """
         given = WriteOptions(
             topic, trigger, guarantee, partitioner, checkpoint, output_mode, on_checkpoint_conflict,
-            transaction_timeout, compression, small_batch_rows, late, once, engine,
+            transaction_timeout, compression, late, once, engine,
         )  # fmt: skip
         write = check_write(df, given, self._runs.startup.own_topics, self.name)
         return FlowWriter(lambda: self._runs.start(lambda startup: self._prepared(startup, write)))
@@ -122,8 +116,8 @@ class FlowWrites:
         trigger: str | None = None,
         dead_letter_topic: str | None = None,
         max_dead_letters: int | float | None = None,
-        small_batch_rows: int | None = None,
         once: bool = False,
+        engine: str = "auto",
     ) -> FlowWriter:
         """Prepare to write a streaming DataFrame to a system other than Kafka, exactly once; ``.start()`` runs it.
 
@@ -141,17 +135,18 @@ class FlowWrites:
                 it is the row in JSON.
             max_dead_letters: stop the flow when one run has more of them: a count, or a share of the rows, as of
                 ``Flow.process``. The batch that exceeds it is not committed. None: no limit.
-            small_batch_rows: the driver writes a batch itself when it expects at most this many rows; None: 8,000.
-            once: as of `write`.
+            once, engine: as of `write`.
 
         Raises:
             OptionError, SchemaError, UnsupportedQueryError, ProgressConflictError: raised here or in ``start()``,
                 before anything is written.
         """
         self._runs.check_may_run()
-        given = ExternalOptions(trigger, dead_letter_topic, max_dead_letters, small_batch_rows, once)
+        given = ExternalOptions(trigger, dead_letter_topic, max_dead_letters, once, engine)
         write = check_external(df, sink, given, self.name)
-        return FlowWriter(lambda: self._runs.start(lambda startup: prepare_external_run(self._spark, startup, write)))
+        return FlowWriter(
+            lambda: self._runs.start(lambda startup: external_run(prepare_external(self._spark, startup, write)))
+        )
 
     @known_arguments
     def write_postgres(
@@ -166,8 +161,8 @@ class FlowWrites:
         trigger: str | None = None,
         dead_letter_topic: str | None = None,
         max_dead_letters: int | float | None = None,
-        small_batch_rows: int | None = None,
         once: bool = False,
+        engine: str = "auto",
     ) -> FlowWriter:
         """As `write_external` with a `PostgresSink`: rows go to a table of a PostgreSQL database, exactly once."""
         sink = PostgresSink(dsn, table, mode=mode, key=key, flag=flag)
@@ -177,6 +172,6 @@ class FlowWrites:
             trigger=trigger,
             dead_letter_topic=dead_letter_topic,
             max_dead_letters=max_dead_letters,
-            small_batch_rows=small_batch_rows,
             once=once,
+            engine=engine,
         )

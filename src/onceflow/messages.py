@@ -158,12 +158,9 @@ class StateOrder:
     Args:
         writes: what the task writes itself. It yields the rest as rows.
         topic: topic of outputs that name none. A record that names this topic is not a side output.
-        modulus: a partition belongs to the task (or to the table partition, see ``co_partitioned``) whose number is
-            ``partition % modulus``.
-        co_partitioned: whether keys are in the same partition numbers of source and table.
+        modulus: a partition belongs to the task whose number is ``partition % modulus``.
         due: partitions to open even if they have no rows, because something is due there.
         by_number: whether nobody has moved the rows to these tasks, so that it is checked whether they belong there.
-        taken: with ``co_partitioned``, the source partitions that each task reads; empty if nothing is due.
         owner: the transactional id of the flow, also if the batch is written without transactions.
         as_is: whether records that name no topic are written to ``topic`` as they are: no operators follow the step.
     """
@@ -174,10 +171,8 @@ class StateOrder:
     writes: Writes
     topic: str | None
     modulus: int
-    co_partitioned: bool = False
     by_number: bool = False
     due: frozenset[int] = frozenset()
-    taken: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     owner: str = ""
     as_is: bool = False
 
@@ -185,8 +180,6 @@ class StateOrder:
         """The due partitions that a task has to open. Task -1 is the driver, which runs all of them."""
         if task < 0:
             return sorted(self.due)
-        if self.co_partitioned:
-            return sorted(self.due & set(self.taken.get(task, ())))
         return sorted(p for p in self.due if p % self.modulus == task)
 
 

@@ -22,7 +22,7 @@ from onceflow.errors import EnvironmentUnusableError
 from onceflow.host import jars
 from onceflow.host.java import find_java
 from onceflow.interactive import again
-from onceflow.spark import class_archive, logs, versions
+from onceflow.spark import class_archive, jvm_options, logs, versions
 from onceflow.spark.master import local_cores
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ DEFAULTS: Mapping[str, str] = {
 # Makes Python tasks shorter: without TCP between JVM and worker. Not on YARN: the sockets are in java.io.tmpdir, which
 # is a folder of the container there. Its path is longer than the 107 bytes that the address of a socket may have.
 UNIX_SOCKETS: Mapping[str, str] = {"spark.python.unix.domain.socket.enabled": "true"}
+_SOCKET_NAME = len("/.00000000-0000-0000-0000-000000000000.sock")
 
 LOCAL_DEFAULTS: Mapping[str, str] = {
     # The UI takes start-up time and a port. On a cluster it stays on, because people and tools use it there.
@@ -124,6 +125,8 @@ def session(
 
     has_local_fs = class_path_open or driver_jvm.can_load(LOCAL_FS_CLASS)
     settings = {**defaults_for(user["spark.master"], local_fs=has_local_fs), **user}
+    if not _sockets_fit(user.get("spark.driver.extraJavaOptions", "")):
+        settings = {name: value for name, value in settings.items() if name not in UNIX_SOCKETS or name in user}
     if class_path_open:
         settings.update(_class_paths(user, _connector(user)))
     return _get_or_create(settings)
@@ -143,6 +146,12 @@ def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
             settings.update(LOCAL_FS)
             settings[CHECKPOINT_FILES] = versions.streaming_class("FileSystemBasedCheckpointFileManager")
     return settings
+
+
+def _sockets_fit(java_options: str) -> bool:
+    """Whether the JVM's folder for temporary files is not too long for the address of a socket in it."""
+    folder = re.search(r"-Djava\.io\.tmpdir=(\S+)", java_options)
+    return folder is None or len(os.fsencode(folder[1])) + _SOCKET_NAME <= 107
 
 
 def submit_settings(arguments: str) -> dict[str, str]:
@@ -207,14 +216,15 @@ def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, st
     paths = {}
     if connector and not _brings_connector(user):
         paths["spark.jars"] = ",".join(filter(None, [user.get("spark.jars"), *map(str, connector)]))
-    if local_cores(user["spark.master"]) is not None:
+    cores = local_cores(user["spark.master"])
+    if cores is not None:
         # spark.jars would be loaded too late for the file system, because Spark opens it to read them.
         bare = [str(jar) for jar in connector if jar.name.startswith(jars.LOCAL_FS_MODULE)]
         ours = [user.get("spark.driver.extraClassPath"), *bare]
         paths["spark.driver.extraClassPath"] = os.pathsep.join(filter(None, ours))
         level = user.get("spark.log.level", DEFAULTS["spark.log.level"])
         options = logs.with_settings(user.get("spark.driver.extraJavaOptions", ""), _conf_folder(), level)
-        options = class_archive.with_archive(options)
+        options = jvm_options.for_cores(class_archive.with_archive(options), cores)
         if options:
             paths["spark.driver.extraJavaOptions"] = options
     return paths

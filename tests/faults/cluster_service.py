@@ -17,7 +17,7 @@ def main() -> None:
     records = flow.read(source, max_records_per_batch=2000)
     rows = flow.process(records, ledger.Ledger(), table=table)
     # Batches are small here, and the driver would keep them for itself.
-    query = flow.write(rows, topic=target, trigger="200 milliseconds", small_batch_rows=0).start()
+    query = flow.write(rows, topic=target, trigger="200 milliseconds", engine="tasks").start()
     onceflow.serve(query, more=attempts)
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     print("processed", flush=True)
     while not go_on.exists():  # workers may come between the two calls
         time.sleep(0.05)
-    query = flow.write(rows, topic=given["target"], trigger="200 milliseconds", small_batch_rows=0).start()
+    query = flow.write(rows, topic=given["target"], trigger="200 milliseconds", engine="tasks").start()
     onceflow.serve(query, more=attempts)
 
 

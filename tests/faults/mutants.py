@@ -8,6 +8,7 @@ written by a task.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -33,18 +34,22 @@ from onceflow.driver import output_writer, progress_log, range_rows
 from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import ExactlyOnce
 from onceflow.driver.fetched_rows import FetchedRows
-from onceflow.engine_query import DIRECT, SPARK
+from onceflow.driver.progress_ahead import ProgressAhead
 from onceflow.messages import TaskReport
+from onceflow.protocol.progress import Progress
 from onceflow.protocol.transaction import GIVEN, Epoch, Event
 from onceflow.spark import queries
 from onceflow.spark.memory_file import MemoryFile
 from onceflow.spark.row_program import RowProgram
 from onceflow.task import row_writer
 from onceflow.testing import faults, recorder
+from onceflow.testing.backlogs import tasks_above
 
-#: Besides the engines: the direct engine, whose tasks read. Patches are in the driver, so only some of them work.
-BY_TASKS = "tasks"
-#: The direct engine, with a query that Spark evaluates in the driver.
+#: What runs the batches. Patches are in the driver, so with tasks that read only some of them work.
+DRIVER, BY_TASKS = "driver", "tasks"
+#: Spark's micro-batches.
+CHECKPOINT = "checkpoint"
+#: The driver, with a query that Spark evaluates.
 SQL = "sql"
 BATCH_ROWS = 20
 # The batch that something happens to: neither the first nor the last.
@@ -120,6 +125,54 @@ def killed(step: str) -> Callable[[Patch, Path], None]:
     return fault
 
 
+def wrong_ahead(patch: Patch, once: Path) -> None:
+    """The progress that the driver sends with the rows of a batch says too little. It is killed in the next batch."""
+    record, wrong = ProgressAhead.record, []
+
+    def stepped_back(progress: Progress) -> Progress:
+        offsets = {topic: {n: end - 5 for n, end in ends.items()} for topic, ends in progress.offsets.items()}
+        return replace(progress, offsets=offsets)
+
+    def sent(self: Any, topics: Any) -> Any:
+        known = self._progress
+        if not wrong and known(topics).batch_id == BATCH:  # of the first one in a run, nothing is sent ahead
+            wrong.append(self)
+            once.touch()
+            self._progress = lambda topics: stepped_back(known(topics))
+        return record(self, topics)
+
+    def gone(self: Any, problem: BaseException, batch: int) -> None:
+        if batch == BATCH + 1:
+            raise problem
+        abort(self, problem, batch)
+
+    abort = BatchCommit.abort
+    patch.setattr(ProgressAhead, "record", sent)
+    patch.setattr(BatchCommit, "abort", gone)
+    faults._fired.clear()
+    rule = faults.fault("write", "raise", batch=BATCH + 1, once_file=str(once.with_name("killed")))
+    patch.setenv(hooks.VARIABLE, rule)
+
+
+def only_offsets(patch: Patch, once: Path) -> None:
+    """The driver is gone when the group's offsets are in the transaction, and nothing else is."""
+    write = row_writer.RowWriter.write
+
+    def gone(self: Any, problem: BaseException, batch: int) -> None:
+        raise problem
+
+    def failing(self: Any, rows: Any) -> None:
+        if self._order.batch == BATCH and not once.exists():
+            assert self._producer is None
+            self._companion.before_rows()  # they are acknowledged
+            once.touch()
+            raise BatchAbortedError("injected at the first row", next_step="none")
+        write(self, rows)
+
+    patch.setattr(BatchCommit, "abort", gone)
+    patch.setattr(row_writer.RowWriter, "write", failing)
+
+
 def stale_start(patch: Patch, once: Path) -> None:
     """The engine reads from five records before the place where progress ends."""
     original, reader = queries.starting_offsets_json, direct_module.SourceReader
@@ -167,12 +220,14 @@ FAULTS = {
     "none": Fault(),
     "an attempt fails half-way": Fault(first=half_written, placed=True),
     "killed after write": Fault(first=killed("write")),
+    "killed after the offsets alone": Fault(first=only_offsets),
     "killed after progress": Fault(first=killed("progress")),
     "failed after write, and not started again": Fault(first=failed("write"), restart=False),
     "stopped and started again": Fault(more=True),
     "started again too early in the source": Fault(more=True, second=stale_start),
     "rows come in two equal halves": Fault(first=two_arrow_batches, placed=True),
     "rows come in two halves, by key": Fault(first=two_arrow_batches),
+    "progress sent ahead is wrong, killed after the next write": Fault(first=wrong_ahead),
     "tasks give back, and more records come": Fault(given_back=True),
 }
 
@@ -202,8 +257,8 @@ def commit_before_flush(patch: Patch) -> None:
         late.append(self._producer)
         return {place: Acknowledged(0, count) for place, count in self._sequences.items()}
 
-    def end(self: Any, deadline: Deadline) -> Any:
-        outcome = original(self, deadline)
+    def end(self: Any, *arguments: Any) -> Any:
+        outcome = original(self, *arguments)
         while late:
             try:
                 late.pop().flush()
@@ -255,11 +310,13 @@ def progress_outside_the_transaction(patch: Patch) -> None:
     """Progress is written without the transaction, just before its end."""
     original = progress_log.write_progress
 
-    def plain(cluster: Any, transactions: Any, names: Any, progress: Any, *rest: Any) -> None:
-        original(cluster, None if progress.batch_id else transactions, names, progress, *rest)
+    def plain(cluster: Any, transactions: Any, names: Any, progress: Any, *rest: Any, **_: Any) -> int:
+        written = original(cluster, None if progress.batch_id else transactions, names, progress, *rest)
         if progress.batch_id:
             transactions.machine.on(Event.PROGRESS_WRITTEN)
+        return written
 
+    patch.setattr(ExactlyOnce, "ahead", lambda *_: None)
     patch.setattr(progress_log, "write_progress", plain)
 
 
@@ -387,6 +444,11 @@ def rows_are_there_once(patch: Patch) -> None:
     patch.setattr(FetchedPart, "rows", rows)
 
 
+def ahead_is_not_compared(patch: Patch) -> None:
+    """What was sent ahead counts, whatever the batch has come to."""
+    patch.setattr(ProgressAhead, "checked", lambda self, progress: progress)
+
+
 def tasks_begin_too_early(patch: Patch) -> None:
     """Tasks read a range from one record before it on."""
     original = range_rows.dealt
@@ -441,9 +503,6 @@ class Placed:
 def written_rows(flow: Any, pipe: Any, fault: Fault, once: Path, engine: str) -> Any:
     """The rows of the flow with their tags, as a query that the engine can run."""
     read = flow.read(pipe.source, max_records_per_batch=BATCH_ROWS)
-    if engine == SPARK:
-        rows = recorder.tagged(read, pipe.flow)
-        return rows.mapInArrow(Placed(once), Placed.SCHEMA) if fault.placed else rows
     rows = read.selectExpr("key", "value", "topic", "partition", "offset", "0L AS n")
     rows = flow.map(rows, functools.partial(recorder.tagged_rows, flow=pipe.flow), schema=recorder.TAGGED_SCHEMA)
     if engine == SQL:
@@ -457,18 +516,19 @@ def write_everything(pipe: Any, fault: Fault, once: Path, engine: str) -> BaseEx
     flow = pipe.open()
     try:
         rows = written_rows(flow, pipe, fault, once, engine)
-        # As without `placed`, whose function may make any number of rows as far as onceflow knows.
-        options = {"engine": engine, "small_batch_rows": 8_000}
-        if engine == SQL:
-            options = {"engine": DIRECT}
-        if engine == BY_TASKS:
-            # The driver takes over when no more than half of this is left.
-            options = {"engine": DIRECT, "small_batch_rows": BATCH_ROWS if fault.given_back else 0}
-        query = flow.write(rows, topic=pipe.target, **options).start()
-        try:
-            query.processAllAvailable()
-        finally:
-            query.stop()
+        options: dict[str, Any] = {"engine": DRIVER if engine == SQL else engine}
+        if engine == CHECKPOINT:
+            options = {"checkpoint": str(pipe.tmp_path / "checkpoint")}
+        if fault.given_back:
+            options = {}
+        # The driver takes over when no more than half of this is left.
+        with Patch.context() as patch, tasks_above(BATCH_ROWS) if fault.given_back else contextlib.nullcontext():
+            patch.setattr(queries, "may_make_many", lambda df: False)  # so the driver writes micro-batches
+            query = flow.write(rows, topic=pipe.target, **options).start()
+            try:
+                query.processAllAvailable()
+            finally:
+                query.stop()
     except Exception as error:
         return error
     finally:

@@ -27,7 +27,7 @@ def main() -> None:
             records_per_batch=given["records_per_batch"],
             state_dir=str(Path(given["folder"]) / name),
         )
-        queries.append(flow.write(frame, topic=topics["target"], small_batch_rows=0).start())
+        queries.append(flow.write(frame, topic=topics["target"], engine="tasks").start())
     for query in queries:
         query.processAllAvailable()
         query.stop()

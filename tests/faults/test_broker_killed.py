@@ -45,7 +45,7 @@ def test_broker_killed_in_mid_batch(
     inject(step, "pause", batch=2, seconds=60, once_file=str(paused), until=str(killed))
     flow = pipe.open()
     df = flow.read(pipe.source, max_records_per_batch=1000).select("key", "value")
-    query = flow.write(df, topic=pipe.target, small_batch_rows=0 if step == "begin" else 4000).start()
+    query = flow.write(df, topic=pipe.target, engine="tasks" if step == "begin" else "driver").start()
     try:
         wait_until(paused.exists, 60, f"the flow pauses at {step}", useless=lambda: query.failure)
         own_broker.kill()
@@ -67,7 +67,7 @@ def test_a_broker_that_stays_away(own_broker: LocalBroker, own_pipe: Any, caplog
     soon = {"default.api.timeout.ms": "2000", "request.timeout.ms": "2000"}
     flow = Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap, options=soon)
     rows = flow.read(pipe.source, options={"fetchOffset.numRetries": "1"}).select("key", "value")
-    query = flow.write(rows, topic=pipe.target, engine="spark").start()
+    query = flow.write(rows, topic=pipe.target, checkpoint=pipe.tmp_path / "checkpoint").start()
     try:
         query.processAllAvailable()
         own_broker.kill()

@@ -25,7 +25,7 @@ from onceflow.testing import faults
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 BATCH = 2
-TASKS = {"small_batch_rows": 0}
+TASKS = {"engine": "tasks"}
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from onceflow.chaos import external, fault_kinds, run
-from onceflow.chaos.driver_process import BY_TASKS, DriverProcess
+from onceflow.chaos.driver_process import DriverProcess
 from onceflow.chaos.flows import COPY, LEDGER, PLAIN, SORTER, UNLOGGED
 from onceflow.chaos.observer import LOCAL, REPLAY, VERIFY
 from onceflow.chaos.test_bed import Setup
-from onceflow.engine_query import DIRECT, SPARK
+from onceflow.planning.engine import DRIVER, TASKS
 from onceflow.testing import history
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -53,12 +53,13 @@ def test_a_broken_local_store_is_found_out(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "engine, mutant",
-    [(DIRECT, "chaos_direct_mutant.py"), (SPARK, "chaos_direct_mutant.py"), (DIRECT, "chaos_range_mutant.py")],
+    [(DRIVER, "chaos_direct_mutant.py"), (TASKS, "chaos_direct_mutant.py"), (TASKS, "chaos_range_mutant.py")],
 )
 def test_a_broken_direct_engine_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, mutant: str
 ) -> None:
-    """A record is in two batches where a backlog is divided, or tasks read it twice. What Spark runs is right."""
+    """A record is in two batches where the driver divides what it has fetched, or tasks read it twice. What the driver
+    would do wrong does not happen to tasks."""
     setup = Setup("mutant", flows=(COPY, PLAIN), rate=3_000)
     monkeypatch.setattr(run, "SETUPS", {setup.name: setup})
     monkeypatch.setattr(DriverProcess, "program", (str(Path(__file__).with_name(mutant)),))
@@ -66,11 +67,11 @@ def test_a_broken_direct_engine_is_found_out(
         seconds=5, seed=1, setups=[setup.name], kinds=["driver killed"], engines=[engine], keep=tmp_path / "run"
     )
     assert result["driver_kills"] >= result["faults"] >= 3
-    if engine == SPARK:
-        assert result["engines"]["batches"].keys() == {SPARK}
+    if engine == TASKS and "direct" in mutant:
+        assert result["engines"]["batches"].keys() == {TASKS}
         assert result["verdict"] == "passed", result
     else:
-        assert result["engines"]["batches"][BY_TASKS if "range" in mutant else DIRECT] > 0
+        assert result["engines"]["batches"][engine] > 0
         assert result["verdict"] == "failed"
         assert result["duplicated"] > 0
         assert result["lost"] == 0
@@ -114,9 +115,9 @@ def test_a_short_run(tmp_path: Path, setup: str, seconds: int, records: int) -> 
     assert (result["lost"], result["duplicated"], result["torn"], result["others"]) == (0, 0, 0, {})
     assert result["faults"] >= 3
     assert result["records"] > records
-    assert {DIRECT, SPARK} <= result["engines"]["batches"].keys()
+    assert DRIVER in result["engines"]["batches"]
     if observe:
-        assert result["engines"]["batches"][BY_TASKS] > 0, "few seconds may have no start whose tasks read"
+        assert result["engines"]["batches"][TASKS] > 0, "few seconds may have no start whose tasks read"
         assert result["engines"]["switches"] > 0
         answered = result["observed"][setup]["answered"]
         assert min(answered.get(name, 0) for name in ("status", "transactions", "verify")) >= 2, result["observed"]

@@ -149,7 +149,7 @@ def test_driver_killed(
     flows["audit"] = make_claims(f"s3://{s3.make_bucket()}/claims", s3.options)
     for flow in flows.values():
         flow.pipe.fill(100)
-    small = {step: {"small_batch_rows": hooks.STEPS.index(step) % 2 * 4000} for step in flows}
+    small = {step: {"engine": "driver" if hooks.STEPS.index(step) % 2 else "tasks"} for step in flows}
     killed_together(flows, {step: {"write": small[step], "records_per_batch": 50} for step in flows})
     for step, flow in flows.items():
         seen = len(flow.referred(flow.pipe.target))
@@ -172,7 +172,7 @@ def test_worker_killed_after_storing(make_claims: Callable[..., Claims]) -> None
     """Values were stored, but no record of them was written: the batch runs again, and they are orphans."""
     claims = make_claims()
     claims.pipe.fill(300)
-    query = claims.run(die_at="000000150", write={"small_batch_rows": 0})
+    query = claims.run(die_at="000000150", write={"engine": "tasks"})
     assert Path(claims.arguments()["once_file"]).exists()
     assert [batch.attempts for batch in query.batches] == [2]
     claims.check()

@@ -55,29 +55,24 @@ def check_recovered(pipe: Any) -> None:
     check_contiguous(pipe)
 
 
-DIRECT = {"engine": "direct"}
-#: Tasks read the records of the direct engine, as with a backlog.
-BY_TASKS = {**DIRECT, "small_batch_rows": 0}
+BY_DRIVER, BY_TASKS = {"engine": "driver"}, {"engine": "tasks"}
 #: Columns that Spark has to compute, with the values as they are.
 SQL = ["key", "unbase64(base64(value)) AS value"]
 
 
-def spark_options(step: str, *, turn: int = 0) -> dict[str, Any]:
-    """Odd and even steps take the two ways in which a batch of Spark's is written in turn: by tasks, by the driver."""
-    return {"engine": "spark", "small_batch_rows": 0 if (hooks.STEPS.index(step) + turn) % 2 else 4000}
-
-
 def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
-    """One SIGKILL meets the flows of one driver: at every step one of the direct engine, and at some also one of Spark,
-    one that tasks of the direct engine read, and one whose values Spark computes in the driver. Each goes on in another
-    way. All steps of all ways, and that the same one goes on, are tested by ``test_driver_kills_itself``."""
-    options: dict[str, dict[str, Any]] = {f"{step} direct": DIRECT for step in hooks.STEPS}
-    options |= {"end": spark_options("end"), "progress by tasks": BY_TASKS}
-    options |= {f"{step} sql": DIRECT for step in ("write", "end")}
+    """One SIGKILL meets the flows of one driver: at every step one that the driver reads, and at some also one that
+    tasks read, and one whose values Spark computes. Each goes on in another way. All steps of all ways, and that the
+    same one goes on, are tested by ``test_driver_kills_itself``."""
+    options: dict[str, dict[str, Any]] = {f"{step} by driver": BY_DRIVER for step in hooks.STEPS}
+    options |= {"progress by tasks": BY_TASKS}
+    options |= {f"{step} sql": BY_DRIVER for step in ("write", "end")}
     options |= {"write sql by tasks": BY_TASKS}
     pipes = {name: make_pipe() for name in options}
-    # A read_committed reader stops in front of the record of a flow that is at `progress`: no other may be behind it.
-    apart = {"progress direct": 0, "progress by tasks": 1}
+    # A read_committed reader stops in front of the record of a flow that is at `progress`, or that its driver has sent
+    # with the rows: no other may be behind it.
+    undecided = ("progress by driver", "progress by tasks", "write by driver", "audit by driver", "write sql")
+    apart = {name: partition for partition, name in enumerate(undecided)}
     for name, pipe in pipes.items():
         names = (f"{pipe.flow}-{n}" for n in itertools.count())
         wanted = [apart[name]] if name in apart else range(len(apart), progress_log.PROGRESS_PARTITIONS)
@@ -91,9 +86,7 @@ def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
 
     def recover(name: str) -> None:
         pipes[name].fill(500)
-        step, _, way = name.partition(" ")
-        ways = {"": DIRECT, "direct": BY_TASKS, "by tasks": spark_options(step), "sql": DIRECT}
-        pipes[name].run(**ways[way.removesuffix(" by tasks") if "sql" in way else way])
+        pipes[name].run(**(BY_TASKS if name.endswith("by driver") else BY_DRIVER))
         check_recovered(pipes[name])
 
     with ThreadPoolExecutor(3) as pool:  # side by side: a start waits for Kafka and Spark most of the time
@@ -101,12 +94,11 @@ def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine", ["direct", "by tasks", "spark", "sql", "sql by tasks"])
+@pytest.mark.parametrize("engine", ["driver", "tasks", "sql", "sql by tasks"])
 @pytest.mark.parametrize("step", hooks.STEPS)
 def test_driver_kills_itself(make_pipe: Any, step: str, engine: str) -> None:
-    """As ``test_driver_killed``, each flow in a driver of its own. Under Spark it is the other way of the two."""
-    ways = {"direct": DIRECT, "by tasks": BY_TASKS, "sql": DIRECT, "sql by tasks": BY_TASKS}
-    options = ways.get(engine) or spark_options(step, turn=1)
+    """As ``test_driver_killed``, each flow in a driver of its own."""
+    options = BY_TASKS if "tasks" in engine else BY_DRIVER
     pipe = make_pipe()
     pipe.fill(3000)
     columns = {"columns": SQL} if "sql" in engine else {}
@@ -125,13 +117,11 @@ def test_driver_kills_itself(make_pipe: Any, step: str, engine: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("each", [True, False], ids=["each way", "in turn"])
 def test_exception(make_pipe: Any, inject: Any, each: bool) -> None:
-    """In one flow: what follows a failed batch fails itself, at the next step; by the direct engine and by Spark's."""
+    """In one flow: what follows a failed batch fails itself, at the next step; by the driver and by tasks."""
     pipe = make_pipe()
-    ways = [(step, options) for step in hooks.STEPS for options in (DIRECT, spark_options(step, turn=1))]
-    if each:
-        ways += [(step, BY_TASKS) for step in ("begin", "write", "end")]
-    else:  # the engines take the steps in turn
-        ways = [*(ways[2 * n + n % 2] for n in range(len(hooks.STEPS))), ("write", BY_TASKS)]
+    ways = [(step, options) for step in hooks.STEPS for options in (BY_DRIVER, BY_TASKS)]
+    if not each:  # they take the steps in turn
+        ways = [ways[2 * n + n % 2] for n in range(len(hooks.STEPS))]
     for step, options in ways:
         history = pipe.committed_progress()
         done = history[-1].batch_id if history else 0
@@ -151,7 +141,7 @@ def test_python_workers_killed(make_pipe: Any, inject_at_every_step: Any) -> Non
     pipe = make_pipe()
     pipe.fill(3000)
     inject_at_every_step("kill-workers")
-    query = pipe.run(read={"max_records_per_batch": 300}, small_batch_rows=0)
+    query = pipe.run(read={"max_records_per_batch": 300}, engine="tasks")
     check_recovered(pipe)
     assert len(query.batches) > len(hooks.STEPS)
     # Spark 3.5 does not see that an idle worker has died: each attempt may meet one of those of the two cores.
@@ -160,20 +150,15 @@ def test_python_workers_killed(make_pipe: Any, inject_at_every_step: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    "action, engine",
-    [
-        pytest.param("kill", "spark", marks=pytest.mark.short_form),
-        pytest.param("raise", "spark", marks=pytest.mark.long),
-        ("kill", "direct"),
-    ],
+    "action", [pytest.param("kill", marks=pytest.mark.short_form), pytest.param("raise", marks=pytest.mark.long)]
 )
-def test_task_dies_after_producing(make_pipe: Any, inject: Any, action: str, engine: str) -> None:
+def test_task_dies_after_producing(make_pipe: Any, inject: Any, action: str) -> None:
     """I3: all of a task's records are acknowledged, then its worker dies: the whole batch runs again."""
     pipe = make_pipe()
     pipe.fill(3000)
     once = pipe.tmp_path / "fired"
     inject("write", action, where="task", batch=BATCH, task=0, once_file=str(once))
-    query = pipe.run(small_batch_rows=0, partitioner="source", engine=engine)
+    query = pipe.run(engine="tasks", partitioner="source")
     assert once.exists()
     assert {b.batch: b.attempts for b in query.batches}[BATCH] == 2
     check_recovered(pipe)
@@ -191,7 +176,7 @@ def test_a_batch_that_always_fails_is_given_up_clearly(make_pipe: Any, inject: A
     inject("write", "raise", where="task", batch=BATCH, task=0, times=1000)
     flow = pipe.open()
     df = flow.read(pipe.source, max_records_per_batch=1000).select("key", "value")
-    query = flow.write(df, topic=pipe.target, small_batch_rows=0, partitioner="source").start()
+    query = flow.write(df, topic=pipe.target, engine="tasks", partitioner="source").start()
     with pytest.raises(BatchAbortedError, match=r"aborted 4 times(.|\n)*injected at write(.|\n)*next step"):
         query.awaitTermination(120)
     check_visible_iff_progress(pipe)

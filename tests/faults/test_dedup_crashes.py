@@ -31,7 +31,7 @@ BATCH = 2
 
 def options(turn: int) -> dict[str, Any]:
     """In turn: by the driver, by tasks, by tasks inside of a query."""
-    write = {"small_batch_rows": 0 if turn % 3 else 4000}
+    write = {"engine": "tasks" if turn % 3 else "driver"}
     return {"deduplicate": dedup_ledger.OPTIONS, "write": write, "inside": turn % 3 == 2, "records_per_batch": 500}
 
 

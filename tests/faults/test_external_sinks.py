@@ -212,9 +212,9 @@ def make_external(
     return make
 
 
-def rows_of(step: str) -> int:
+def engine_of(step: str) -> str:
     """Odd and even steps take the two ways to write in turn."""
-    return 0 if hooks.EXTERNAL_STEPS.index(step.partition(" ")[0]) % 2 else 4000
+    return "tasks" if hooks.EXTERNAL_STEPS.index(step.partition(" ")[0]) % 2 else "driver"
 
 
 def known_to_collections(servers: str) -> set[str]:
@@ -247,7 +247,7 @@ def test_driver_killed(
     flows = {step: make_external(kind, letters=kind is not Bucket) for step in steps}
     for flow in flows.values():
         flow.pipe.fill(1500)
-    options = {step: {"write": {"small_batch_rows": rows_of(step)}} for step in flows}
+    options = {step: {"write": {"engine": engine_of(step)}} for step in flows}
     killed_together(flows, options, batches={"commit first": 1})
     known = known_to_collections(next(iter(flows.values())).pipe.bootstrap)
     for step, flow in flows.items():
@@ -263,7 +263,7 @@ def test_driver_killed(
 
     def recover(step: str) -> None:
         flows[step].pipe.fill(500)
-        flows[step].run(write={"small_batch_rows": rows_of(step)})
+        flows[step].run(write={"engine": engine_of(step)})
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(recover, flows))
@@ -280,7 +280,7 @@ def test_exception(make_external: Callable[..., External], inject: Any) -> None:
         done = flow.progress().get("batch_id", 0)
         inject(step, "raise", **({} if step == "init" else {"batch": done + 2}))
         with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
-            flow.run(write={"small_batch_rows": 4000 - rows_of(step)}, records_per_batch=400)
+            flow.run(write={"engine": "driver" if engine_of(step) == "tasks" else "tasks"}, records_per_batch=400)
         flow.check_rows_iff_progress()
     flow.run()
     flow.check()
@@ -293,7 +293,7 @@ def test_workers_die(make_external: Callable[..., External], inject: Any, kind: 
     flow = make_external(kind)
     flow.pipe.fill(1500)
     inject("write", "kill", where="task", batch=2, times=1, once_file=str(Path(flow.database).with_suffix(".fired")))
-    query = flow.run(write={"small_batch_rows": 0})
+    query = flow.run(write={"engine": "tasks"})
     assert max(batch.attempts for batch in query.batches) > 1
     flow.check()
 

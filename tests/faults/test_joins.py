@@ -154,9 +154,9 @@ def kill_at(pipe: JoinPipe, step: str, **options: Any) -> None:
 def test_driver_killed(make_join_pipe: Any) -> None:
     pipe = make_join_pipe()
     pipe.order(1500)
-    kill_at(pipe, "progress", write={"small_batch_rows": 0})
+    kill_at(pipe, "progress", write={"engine": "tasks"})
     pipe.order(500)
-    pipe.run(small_batch_rows=0)
+    pipe.run(engine="tasks")
     pipe.check()
 
 
@@ -164,7 +164,7 @@ def test_driver_killed(make_join_pipe: Any) -> None:
 def test_exception(make_join_pipe: Any, inject: Any) -> None:
     """What a failed attempt has read into the copies does not show in the next one."""
     pipe = make_join_pipe()
-    for step, options in (("write", {}), ("audit", {"small_batch_rows": 0}), ("end", {"small_batch_rows": 0})):
+    for step, options in (("write", {}), ("audit", {"engine": "tasks"}), ("end", {"engine": "tasks"})):
         history = pipe.pipe.committed_progress()
         done = history[-1].batch_id if history else 0
         pipe.order(1000)
@@ -183,7 +183,7 @@ def test_task_dies(make_join_pipe: Any, inject: Any, action: str) -> None:
     pipe.order(1500)
     once = pipe.pipe.tmp_path / "fired"
     inject("write", action, where="task", batch=2, task=0, once_file=str(once))
-    query = pipe.run(read={"max_records_per_batch": 500}, small_batch_rows=0)
+    query = pipe.run(read={"max_records_per_batch": 500}, engine="tasks")
     assert once.exists()
     assert {batch.batch: batch.attempts for batch in query.batches}[2] == 2
     pipe.check()
@@ -259,7 +259,7 @@ def test_driver_killed_at_every_step(make_join_pipe: Any, step: str) -> None:
     pipe = make_join_pipe()
     for turn in range(2):
         pipe.order(1500)
-        kill_at(pipe, step, write={"small_batch_rows": 0 if turn else 4000})
+        kill_at(pipe, step, write={"engine": "tasks" if turn else "driver"})
     pipe.order(500)
     pipe.run()
     pipe.check()
@@ -271,9 +271,9 @@ def test_a_million_rows(make_join_pipe: Any) -> None:
     pipe = make_join_pipe(1_000_000)
     for turn, step in enumerate(("write", "end", "progress")):
         pipe.order(20_000)
-        kill_at(pipe, step, write={"small_batch_rows": 0 if turn else 4000})
+        kill_at(pipe, step, write={"engine": "tasks" if turn else "driver"})
     pipe.order(20_000)
-    pipe.run(small_batch_rows=0)
+    pipe.run(engine="tasks")
     pipe.check()
 
 
@@ -282,7 +282,7 @@ def test_workers_killed(make_join_pipe: Any, inject_at_every_step: Any) -> None:
     pipe = make_join_pipe()
     pipe.order(3000)
     inject_at_every_step("kill-workers")
-    query = pipe.run(read={"max_records_per_batch": 300}, small_batch_rows=0)
+    query = pipe.run(read={"max_records_per_batch": 300}, engine="tasks")
     assert len(query.batches) > len(hooks.STEPS)
     pipe.check()
 

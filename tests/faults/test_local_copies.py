@@ -116,7 +116,7 @@ def test_flipped_bytes(pipe: Any, seed: int, tasks: bool) -> None:
     """Also where a damaged page makes LMDB crash the worker that reads it: then the batch runs twice."""
     for partition in range(4):
         flip_bytes(pipe.folder / str(partition) / "data.mdb", seed * 10 + partition)
-    goes_on(pipe, **({"small_batch_rows": 0} if tasks else {}))
+    goes_on(pipe, **({"engine": "tasks"} if tasks else {}))
 
 
 def test_garbage_and_cut_files(pipe: Any) -> None:
@@ -126,7 +126,7 @@ def test_garbage_and_cut_files(pipe: Any) -> None:
     (pipe.folder / "2" / "lock.mdb").unlink()
     (pipe.folder / "2" / "lock.mdb").write_bytes(random.Random(1).randbytes(4096))
     (pipe.folder / "3" / "data.mdb").write_bytes(b"")
-    goes_on(pipe, small_batch_rows=0)
+    goes_on(pipe, engine="tasks")
 
 
 @pytest.mark.long
@@ -180,7 +180,8 @@ def test_pages_lost_when_the_machine_went_down_under_a_living_driver(
     finally:
         query.stop()
     assert {batch.path for batch in query.batches} == {"driver"}  # this process has another boot, workers have not
-    assert caplog.text.count("local copy restored (its checksum does not match)") == 4
+    # Which check finds it first depends on the page that the row is in.
+    assert len(re.findall(r"local copy restored \((its checksum does not match|a page of)", caplog.text)) == 4
     pipe.check()
 
 
@@ -219,18 +220,17 @@ def test_executors_go_by_their_own_environment(make_state_pipe: Any, monkeypatch
 
 @pytest.mark.long
 def test_state_moves_between_the_driver_and_executors(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The direct engine on a cluster: the driver processes what is little, tasks a backlog. Each host restores what the
-    other one has changed."""
+    """On a cluster, with one and the other. Each host restores what the other one has changed."""
     pipe = make_state_pipe()
     of_driver, of_executors = pipe.tmp_path / "of-driver", pipe.tmp_path / "of-executors"
     monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(of_driver))
-    for count, reader in ((300, "driver"), (4000, "reading task"), (300, "driver")):
-        pipe.fill(count)
+    for engine, reader in (("driver", "driver"), ("auto", "reading task"), ("driver", "driver")):
+        pipe.fill(300)
         process = pipe.driver(
             master="local-cluster[2,1,600]",
             spark={"spark.executor.memory": "600m", "spark.executorEnv.ONCEFLOW_STATE_DIR": str(of_executors)},
             process={"state_dir": None},
-            write={"engine": "direct", "small_batch_rows": 500},
+            write={"engine": engine},
         )
         try:
             output = process.communicate(timeout=150)[0]
@@ -269,7 +269,7 @@ def test_five_million_rows_are_restored(make_state_pipe: Any, monkeypatch: pytes
     sent = [(key, json.dumps({"n": n, "op": "add"}).encode()) for n, key in enumerate(keys)]
     independent.fill(pipe.bootstrap, pipe.source, sent)
     timeout = "10 seconds" if prepared else "5 seconds"
-    query = pipe.start(process={"adopt_existing": True}, transaction_timeout=timeout, small_batch_rows=0)
+    query = pipe.start(process={"adopt_existing": True}, transaction_timeout=timeout, engine="tasks")
     began = time.monotonic()
     try:
         query.processAllAvailable()

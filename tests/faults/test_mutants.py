@@ -1,4 +1,4 @@
-"""The checker finds what it is there for: broken builds fail, the sound one passes the same faults, by both engines."""
+"""The checker finds what it is there for: broken builds fail, the sound one passes the same faults."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from onceflow.admin.identity import identity_of
 from onceflow.admin.tally import Tally
 from onceflow.client.cluster import Cluster
 from onceflow.client.settings import ClientSettings
-from onceflow.engine_query import DIRECT, SPARK
 from onceflow.protocol.names import Names
 from onceflow.testing.history import ABORTED_READ, DUPLICATE, FAILED, GAP, LOST, PASSED, TORN
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
+#: Only the driver of the direct engine sends progress ahead.
+AHEAD = "progress sent ahead is wrong, killed after the next write"
 # Fault, mutant, and what it must be found out by. The first is the one that needs no fault.
 BROKEN = [
     ("none", "commit_before_flush", {LOST, TORN}),
@@ -40,9 +41,10 @@ BROKEN_DIRECT = [
     ("none", "arrived_counts_as_taken", {LOST, TORN}),
     ("none", "rest_begins_too_early", {DUPLICATE, GAP}),
     ("an attempt fails half-way", "rows_are_there_once", {LOST, TORN}),
+    (AHEAD, "ahead_is_not_compared", {DUPLICATE, GAP}),
 ]
-#: The direct engine, whose tasks read: of the mutants and faults, those that are in the driver.
-BY_TASKS = "tasks"
+#: What runs the batches: the driver; tasks that read; Spark's micro-batches, with a checkpoint.
+DRIVER, BY_TASKS, CHECKPOINT = "driver", "tasks", "checkpoint"
 BROKEN_BY_TASKS = [
     ("none", "tasks_begin_too_early", {DUPLICATE, GAP}),
     ("tasks give back, and more records come", "driver_reads_on_where_it_stood", {LOST, TORN}),
@@ -56,8 +58,8 @@ BROKEN_SQL = [
     ("none", "rows_of_the_last_batch_stay", {DUPLICATE}),
     ("none", "spark_gets_the_batch_before", {DUPLICATE, LOST, TORN}),
 ]
-# Most of what these change is the same for both engines. For those the direct engine has code of its own: in short, it
-# is tested with them, and Spark's engine with a few others.
+# Most of what these change is the same for all. For those the driver has code of its own: in short, it is tested with
+# them, and micro-batches with a few others.
 OWN = {
     "next_attempt_continues",
     "retry_under_one_epoch",
@@ -65,7 +67,7 @@ OWN = {
     "no_contiguity_check",
     *(mutant for _, mutant, _ in BROKEN_DIRECT),
 }
-OF_SPARK = {"commit_before_flush", "progress_outside_the_transaction", "two_transactions"}
+OF_CHECKPOINT = {"commit_before_flush", "progress_outside_the_transaction", "two_transactions"}
 OWN_FAULTS = {"an attempt fails half-way", "started again too early in the source"}
 # The hand-over to tasks and back is in none of the others.
 OWN_BY_TASKS = {"driver_reads_on_where_it_stood"}
@@ -73,25 +75,27 @@ OWN_FAULTS_BY_TASKS = {"tasks give back, and more records come"}
 
 
 def case(engine: str, fault: str, mutant: str, kinds: set[str]) -> Any:
-    own = OWN if engine == DIRECT else OWN_BY_TASKS
-    in_short = mutant in OF_SPARK if engine == SPARK else mutant in own
+    own = OWN if engine == DRIVER else OWN_BY_TASKS
+    in_short = mutant in OF_CHECKPOINT if engine == CHECKPOINT else mutant in own
     marks = [] if in_short else [pytest.mark.long]
     return pytest.param(engine, fault, mutant, kinds, id=f"{mutant}-{fault}-{engine}", marks=marks)
 
 
 def sound_case(engine: str, fault: str) -> Any:
-    own = OWN_FAULTS if engine == DIRECT else OWN_FAULTS_BY_TASKS
-    in_short = fault == "killed after write" if engine == SPARK else fault in own
+    own = OWN_FAULTS if engine == DRIVER else OWN_FAULTS_BY_TASKS
+    in_short = fault == "killed after write" if engine == CHECKPOINT else fault in own
     marks = [] if in_short else [pytest.mark.long]
     return pytest.param(engine, fault, id=f"{fault}-{engine}", marks=marks)
 
 
-CASES = [case(SPARK, *each) for each in BROKEN] + [case(DIRECT, *each) for each in BROKEN + BROKEN_DIRECT]
+CASES = [case(CHECKPOINT, *each) for each in BROKEN] + [case(DRIVER, *each) for each in BROKEN + BROKEN_DIRECT]
 CASES += [case(BY_TASKS, *each) for each in BROKEN_BY_TASKS]
 CASES += [pytest.param(SQL, *each, id=f"{each[1]}-{SQL}") for each in BROKEN_SQL]
 FAULTS = list(dict.fromkeys(fault for fault, _, _ in BROKEN[1:]))
-SOUND_CASES = [sound_case(engine, fault) for engine in (SPARK, DIRECT) for fault in FAULTS]
+SOUND_CASES = [sound_case(engine, fault) for engine in (CHECKPOINT, DRIVER) for fault in FAULTS]
 SOUND_CASES += [sound_case(BY_TASKS, fault) for fault, _, _ in BROKEN_BY_TASKS[1:]]
+OF_AHEAD = (AHEAD, "killed after the offsets alone")
+SOUND_CASES += [pytest.param(DRIVER, fault, id=f"{fault}-{DRIVER}") for fault in OF_AHEAD]
 SOUND_CASES += [pytest.param(SQL, "an attempt fails half-way", id=f"an attempt fails half-way-{SQL}")]
 
 
@@ -113,7 +117,7 @@ def audits() -> list[Any]:
 
 @pytest.fixture
 def run(mutants: Any, make_pipe: Callable[..., Any], audits: list[Any]) -> Callable[[str, str, str], Any]:
-    """``run("killed after write", "two_transactions", DIRECT)``: the verdict, and how the runs ended."""
+    """``run("killed after write", "two_transactions", DRIVER)``: the verdict, and how the runs ended."""
 
     def run_(fault: str, mutant: str, engine: str) -> Any:
         pipe = make_pipe(partitions=1, target_partitions=2)
@@ -170,7 +174,7 @@ def test_the_sound_build_passes(
         assert verdict.counts["info"] == 1
 
 
-@pytest.mark.parametrize("engine", [SPARK, pytest.param(DIRECT, marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", [CHECKPOINT, pytest.param(DRIVER, marks=pytest.mark.long)])
 def test_kafka_refuses_an_epoch_that_was_aborted(run: Callable[[str, str, str], Any], engine: str) -> None:
     """Nothing of it becomes visible: an abort moves the epoch on the broker (transaction version 2), so what is
     written under the old one is refused. As nobody else owns the flow, it takes that for a timeout, again and again."""
@@ -182,7 +186,7 @@ def test_kafka_refuses_an_epoch_that_was_aborted(run: Callable[[str, str, str], 
 
 def test_kafka_refuses_sequences_that_start_anew(run: Callable[[str, str, str], Any]) -> None:
     """Unless the halves of a batch have as many rows for a partition: then it takes the second for the first, above."""
-    verdict, ends = run("rows come in two halves, by key", "sequences_start_anew", SPARK)
+    verdict, ends = run("rows come in two halves, by key", "sequences_start_anew", CHECKPOINT)
     assert ends == [None]
     assert verdict.counts["fail"] == 2, "the batches with two halves are aborted, and run again by tasks"
     assert verdict.verdict == PASSED, verdict

@@ -29,11 +29,11 @@ def start(pipe: Any, **write: Any) -> Any:
     return flow.write(df, topic=pipe.target, **write).start()
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
-def test_the_older_of_two_drivers_is_fenced(make_pipe: Any, small_batch_rows: int) -> None:
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
+def test_the_older_of_two_drivers_is_fenced(make_pipe: Any, engine: str) -> None:
     pipe = make_pipe()
     pipe.fill(500)
-    older = start(pipe, small_batch_rows=small_batch_rows)
+    older = start(pipe, engine=engine)
     older.processAllAvailable()
     newer = start(pipe)  # reads progress after it has fenced the older one
     try:
@@ -96,7 +96,7 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
     pipe.fill(400)
     with monkeypatch.context() as patched:
         patched.setattr(output_writer, "prepare", broken)
-        query = start(pipe, small_batch_rows=0)
+        query = start(pipe, engine="tasks", checkpoint=pipe.tmp_path / "checkpoint")
         with pytest.raises(ProgressConflictError, match="Two tasks wrote to"):
             query.awaitTermination(60)
     assert independent.read_topic(pipe.bootstrap, pipe.target) == []
@@ -120,7 +120,7 @@ def test_extra_attempts(make_pipe: Any) -> None:
         master="local[2,2]",
         spark={"spark.local.dir": str(local), "spark.default.parallelism": "4"},
         task_bytes=1,
-        write={"small_batch_rows": 0},
+        write={"engine": "tasks"},
     )
     output = finish(pipe, process, 120)
     assert process.returncode == 0, output
@@ -132,9 +132,8 @@ def test_extra_attempts(make_pipe: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine", ["spark", "direct"])
 @pytest.mark.parametrize("step, action", [("write", "raise"), ("begin", "orphan")])
-def test_extra_attempts_on_executors(make_pipe: Any, step: str, action: str, engine: str) -> None:
+def test_extra_attempts_on_executors(make_pipe: Any, step: str, action: str) -> None:
     """I3. Spark retries a task that failed after producing; or one whose executor is gone while the task
     itself is only slow: it wakes up and writes while the second attempt runs, and after.
 
@@ -149,7 +148,7 @@ def test_extra_attempts_on_executors(make_pipe: Any, step: str, action: str, eng
         rule,
         master="local-cluster[2,1,600]",
         spark={"spark.executor.memory": "600m"},
-        write={"small_batch_rows": 0, "partitioner": "source", "engine": engine},
+        write={"engine": "tasks", "partitioner": "source"},
     )
     output = finish(pipe, process, 150)
     assert process.returncode == 0, output

@@ -144,7 +144,7 @@ def at_steps(act: Callable[[str, int], None]) -> Iterator[None]:
 def test_driver_killed(make_ledger: Callable[..., Ledger], killed_together: Any) -> None:
     """One SIGKILL meets eight flows of one driver, each at another step."""
     ledgers = {step: make_ledger() for step in hooks.EXTERNAL_STEPS}
-    options = {step: {"write": {"small_batch_rows": 4000 * (n % 2)}} for n, step in enumerate(ledgers)}
+    options = {step: {"write": {"engine": "driver" if n % 2 else "tasks"}} for n, step in enumerate(ledgers)}
     for ledger in ledgers.values():
         ledger.pipe.fill(1500)
     killed_together(ledgers, options)
@@ -185,7 +185,7 @@ def test_killed_while_tasks_write(
 
     with ThreadPoolExecutor(1) as pool:
         killing = pool.submit(kill if victim == "server" else lambda: None)
-        query = ledger.run(write={"small_batch_rows": 0})
+        query = ledger.run(write={"engine": "tasks"})
         killing.result()
     assert fired.exists()
     assert max(batch.attempts for batch in query.batches) > 1 or (victim, step) == ("server", "begin")
@@ -196,10 +196,8 @@ def test_killed_while_tasks_write(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
-def test_server_killed_at_every_step(
-    make_ledger: Callable[..., Ledger], server: LocalPostgres, small_batch_rows: int
-) -> None:
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
+def test_server_killed_at_every_step(make_ledger: Callable[..., Ledger], server: LocalPostgres, engine: str) -> None:
     """One run, with a SIGKILL to all processes of the server after each step, in another batch each. The flow goes on
     by itself. What was staged is gone then: the tables for that are not logged."""
     ledger = make_ledger()
@@ -215,7 +213,7 @@ def test_server_killed_at_every_step(
             starting[-1].start()
 
     with at_steps(kill):
-        query = ledger.run(write={"small_batch_rows": small_batch_rows})
+        query = ledger.run(write={"engine": engine})
     for each in starting:
         each.join()
     assert sorted(killed) == sorted(hooks.EXTERNAL_STEPS)
@@ -459,7 +457,7 @@ def test_full_disk(
     small_disk.fill(200_000)
     ledger.pipe.fill(8000)
     with pytest.raises(onceflow.BatchAbortedError, match=r"(?s)aborted 4 times.*No space left on device"):
-        ledger.run(write={"small_batch_rows": 0}, records_per_batch=8000)
+        ledger.run(write={"engine": "tasks"}, records_per_batch=8000)
     ledger.check_rows_iff_progress()
     small_disk.mend()
     ledger.run()
@@ -506,7 +504,7 @@ def test_no_room_for_the_write_ahead_log(
         ledger = make_ledger(other.schema())
         ledger.pipe.fill(3000)
         with at_steps(fill):
-            query = ledger.run(write={"small_batch_rows": 0})
+            query = ledger.run(write={"engine": "tasks"})
         full[0].join()
         assert "PANIC" in other.log_file.read_text()
         assert "No space left on device" in other.log_file.read_text()
@@ -571,13 +569,11 @@ def test_fifty_columns(make_ledger: Callable[..., Ledger]) -> None:
         listed = ", ".join(f"{name} {kind}" for name, kind, _, _ in columns)
         connection.execute(f'CREATE TABLE wide ("partition" int, "offset" bigint, {listed})')
     select = [f"if((offset + {n}) % 5 = 0, null, {how}) AS {name}" for n, (name, _, how, _) in enumerate(columns)]
-    for small_batch_rows in (0, 4000):
+    for engine in ("tasks", "driver"):
         ledger.pipe.fill(1000)
         with ledger.pipe.open() as flow:
             rows = flow.read(ledger.pipe.source).selectExpr("partition", "offset", *select)
-            query = flow.write_postgres(
-                rows, table="wide", dsn=ledger.dsn, once=True, small_batch_rows=small_batch_rows
-            ).start()
+            query = flow.write_postgres(rows, table="wide", dsn=ledger.dsn, once=True, engine=engine).start()
             query.awaitTermination(120)
     expected = [
         (

@@ -59,9 +59,9 @@ def test_requests_of_a_batch(version: int, make_pipe: Callable[..., Any], tmp_pa
         df = flow.read(pipe.source, max_records_per_batch=100).select("key", "value")
         stop = hooks.observe(count)
         try:
-            # Batches of the direct engine follow so soon that version 1 often has to repeat InitProducerId: the markers
-            # of the batch before are still being written.
-            engine = "direct" if version == 2 else "spark"
+            # Batches of the driver follow so soon that version 1 often has to repeat InitProducerId: the markers of the
+            # batch before are still being written.
+            engine = "driver" if version == 2 else "tasks"
             flow.write(df, topic=pipe.target, once=True, engine=engine).start().awaitTermination()
         finally:
             stop()

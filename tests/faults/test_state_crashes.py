@@ -19,37 +19,34 @@ from onceflow.testing import faults, independent
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 BATCH = 2
-#: For a driver process; the other options are those of Spark's engine.
-DIRECT: dict[str, Any] = {"write": {"engine": "direct"}}
-#: Tasks read the records of the direct engine, as with a backlog.
-BY_TASKS: dict[str, Any] = {"write": {"engine": "direct", "small_batch_rows": 0}}
+#: For a driver process: what reads and processes all batches.
+BY_DRIVER: dict[str, Any] = {"write": {"engine": "driver"}}
+BY_TASKS: dict[str, Any] = {"write": {"engine": "tasks"}}
 
 
 @pytest.fixture
 def by_tasks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Small data is processed by as many tasks as large data would be."""
     monkeypatch.setattr(placement, "TASK_ROWS", 400)
-    return {"small_batch_rows": 0}
+    return {"engine": "tasks"}
 
 
 def options_of(step: str, by_tasks: dict[str, Any]) -> dict[str, Any]:
-    """Steps take the three ways a step can run in turn: driver, tasks, inside a query."""
-    turn = hooks.STEPS.index(step) % 3
-    return [{"engine": "spark"}, by_tasks, {"inside": True, **by_tasks}][turn]
+    """Steps take the ways in which tasks can run a step in turn: alone, and inside a query."""
+    return {"inside": True, **by_tasks} if hooks.STEPS.index(step) % 2 else by_tasks
 
 
 def driver_options(step: str) -> dict[str, Any]:
-    """The same for a driver process, which has small tasks anyway."""
-    turn = hooks.STEPS.index(step) % 3
-    return {"write": {"engine": "spark", "small_batch_rows": 0 if turn else 4000}, "inside": turn == 2}
+    """For a driver process: inside a query, by tasks and by the driver in turn."""
+    return {**(BY_TASKS if hooks.STEPS.index(step) % 2 else BY_DRIVER), "inside": True}
 
 
 def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
     """One SIGKILL meets flows of one driver at different steps: at the others it is as without state
     (test_crashes.py), or as at the next one. Each goes on in another way."""
     steps = ("write", "progress", "end", "settle")
-    options: dict[str, dict[str, Any]] = {f"{step} direct": DIRECT for step in steps}
-    options |= {step: driver_options(step) for step in ("settle",)}
+    options: dict[str, dict[str, Any]] = {f"{step} by driver": BY_DRIVER for step in steps}
+    options |= {f"{step} inside": driver_options(step) for step in ("settle",)}
     options |= {f"{step} by tasks": BY_TASKS for step in ("end",)}
     pipes = {name: make_state_pipe() for name in options}
     for pipe in pipes.values():
@@ -59,7 +56,7 @@ def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
     def recover(name: str) -> None:
         pipes[name].fill(500)
         way = name.partition(" ")[2]
-        pipes[name].run(**{"": DIRECT["write"], "direct": BY_TASKS["write"], "by tasks": {"engine": "spark"}}[way])
+        pipes[name].run(**(BY_TASKS if way == "by driver" else BY_DRIVER)["write"])
         pipes[name].check()
 
     with ThreadPoolExecutor(2) as pool:
@@ -67,14 +64,14 @@ def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine", ["direct", "by tasks", "spark"])
+@pytest.mark.parametrize("engine", ["driver", "tasks", "inside"])
 @pytest.mark.parametrize("step", hooks.STEPS)
 def test_driver_kills_itself(make_state_pipe: Any, step: str, engine: str) -> None:
     """At every step, each flow in a driver of its own."""
     pipe = make_state_pipe()
     pipe.fill(3000)
     rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": BATCH}))
-    process = pipe.driver(rule, **({"direct": DIRECT, "by tasks": BY_TASKS}.get(engine) or driver_options(step)))
+    process = pipe.driver(rule, **({"driver": BY_DRIVER, "tasks": BY_TASKS}.get(engine) or driver_options(step)))
     try:
         output = process.communicate(timeout=120)[0]
         assert process.returncode == -signal.SIGKILL, output
@@ -89,8 +86,7 @@ def test_driver_kills_itself(make_state_pipe: Any, step: str, engine: str) -> No
 def test_exception(make_state_pipe: Any, inject: Any, by_tasks: dict[str, Any]) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step."""
     pipe = make_state_pipe()
-    direct = [DIRECT["write"], BY_TASKS["write"]]
-    for step, options in [(s, each) for s in hooks.STEPS for each in (*direct, options_of(s, by_tasks))]:
+    for step, options in [(s, each) for s in hooks.STEPS for each in (BY_DRIVER["write"], options_of(s, by_tasks))]:
         history = pipe.committed_progress()
         done = history[-1].batch_id if history else 0
         pipe.fill(1500)

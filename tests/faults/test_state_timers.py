@@ -129,9 +129,8 @@ def test_driver_killed_among_timers(make_state_pipe: Any, late_topic: str, step:
     check(pipe, late_topic, expected)
 
 
-@pytest.mark.parametrize("engine", [pytest.param("spark", marks=pytest.mark.long), "direct"])
 def test_task_dies_among_timers(
-    make_state_pipe: Any, late_topic: str, inject: Any, monkeypatch: pytest.MonkeyPatch, engine: str
+    make_state_pipe: Any, late_topic: str, inject: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from onceflow.planning import placement
 
@@ -140,7 +139,7 @@ def test_task_dies_among_timers(
     expected = fill(pipe)
     once = pipe.tmp_path / "fired"
     inject("write", "kill", where="task", batch_from=5, task=0, once_file=str(once))
-    query = start(pipe, late_topic, small_batch_rows=0, engine=engine)
+    query = start(pipe, late_topic, engine="tasks")
     try:
         wait_for_all(pipe, query, expected)
     finally:
@@ -198,7 +197,7 @@ def test_processing_time_and_ttl(make_state_pipe: Any, make_topic: Any) -> None:
 def test_timers_of_a_partition_whose_records_are_filtered_out(
     make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tasks that take source partitions as they are open those with due timers, whether or not any row is left."""
+    """Tasks open those with due timers, whether or not any row is left."""
     import onceflow
     from onceflow.planning import placement
 
@@ -222,10 +221,9 @@ def test_timers_of_a_partition_whose_records_are_filtered_out(
         with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
             wanted = flow.read(pipe.source).where("CAST(value AS STRING) != 'skip'")
             output = flow.process(wanted, Reminder(), table=pipe.table, state_dir=pipe.state_dir)
-            query = flow.write(output, topic=pipe.target, small_batch_rows=0, once=True).start()
+            query = flow.write(output, topic=pipe.target, engine="tasks", once=True).start()
             query.awaitTermination()
-            assert query.batches[-1].path == "2 tasks"
-            assert query._sink._commit._state.co_partitioned is True
+            assert "task" in query.batches[-1].path
     seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert Counter(record.key for record in seen) == Counter(keys)
 
@@ -245,59 +243,6 @@ def test_a_run_with_once_fires_what_exceeds_the_limit_and_leaves_what_its_last_b
         fired = [value["timer"] for value in pipe.outputs()]
         assert sorted(fired, key=int) == ([str(n) for n in range(count)] if number else [])
         assert len(query.batches) == 1 if number == 0 else len(query.batches) > 5 if number == 1 else not query.batches
-
-
-def test_timers_are_due_while_the_plan_has_the_clock(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of some batches is that of the records alone, whose partitions can be taken as they are. That of others
-    has the rows of the clock, too: a union, which a batch with due timers has to shuffle."""
-    import onceflow
-    from onceflow.errors import OptionError
-    from onceflow.spark import jvm
-
-    class Reminder(onceflow.Processor):
-        def process(self, key: bytes, records: Any, state: Any) -> Any:
-            for record in records:
-                state.timers.register(record.value.decode(), state.now_ms + 1, clock="processing")
-            return ()
-
-        def on_timer(self, key: bytes, timer: Any, state: Any) -> Any:
-            yield onceflow.Record(key, timer.name.encode())
-
-    original = jvm.source_partitions
-    plans: list[str] = []
-
-    def seen_partitions(df: Any) -> Any:
-        try:
-            found = original(df)
-        except OptionError:
-            plans.append("union")
-            raise
-        plans.append("source")
-        return found
-
-    monkeypatch.setattr(jvm, "source_partitions", seen_partitions)
-    pipe = make_state_pipe()
-    query = pipe.start(process={"processor": Reminder()}, small_batch_rows=0, trigger="100 milliseconds")
-    sent: list[bytes] = []
-
-    def both_plans() -> bool:
-        if "source" in plans and "union" in plans[plans.index("source") :]:
-            return True
-        numbers = [b"%d" % n for n in range(len(sent), len(sent) + 40)]
-        independent.fill(pipe.bootstrap, pipe.source, [(b"key-" + number[-1:], number) for number in numbers])
-        sent.extend(numbers)
-        return False
-
-    def done() -> list[independent.Seen]:
-        return independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
-
-    try:
-        wait_until(both_plans, 60, lambda: f"both plans are used, not only {plans}", useless=ended(query), poll_s=0.05)
-        wait_until(lambda: len(done()) >= len(sent), 60, "all timers fire", useless=ended(query), poll_s=0.1)
-        assert query._sink._commit._state.co_partitioned is True, plans
-    finally:
-        query.stop()
-    assert Counter(record.value for record in done()) == Counter(sent)
 
 
 @pytest.mark.long

@@ -82,7 +82,7 @@ def outputs(broker: LocalBroker, topic: str) -> list[str]:
 def test_records_in_place_of_others_are_noticed(broker: LocalBroker, onceflow_spark: Any) -> None:
     servers = broker.bootstrap_servers
     source = Source(broker)
-    engines = ("direct", "spark")
+    engines = ("driver", "tasks")
     for engine in engines:
         create_topic(servers, f"out-{engine}", 1)
 

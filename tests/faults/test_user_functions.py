@@ -42,7 +42,7 @@ def started(pipe: Any, marker: Path, how: str, **write: Any) -> Any:
     return flow.write(rows, topic=pipe.target, **write).start()
 
 
-WAYS = [{}, pytest.param({"small_batch_rows": 0, "engine": "direct"}, marks=pytest.mark.long)]
+WAYS = [{}, pytest.param({"engine": "tasks"}, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("write", WAYS, ids=["driver", "tasks"])

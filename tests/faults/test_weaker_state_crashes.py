@@ -29,30 +29,24 @@ def merged(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return {**options, **more, "write": {**options.get("write", {}), **more.get("write", {})}}
 
 
-DIRECT: dict[str, Any] = {"write": {"engine": "direct"}}
-
-
-def driver_options(step: str, engine: str = "spark") -> dict[str, Any]:
-    """With Spark, steps take the three ways a step can run in turn: driver, tasks, inside a query."""
-    if engine == "direct":
-        return DIRECT
-    turn = hooks.STEPS.index(step) % 3
-    return {"write": {"engine": "spark", "small_batch_rows": 0 if turn else 4000}, "inside": turn == 2}
+def driver_options(step: str, engine: str) -> dict[str, Any]:
+    """With tasks, steps run alone and inside a query in turn."""
+    return {"write": {"engine": engine}, "inside": engine == "tasks" and hooks.STEPS.index(step) % 2 == 1}
 
 
 #: Steps, and what kind of flow is killed there.
 KINDS = {"write": LOCAL_FLOW, "audit": AT_LEAST_ONCE, "progress": AT_LEAST_ONCE, "end": LOCAL_FLOW}
-#: With the local stores gone or not; for the direct engine, which opens them as Spark's does, steps take turns.
-CRASHES = [(step, "spark", lost) for step in hooks.STEPS for lost in (False, True)] + [
-    (step, "direct", bool(n % 2)) for n, step in enumerate(hooks.STEPS)
+#: With the local stores gone or not; for the driver, which opens them as tasks do, steps take turns.
+CRASHES = [(step, "tasks", lost) for step in hooks.STEPS for lost in (False, True)] + [
+    (step, "driver", bool(n % 2)) for n, step in enumerate(hooks.STEPS)
 ]
 
 
 @pytest.mark.long
 def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
-    """One SIGKILL meets eight flows at different steps, two of each kind with each engine. Their local stores survive
-    it, and the other engine goes on."""
-    engines = {f"{step} {engine}": engine for step in KINDS for engine in ("direct", "spark")}
+    """One SIGKILL meets eight flows at different steps, two of each kind by the driver and by tasks. Their local stores
+    survive it, and the other one goes on."""
+    engines = {f"{step} {engine}": engine for step in KINDS for engine in ("driver", "tasks")}
     kinds = {name: KINDS[name.partition(" ")[0]] for name in engines}
     pipes = {name: make_state_pipe(partitions=3) for name in engines}
     options = {name: merged(driver_options(name.partition(" ")[0], engines[name]), kinds[name]) for name in engines}
@@ -64,7 +58,7 @@ def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
 
     def recover(name: str) -> None:
         pipe, kind = pipes[name], kinds[name]
-        engine = "spark" if engines[name] == "direct" else "direct"
+        engine = "tasks" if engines[name] == "driver" else "driver"
         query = pipe.run(process=kind.get("process"), engine=engine, **kind.get("write", {}))
         assert sum(batch.state_lost for batch in query.batches) == 0
         if kind is LOCAL_FLOW:
@@ -114,7 +108,7 @@ def test_a_task_that_dies(make_state_pipe: Any, inject: Any, monkeypatch: pytest
     pipe.fill(3000)
     once = pipe.tmp_path / "fired"
     inject("write", "kill", where="task", batch=BATCH, task=0, once_file=str(once))
-    query = pipe.run(process=LOCAL, small_batch_rows=0)
+    query = pipe.run(process=LOCAL, engine="tasks")
     assert once.exists()
     assert {b.batch: b.attempts for b in query.batches}[BATCH] == 2
     pipe.check(topic=False)
@@ -180,7 +174,7 @@ def progress_first(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine", ["direct", "spark"])
+@pytest.mark.parametrize("engine", ["driver", "tasks"])
 @pytest.mark.parametrize("mutant", [None, progress_first])
 def test_a_broken_build_is_found_out(
     make_state_pipe: Any, inject: Any, monkeypatch: pytest.MonkeyPatch, mutant: Any, engine: str
@@ -191,12 +185,12 @@ def test_a_broken_build_is_found_out(
         mutant(monkeypatch)
     fired = pipe.tmp_path / "fired"
     # Of the broken build, progress has moved then, and nothing is written.
-    if engine == "direct":
+    if engine == "driver":
         inject("progress", "raise", batch=BATCH, once_file=str(fired))
     else:
         inject("begin", "raise", where="task", batch=BATCH, task=0, once_file=str(fired))
     with contextlib.suppress(StreamingQueryException):
-        pipe.run(guarantee="at_least_once", **({"engine": "direct"} if engine == "direct" else {"small_batch_rows": 0}))
+        pipe.run(guarantee="at_least_once", engine=engine)
     assert fired.exists()
     inject("init", "raise", flow="nobody")
     pipe.run(guarantee="at_least_once")

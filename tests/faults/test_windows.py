@@ -132,7 +132,7 @@ def test_task_dies_among_windows(
     fill(pipe)
     once = pipe.tmp_path / "fired"
     inject("write", "kill", where="task", batch_from=BATCH, task=0, once_file=str(once))
-    finish(pipe, "Hops", late, small_batch_rows=0)
+    finish(pipe, "Hops", late, engine="tasks")
     assert once.exists()
 
 

@@ -1,8 +1,9 @@
-"""The same flow with each engine: what it reads, what a topic can contain, and what comes out."""
+"""The same flow by the direct engine and by Spark's micro-batches: what it reads, and what comes out."""
 
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,10 @@ from onceflow import Flow
 from onceflow.protocol.progress import PROGRESS_TOPIC, decode
 from onceflow.testing import independent
 
+#: Spark's micro-batches run what has a checkpoint.
 ENGINES = ("direct", "spark")
+#: What reads the batches of the direct engine.
+PLACES = ("driver", "tasks")
 TIME_MS = 1_700_000_000_000
 COLUMNS = ("key", "value", "headers", "timestamp")
 MakeTopic = Callable[..., str]
@@ -24,10 +28,21 @@ times = itertools.count(TIME_MS)
 
 
 class Source:
-    """Writes everything that a log can contain. Every record has a timestamp of its own, which tells it apart."""
+    """Writes everything that a log can contain. Every record has a timestamp of its own, which tells it apart.
 
-    def __init__(self, bootstrap: str, topic: str, partitions: int, compression: str = "zstd") -> None:
-        self.topic, self._partitions = topic, partitions
+    Args:
+        value: makes the values of records; None: they are texts and others.
+    """
+
+    def __init__(
+        self,
+        bootstrap: str,
+        topic: str,
+        partitions: int,
+        compression: str = "zstd",
+        value: Callable[[], bytes | None] | None = None,
+    ) -> None:
+        self.topic, self._partitions, self._value = topic, partitions, value
         settings = {"bootstrap.servers": bootstrap, "linger.ms": 2, "compression.type": compression}
         self._plain = confluent_kafka.Producer(settings)
         self._transactional = confluent_kafka.Producer({**settings, "transactional.id": f"writer-of-{topic}"})
@@ -56,6 +71,8 @@ class Source:
             time_ms = next(times)
             key = None if n % 11 == 5 else b"" if n % 11 == 6 else b"key-%d" % (n % 13)
             value = None if n % 10 == 3 else b"" if n % 10 == 4 else f"ä {name} {partition} {n}".encode() + b"\xff" * n
+            if self._value is not None:
+                value = self._value()
             headers = [[], [("h", b"\xff"), ("h", None), ("ü", b"")], [("n", b"%d" % n)]][n % 3]
             producer.produce(self.topic, value, key, partition, timestamp=time_ms, headers=headers)
             self.partition_of[time_ms] = partition
@@ -92,22 +109,30 @@ class Engines:
     def run(
         self, engine: str, build: Callable[[Flow], DataFrame], *, target: str = "", partitions: int = 3, **write: Any
     ) -> Result:
+        """Run it.
+
+        Args:
+            engine: one of ``ENGINES``, or of ``PLACES``.
+        """
+        place = ""
         target = target or self.make_topic("out", partitions)
-        if self.by_tasks and engine == "direct":
-            write["small_batch_rows"] = 0
+        if engine == "spark":  # what it has read before is in Kafka only, as with the direct engine
+            write |= {"checkpoint": tempfile.mkdtemp(), "on_checkpoint_conflict": "resume"}
+        else:
+            write["engine"] = place = PLACES[self.by_tasks] if engine == "direct" else engine
         flow = Flow(f"{engine}-{target}", self.spark, bootstrap_servers=self.bootstrap)
         try:
-            query = flow.write(build(flow), topic=target, once=True, engine=engine, **write).start()
+            query = flow.write(build(flow), topic=target, once=True, **write).start()
             try:
                 assert query.awaitTermination(60)
             finally:
                 query.stop()
         finally:
             flow.close()
-        assert query.engine == engine
+        assert query.engine == ("spark" if engine == "spark" else "direct")
         read: Counter[str] = Counter()
-        if engine == "direct" and query.batches:
-            assert any("task" in batch.path for batch in query.batches) == self.by_tasks
+        if engine != "spark" and query.batches:
+            assert any("task" in batch.path for batch in query.batches) == (place == "tasks")
         for batch in query.batches:
             read.update(batch.read)
         progress = self.progress(flow.name)

@@ -103,9 +103,8 @@ def test_no_topic_at_all(pipe: Any) -> None:
     [
         ({"guarantee": "exactly-once"}, "guarantee='exactly-once' is unknown"),
         ({"partitioner": "random"}, "partitioner='random' is unknown"),
-        ({"small_batch_rows": "abc"}, "small_batch_rows='abc' is not a whole number of at least 0"),
-        ({"small_batch_rows": -1}, "small_batch_rows=-1 is not a whole number of at least 0"),
-        ({"small_batch_rows": 1.5}, "small_batch_rows=1.5 is not a whole number of at least 0"),
+        ({"engine": "spark"}, "engine='spark' is unknown"),
+        ({"engine": None}, "engine=None is unknown"),
         ({"compression": "brotli"}, "brotli"),
         ({"trigger": "often"}, "trigger='often' is not a duration"),
         ({"transaction_timeout": "soon"}, "transaction_timeout='soon' is not a duration"),
@@ -328,47 +327,47 @@ def test_a_broker_that_names_an_unknown_host(pipe: Any, made_up: Callable[[str],
 # ---- found in the rows ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
-def test_null_topic(pipe: Any, small_batch_rows: int) -> None:
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
+def test_null_topic(pipe: Any, engine: str) -> None:
     flow = pipe.open()
     df = flow.read(pipe.source).selectExpr(
         "key", "value", f"IF(value = '000000007', CAST(NULL AS STRING), '{pipe.target}') AS topic"
     )
-    text = run_to_error(flow, df, onceflow.BadRecordError, small_batch_rows=small_batch_rows)
+    text = run_to_error(flow, df, onceflow.BadRecordError, engine=engine)
     assert "1 rows have a null topic" in text
     check_nothing_written(pipe)
 
 
-@pytest.mark.parametrize("small_batch_rows", [pytest.param(0, marks=pytest.mark.long), 4000])
-def test_unknown_topic_in_a_column(pipe: Any, small_batch_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", [pytest.param("tasks", marks=pytest.mark.long), "driver"])
+def test_unknown_topic_in_a_column(pipe: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A broker may not know a topic yet that was just made, so it is asked again for some seconds."""
     monkeypatch.setattr("onceflow.client.cluster.UNKNOWN_TOPIC_S", 1.0)  # tasks take ten
     flow = pipe.open()
     df = flow.read(pipe.source).selectExpr(
         "key", "value", f"IF(value = '000000007', 'never-made', '{pipe.target}') AS topic"
     )
-    text = run_to_error(flow, df, onceflow.UnknownTopicError, small_batch_rows=small_batch_rows)
+    text = run_to_error(flow, df, onceflow.UnknownTopicError, engine=engine)
     assert "Output topic 'never-made' does not exist" in text
     check_nothing_written(pipe)
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
 @pytest.mark.parametrize("partition", [-1, 4, 2**31 - 1])
-def test_partition_out_of_range(pipe: Any, partition: int, small_batch_rows: int) -> None:
+def test_partition_out_of_range(pipe: Any, partition: int, engine: str) -> None:
     flow = pipe.open()
     df = flow.read(pipe.source).selectExpr("key", "value", f"IF(value = '000000007', {partition}, 1) AS partition")
-    text = run_to_error(flow, df, onceflow.BadRecordError, topic=pipe.target, small_batch_rows=small_batch_rows)
+    text = run_to_error(flow, df, onceflow.BadRecordError, topic=pipe.target, engine=engine)
     assert f"asks for partition {partition} " in text
     assert "partitions 0 to 3" in text
     check_nothing_written(pipe)
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
-def test_record_larger_than_the_broker_allows(pipe: Any, small_batch_rows: int) -> None:
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
+def test_record_larger_than_the_broker_allows(pipe: Any, engine: str) -> None:
     flow = pipe.open()
     large = "CAST(repeat('x', 2000000) AS BINARY)"
     df = flow.read(pipe.source).selectExpr("key", f"IF(value = '000000007', {large}, value) AS value")
-    text = run_to_error(flow, df, onceflow.BadRecordError, topic=pipe.target, small_batch_rows=small_batch_rows)
+    text = run_to_error(flow, df, onceflow.BadRecordError, topic=pipe.target, engine=engine)
     assert "1048588" in text
     assert pipe.target in text
     check_nothing_written(pipe)
@@ -388,7 +387,9 @@ def test_source_partitioner_needs_the_same_partitions(make_pipe: Any) -> None:
     pipe = make_pipe(partitions=4, target_partitions=3)
     pipe.fill(50)
     flow, df = select(pipe, "key", "value")
-    text = run_to_error(flow, df, onceflow.OptionError, topic=pipe.target, partitioner="source", engine="spark")
+    text = run_to_error(
+        flow, df, onceflow.OptionError, topic=pipe.target, partitioner="source", checkpoint=pipe.tmp_path / "c"
+    )
     assert "has 3" in text
     with pytest.raises(onceflow.OptionError, match="has 3"):  # the direct engine needs no batch to find out
         flow.write(flow.read(pipe.source), topic=pipe.target, partitioner="source").start()
@@ -398,7 +399,12 @@ def test_source_partitioner_needs_the_same_partitions(make_pipe: Any) -> None:
 def test_source_partitioner_needs_unmixed_partitions(pipe: Any) -> None:
     flow, df = select(pipe, "key", "value")
     text = run_to_error(
-        flow, df.repartition(2), onceflow.OptionError, topic=pipe.target, partitioner="source", engine="spark"
+        flow,
+        df.repartition(2),
+        onceflow.OptionError,
+        topic=pipe.target,
+        partitioner="source",
+        checkpoint=pipe.tmp_path / "checkpoint",
     )
     assert "keeps every source partition in one task" in text
     check_nothing_written(pipe)

@@ -50,12 +50,12 @@ def spoiled(batch: pa.RecordBatch, *, column: str, last: Any, target: str) -> pa
 
 
 @pytest.mark.parametrize(
-    "kind, rows_max",
-    [pytest.param(kind, None, id=f"{kind}-driver") for kind in BAD]
-    + [pytest.param(kind, 0, id=f"{kind}-tasks", marks=LONG if kind == "unknown topic" else ()) for kind in BAD],
+    "kind, engine",
+    [pytest.param(kind, "driver", id=f"{kind}-driver") for kind in BAD]
+    + [pytest.param(kind, "tasks", id=f"{kind}-tasks", marks=LONG if kind == "unknown topic" else ()) for kind in BAD],
 )
 def test_a_row_that_cannot_be_written(
-    make_pipe: Callable[..., Any], kind: str, rows_max: int | None, monkeypatch: pytest.MonkeyPatch
+    make_pipe: Callable[..., Any], kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A broker may not know a topic yet that was just made, so it is asked again for some seconds; by tasks for ten.
     monkeypatch.setattr("onceflow.client.cluster.UNKNOWN_TOPIC_S", 1.0)
@@ -69,7 +69,7 @@ def test_a_row_that_cannot_be_written(
 
     flow = pipe.open()
     rows = flow.map(flow.read(pipe.source), spoil, schema=SCHEMA)
-    query = flow.write(rows, engine="direct", small_batch_rows=rows_max).start()
+    query = flow.write(rows, engine=engine).start()
     with pytest.raises(error, match=words) as caught:
         query.awaitTermination(90)
     assert (caught.value.flow, caught.value.batch) == (flow.name, 1)

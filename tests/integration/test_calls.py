@@ -47,7 +47,7 @@ def values(bootstrap: str, topic: str) -> Counter[str]:
     return Counter((record.value or b"").decode() for record in independent.read_topic(bootstrap, topic))
 
 
-@pytest.mark.parametrize("where", ["driver", "tasks", "reading tasks", "two stages"])
+@pytest.mark.parametrize("where", ["driver", "tasks", "two stages"])
 def test_a_process_step(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, where: str
 ) -> None:
@@ -60,8 +60,7 @@ def test_a_process_step(
         )  # fmt: skip
         if where == "two stages":
             rows = rows.where(F.length("value") > 0)
-        engine, most = "direct" if where == "reading tasks" else "auto", None if where == "driver" else 0
-        query = flow.write(rows, topic=target, once=True, small_batch_rows=most, engine=engine).start()
+        query = flow.write(rows, topic=target, once=True, engine="driver" if where == "driver" else "tasks").start()
         query.awaitTermination(60)
         summary = query.batches[-1]
     good = [n for n in range(60) if n % 10 != 7]
@@ -116,10 +115,10 @@ def test_rows(
 
 @pytest.mark.long
 @pytest.mark.parametrize("guarantee", ["exactly_once", "at_least_once"])
-@pytest.mark.parametrize("small_batch_rows", [None, 0])
+@pytest.mark.parametrize("engine", ["auto", "tasks"])
 def test_rows_behind_a_process_step(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, guarantee: str,
-    small_batch_rows: int | None,
+    engine: str,
 ) -> None:  # fmt: skip
     """Dead letters of both are counted, also when they go to one topic."""
     source, target, failed = make_topic(partitions=2), make_topic(partitions=3), make_topic(partitions=1)
@@ -133,7 +132,7 @@ def test_rows_behind_a_process_step(
             rows.select("key", "value"), onceflow.concurrently(refuse_some, retries=0), topic=target,
             dead_letter_topic=failed,
         )  # fmt: skip
-        query = flow.write(rows, once=True, small_batch_rows=small_batch_rows, guarantee=guarantee).start()
+        query = flow.write(rows, once=True, engine=engine, guarantee=guarantee).start()
         query.awaitTermination(60)
         assert [(batch.records, batch.dead_letters) for batch in query.batches] == [(24, 6)]
     assert sum(values(onceflow_broker, target).values()) == 24
@@ -165,10 +164,10 @@ def refuse(record: Record) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("small_batch_rows", [None, 0])
+@pytest.mark.parametrize("engine", ["auto", "tasks"])
 def test_rows_that_stop_a_flow(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, caplog: Any,
-    small_batch_rows: int | None,
+    engine: str,
 ) -> None:  # fmt: skip
     """Too many dead letters, a call that fails, calls that take too long: as with a processor."""
     source, target, failed = make_topic(partitions=1), make_topic(partitions=1), make_topic(partitions=1)
@@ -180,7 +179,7 @@ def test_rows_that_stop_a_flow(
             rows = flow.enrich(
                 flow.read(source), calls, topic=target, dead_letter_topic=dead_letter_topic, max_dead_letters=most
             )
-            query = flow.write(rows, once=True, small_batch_rows=small_batch_rows, transaction_timeout=timeout).start()
+            query = flow.write(rows, once=True, engine=engine, transaction_timeout=timeout).start()
             query.awaitTermination(60)
             return query.batches[-1]
 

@@ -567,7 +567,7 @@ def test_a_failed_attempt_leaves_nothing_in_the_state(
 
     The two differ: the query remembers for each word a text that the attempt has made up.
     """
-    service = make_service(remembered, output_mode="update", small_batch_rows=0)
+    service = make_service(remembered, output_mode="update", engine="tasks")
     fired = tmp_path / "fired"
     inject("write", "raise", where="task", batch=1, once_file=str(fired))
     service.send([(0, "a", 1), (0, "b", 2), (0, "c", 3)])

@@ -187,10 +187,10 @@ def run(query: Any) -> None:
         query.stop()
 
 
-@pytest.mark.parametrize("small_batch_rows", [None, 0])
+@pytest.mark.parametrize("engine", ["auto", "tasks"])
 def test_a_processor(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], s3: S3Server, tmp_path: Path,
-    small_batch_rows: int | None,
+    engine: str,
 ) -> None:  # fmt: skip
     """By the driver and by tasks: values, outputs and state; a missing object is a dead letter."""
     claim = bucket_claim(s3)
@@ -207,7 +207,7 @@ def test_a_processor(
             dead_letter_topic=dead,
             state_dir=tmp_path,
         )
-        run(flow.write(outputs, topic=target, small_batch_rows=small_batch_rows).start())
+        run(flow.write(outputs, topic=target, engine=engine).start())
     seen = independent.read_topic(onceflow_broker, target)
     assert all(len(record.value or b"") < 500 for record in seen)
     got = [claim.decode(record.value or b"") for record in seen if record.key == b"k0"]

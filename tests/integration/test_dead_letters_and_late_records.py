@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,6 @@ from pyspark.sql import functions as F
 
 import onceflow
 from onceflow import serdes
-from onceflow.driver import checkpoint_location
 from onceflow.planning import placement
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
@@ -43,8 +43,8 @@ class Even(onceflow.Processor):
     "write",
     [
         {},
-        {"small_batch_rows": 0},
-        pytest.param({"engine": "direct", "small_batch_rows": 0}, marks=pytest.mark.long),
+        {"engine": "tasks"},
+        pytest.param({"engine": "tasks"}, marks=pytest.mark.long),
     ],
     ids=["driver", "tasks", "reading tasks"],
 )
@@ -110,7 +110,7 @@ def test_records_of_partitions_that_wait_for_their_turn_are_not_late(make_pipe: 
         rows = flow.read(pipe.source, max_records_per_batch=10)
         kept = {"table": f"{pipe.source}-table", "state_dir": pipe.tmp_path, "late_topic": late}
         out = flow.process(rows, Even(), idle_timeout="1 ms", **kept)
-        query = flow.write(out, topic=pipe.target, once=True, engine="direct").start()
+        query = flow.write(out, topic=pipe.target, once=True, engine="driver").start()
         query.awaitTermination()
     assert len(query.batches) >= 30
     assert sum(batch.late for batch in query.batches) == 0
@@ -128,7 +128,7 @@ class Alarm(Even):
         yield onceflow.Record(key, b"late enough")
 
 
-@pytest.mark.parametrize("engine", ["direct", pytest.param("spark", marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["driver", pytest.param("tasks", marks=pytest.mark.long)])
 def test_a_silent_partition_holds_event_time_back_only_for_a_while(
     make_pipe: Any, make_topic: Any, engine: str
 ) -> None:
@@ -217,11 +217,10 @@ def test_rows_that_spark_drops_as_late(make_pipe: Any, tmp_path: Path, caplog: p
 
 
 def test_a_start_that_changes_nothing(
-    make_pipe: Any, make_topic: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing to read: no batch. A start that is refused: no folder. Starting offsets of a flow that has run: told."""
-    monkeypatch.setattr(checkpoint_location.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(checkpoint_location.tempfile, "tempdir", str(tmp_path))
+    """Nothing to read: no batch. No start leaves a folder. Starting offsets of a flow that has run: told."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pipe = make_pipe()
     assert pipe.run(once=True).batches == []
     pipe.fill(10)
@@ -261,13 +260,9 @@ class Sized(onceflow.Processor):
         raise LookupError("nobody is there")
 
 
-@pytest.mark.parametrize(
-    "write",
-    [{"engine": "direct"}, {"engine": "spark", "small_batch_rows": 0}],
-    ids=["direct", "spark"],
-)
+@pytest.mark.parametrize("engine", ["driver", "tasks"])
 def test_what_topics_do_not_take_becomes_letters(
-    make_pipe: Any, make_topic: Any, write: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make_pipe: Any, make_topic: Any, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes are those that the broker stores: 200 KB that are compressed to some hundred bytes fit into 20 KB."""
     monkeypatch.setattr(placement, "TASK_ROWS", 4)
@@ -295,7 +290,7 @@ def test_what_topics_do_not_take_becomes_letters(
                 dead_letter_topic=letters,
                 state_dir=pipe.tmp_path,
             )
-            query = flow.write(rows, topic=out, once=True, compression="zstd", **write).start()
+            query = flow.write(rows, topic=out, once=True, compression="zstd", engine=engine).start()
             query.awaitTermination()
 
     with pytest.raises(onceflow.OptionError, match="which is compacted"):

@@ -63,7 +63,7 @@ def test_first_records_pass_and_the_rest_is_told(
     pipe = make_pipe(partitions=3)
     aside: Any = {"late": make_topic("late", 1), "duplicates_topic": make_topic("twice", 2)}
     orders = Orders(pipe)
-    write = {"small_batch_rows": 0 if tasks else None}
+    write = {"engine": "tasks" if tasks else "auto"}
     orders.send(*[(f"id-{n % 8}", 20_000 + n) for n in range(20)])  # numbers 0 to 19
     (batch,) = orders.run(write=write, **aside).batches
     assert (batch.records, batch.duplicates, batch.late) == (8, 12, 0)
@@ -98,7 +98,7 @@ def test_the_last_ids_by_key_with_operators_behind(make_pipe: Any, monkeypatch: 
     monkeypatch.setattr(placement, "TASK_ROWS", 4)
     pipe = make_pipe(partitions=2)
     orders = Orders(pipe)
-    tasks = {"small_batch_rows": 0}
+    tasks = {"engine": "tasks"}
     by_key: dict[str, Any] = {"id": "key", "records": 100, "write": tasks}
     orders.send(*[("x", n) for n in range(21)])
     (batch,) = orders.run(**by_key).batches
@@ -156,8 +156,7 @@ def test_steps_behind_know_where_a_record_was_read_and_get_its_retries(
                 rows, Ship(), table=f"{pipe.flow}-shipped", on_error="dead-letter", dead_letter_topic=names["failed"],
                 state_dir=pipe.tmp_path,
             )  # fmt: skip
-            small = 0 if tasks else None
-            query = flow.write(shipped, topic=pipe.target, once=True, small_batch_rows=small).start()
+            query = flow.write(shipped, topic=pipe.target, once=True, engine="tasks" if tasks else "auto").start()
             query.awaitTermination()
             return query.batches[-1]
 
@@ -182,9 +181,9 @@ def test_steps_behind_know_where_a_record_was_read_and_get_its_retries(
     assert all(own[json.loads(value)["n"]] == place for place, value in shipped)
 
 
-@pytest.mark.parametrize("small", [pytest.param(None, marks=pytest.mark.long), 0], ids=["driver", "tasks"])
+@pytest.mark.parametrize("engine", [pytest.param("driver", marks=pytest.mark.long), "tasks"])
 def test_calls_behind_know_where_a_record_was_read_and_all_go_to_the_topic_given(
-    make_pipe: Any, make_topic: Any, small: int | None
+    make_pipe: Any, make_topic: Any, engine: str
 ) -> None:
     pipe = make_pipe(partitions=2, target_partitions=1)
     orders, results = Orders(pipe), make_topic("results", 1)
@@ -199,12 +198,12 @@ def test_calls_behind_know_where_a_record_was_read_and_all_go_to_the_topic_given
         how: Any = {"event_time": "at", "within": "10 s", "state_dir": pipe.tmp_path, "duplicates_topic": twice}
         unique = flow.deduplicate(df, id="order", **how)
         called = flow.enrich(unique.where("length(value) > 1"), onceflow.concurrently(place), topic=results)
-        flow.write(called, once=True, small_batch_rows=small).start().awaitTermination()
+        flow.write(called, once=True, engine=engine).start().awaitTermination()
     found = [each.value for each in independent.read_topic(pipe.bootstrap, results)]
     assert len(found) == 5
     assert set(found) < places
     orders.send(*[(f"new-{n % 5}", 20_000 + n) for n in range(10)])
-    query = orders.run(**how, after=lambda df: df.where("source_offset >= 0"), write={"small_batch_rows": small})
+    query = orders.run(**how, after=lambda df: df.where("source_offset >= 0"), write={"engine": engine})
     assert (query.batches[-1].records, query.batches[-1].duplicates) == (5, 5)
     assert len(values(pipe, pipe.target)) == 5, "with one partition, whatever partitions the source has"
     assert len(values(pipe, twice)) == 10

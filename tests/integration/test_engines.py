@@ -35,6 +35,7 @@ try:
     from both_engines import (
         COLUMNS,
         ENGINES,
+        PLACES,
         Engines,
         MakeTopic,
         Result,
@@ -240,12 +241,12 @@ def fill_until_compacted(bootstrap: str, topic: str) -> None:
 
 @pytest.fixture
 def both_process(engines: Engines, ledger: Any, tmp_path: Path) -> Callable[..., Result]:
-    """Runs the same flow with a process step by each engine, compares outputs and the table topic, and returns the
-    result of the direct engine."""
+    """Runs the same flow with a process step by the driver and by tasks, compares outputs and the table topic, and
+    returns the result of the driver."""
 
     def run(read: Callable[[Flow], DataFrame], **options: Any) -> Result:
         results, rows = [], []
-        for engine in ENGINES:
+        for engine in PLACES:
             table = engines.make_topic("table", 3, cleanup_policy="compact")
 
             def build(flow: Flow, engine: str = engine, table: str = table) -> DataFrame:
@@ -253,13 +254,13 @@ def both_process(engines: Engines, ledger: Any, tmp_path: Path) -> Callable[...,
 
             results.append(engines.run(engine, build, **options))
             rows.append(last_rows(engines.bootstrap, table))
-        direct, spark = results
-        assert direct.read == spark.read
-        assert direct.covered == spark.covered
-        assert by_key(direct.records) == by_key(spark.records), "outputs of each key in order"
+        driver, tasks = results
+        assert driver.read == tasks.read
+        assert driver.covered == tasks.covered
+        assert by_key(driver.records) == by_key(tasks.records), "outputs of each key in order"
         assert rows[0] == rows[1]
         assert len(rows[0]) > 30
-        return direct
+        return driver
 
     return run
 
@@ -334,17 +335,17 @@ def last_rows(bootstrap: str, topic: str) -> dict[Any, Any]:
     return rows
 
 
-# ---- one flow, from engine to engine -----------------------------------------------------------------------
+# ---- one flow, from the driver to tasks and back ------------------------------------------------------------
 
 
 def other_than(engine: str) -> str:
-    return ENGINES[1 - ENGINES.index(engine)]
+    return PLACES[1 - PLACES.index(engine)]
 
 
 def test_a_flow_alternates(make_pipe: Any, inject: Any) -> None:
     """From start to start, every second one after an injected fault."""
     pipe = make_pipe()
-    for n, engine in enumerate(("direct", "spark", "direct", "spark", "direct")):
+    for n, engine in enumerate(("driver", "tasks", "driver", "tasks", "driver")):
         pipe.fill(700)
         if n % 2:
             done = pipe.committed_progress()[-1].batch_id
@@ -353,7 +354,7 @@ def test_a_flow_alternates(make_pipe: Any, inject: Any) -> None:
                 pipe.run(engine=other_than(engine))
             inject("init", "raise", flow="nobody")
         query = pipe.run(engine=engine)
-        assert query.engine == engine
+        assert {"task" in batch.path for batch in query.batches} == {engine == "tasks"}
     pipe.check()
     assert [each.batch_id for each in pipe.committed_progress()] == list(range(len(pipe.committed_progress())))
 
@@ -361,7 +362,7 @@ def test_a_flow_alternates(make_pipe: Any, inject: Any) -> None:
 @pytest.mark.long
 def test_a_flow_with_state_alternates(make_state_pipe: Any, inject: Any) -> None:
     pipe = make_state_pipe()
-    for n, engine in enumerate(("direct", "spark", "direct", "spark")):
+    for n, engine in enumerate(("driver", "tasks", "driver", "tasks")):
         pipe.fill(500)
         if n:
             done = pipe.committed_progress()[-1].batch_id
@@ -378,19 +379,19 @@ def test_a_flow_with_state_alternates(make_state_pipe: Any, inject: Any) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "partitions, more_partitions, targets, write",
-    [(1, 3, 3, {}), (2, 4, 4, {"small_batch_rows": 0})],
+    "partitions, more_partitions, targets, engine",
+    [(1, 3, 3, "driver"), (2, 4, 4, "tasks")],
     ids=["driver", "tasks"],
 )
 def test_partitions_that_are_added_while_the_direct_engine_runs(
-    make_pipe: Any, partitions: int, more_partitions: int, targets: int, write: dict[str, Any]
+    make_pipe: Any, partitions: int, more_partitions: int, targets: int, engine: str
 ) -> None:
     """They are read from their first record, by the driver or by tasks."""
     pipe = make_pipe(partitions=partitions, target_partitions=targets)
     pipe.fill(200)
     flow = pipe.open()
     rows = flow.read(pipe.source).select("key", "value")
-    query = flow.write(rows, topic=pipe.target, engine="direct", **write).start()
+    query = flow.write(rows, topic=pipe.target, engine=engine).start()
     try:
         query.processAllAvailable()
         admin = AdminClient({"bootstrap.servers": pipe.bootstrap})

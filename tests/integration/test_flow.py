@@ -28,32 +28,28 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("partitioner", ["key", pytest.param("source", marks=pytest.mark.short_form)])
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
-def test_copies_exactly_once(make_pipe: Any, partitioner: str, small_batch_rows: int) -> None:
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
+def test_copies_exactly_once(make_pipe: Any, partitioner: str, engine: str) -> None:
     pipe = make_pipe()
     pipe.fill(2500)
-    query = pipe.run(partitioner=partitioner, small_batch_rows=small_batch_rows)
+    query = pipe.run(partitioner=partitioner, engine=engine)
     pipe.check()
-    paths = {batch.path for batch in query.batches}
-    assert paths == ({"driver"} if small_batch_rows else {"1 tasks"} if partitioner == "key" else {"4 tasks"})
+    assert {batch.path for batch in query.batches} == {"driver" if engine == "driver" else "2 reading tasks"}
     assert sum(batch.records for batch in query.batches) == 2500
 
 
 @pytest.mark.parametrize(
-    "partitioner, small_batch_rows, path",
-    [
-        ("key", 0, "1 tasks"),
-        pytest.param("key", 4000, "driver", marks=pytest.mark.long),
-        pytest.param("source", 0, "4 tasks", marks=pytest.mark.long),
-    ],
+    "partitioner, path",
+    [("key", "driver"), pytest.param("source", "4 tasks", marks=pytest.mark.long)],
 )
-def test_few_tasks_read_many_partitions(make_pipe: Any, partitioner: str, small_batch_rows: int, path: str) -> None:
+def test_few_tasks_of_a_micro_batch_read_many_partitions(make_pipe: Any, partitioner: str, path: str) -> None:
     pipe = make_pipe(partitions=12)
     pipe.fill(2500)
-    query = pipe.run(partitioner=partitioner, small_batch_rows=small_batch_rows, engine="spark")
+    engine = "auto" if path == "driver" else "tasks"
+    query = pipe.run(partitioner=partitioner, engine=engine, checkpoint=pipe.tmp_path / "checkpoint")
     pipe.check()  # with "source", every record is in the partition from which it came
     assert {batch.path for batch in query.batches} == {path}
-    assert max(tasks_of_stages(pipe, query)) == (1 if path == "1 tasks" else 4), "two for each core"
+    assert max(tasks_of_stages(pipe, query)) == 4, "two for each core"
 
 
 def test_the_tasks_of_a_repartitioned_query_are_left_alone(make_pipe: Any) -> None:
@@ -61,7 +57,7 @@ def test_the_tasks_of_a_repartitioned_query_are_left_alone(make_pipe: Any) -> No
     pipe.fill(500)
     flow = pipe.open()
     rows = flow.read(pipe.source).select("key", "value").repartition(9)
-    query = flow.write(rows, topic=pipe.target, small_batch_rows=4000, engine="spark").start()
+    query = flow.write(rows, topic=pipe.target, checkpoint=pipe.tmp_path / "checkpoint").start()
     try:
         query.processAllAvailable()
     finally:
@@ -79,11 +75,11 @@ def tasks_of_stages(pipe: Any, query: Any) -> list[int]:
     return [tracker.getStageInfo(stage).numTasks for stage in stages]
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 10_000])
-def test_round_robin_uses_every_partition(make_pipe: Any, small_batch_rows: int) -> None:
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
+def test_round_robin_uses_every_partition(make_pipe: Any, engine: str) -> None:
     pipe = make_pipe(partitions=3, target_partitions=5)
     pipe.fill(6000)
-    pipe.run(partitioner="round_robin", small_batch_rows=small_batch_rows)
+    pipe.run(partitioner="round_robin", engine=engine)
     seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert sorted(s.value for s in seen) == sorted(value for _, value in pipe.sent)
     assert {s.partition for s in seen} == set(range(5))
@@ -118,8 +114,9 @@ def test_progress_record_is_the_truth(make_pipe: Any) -> None:
 def test_reports_of_spark_look_like_those_of_other_engines(make_pipe: Any) -> None:
     pipe = make_pipe()
     pipe.fill(1200)
-    query = pipe.run(engine="spark")
+    query = pipe.run(checkpoint=pipe.tmp_path / "checkpoint")
     assert query.engine == "spark"
+    pipe.flow = f"{pipe.flow}-direct"
     spark = query.recentProgress[1]  # the first one has no start
     start, end, latest = (
         {topic: {int(p): offset for p, offset in offsets.items()} for topic, offsets in report.items()}
@@ -132,10 +129,10 @@ def test_reports_of_spark_look_like_those_of_other_engines(make_pipe: Any) -> No
     assert _parsed(reports.last["sources"][0]["endOffset"]) == _parsed(spark["sources"][0]["endOffset"])
     assert reports.last["sources"][0]["metrics"] == spark["sources"][0]["metrics"]
     pipe.fill(1200)
-    other = pipe.run(engine="direct")
+    other = pipe.run(engine="driver")
     assert other.engine == "direct"
     assert _shape(other.recentProgress[0]) == _shape(spark)
-    assert sum(report["numInputRows"] for report in other.recentProgress) == 1200
+    assert sum(report["numInputRows"] for report in other.recentProgress) == 2400
 
 
 def _parsed(offsets: Any) -> Any:
@@ -159,10 +156,8 @@ def test_group_offsets_show_zero_lag(make_pipe: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
-def test_many_topics_headers_and_timestamps_in_one_transaction(
-    make_pipe: Any, make_topic: Any, small_batch_rows: int
-) -> None:
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
+def test_many_topics_headers_and_timestamps_in_one_transaction(make_pipe: Any, make_topic: Any, engine: str) -> None:
     from pyspark.sql import functions as F
 
     pipe = make_pipe()
@@ -178,7 +173,7 @@ def test_many_topics_headers_and_timestamps_in_one_transaction(
         F.array(F.struct(F.lit("origin").alias("key"), F.col("topic").cast("binary").alias("value"))).alias("headers"),
         F.timestamp_millis(number + 1_000_000).alias("timestamp"),
     )
-    query = flow.write(out, small_batch_rows=small_batch_rows).start()
+    query = flow.write(out, engine=engine).start()
     query.processAllAvailable()
     query.stop()
     for topic, rest in ((even, 0), (odd, 1)):
@@ -189,8 +184,8 @@ def test_many_topics_headers_and_timestamps_in_one_transaction(
         assert all(s.timestamp_ms == int(s.value or b"") + 1_000_000 for s in seen)
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
-def test_explicit_partition_column_and_null_keys(make_pipe: Any, small_batch_rows: int) -> None:
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
+def test_explicit_partition_column_and_null_keys(make_pipe: Any, engine: str) -> None:
     from pyspark.sql import functions as F
 
     pipe = make_pipe(target_partitions=3)
@@ -202,7 +197,7 @@ def test_explicit_partition_column_and_null_keys(make_pipe: Any, small_batch_row
         "value",
         F.when(number % 2 == 0, number % 3).cast("int").alias("partition"),
     )
-    query = flow.write(out, topic=pipe.target, small_batch_rows=small_batch_rows).start()
+    query = flow.write(out, topic=pipe.target, engine=engine).start()
     query.processAllAvailable()
     query.stop()
     seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
@@ -226,7 +221,7 @@ def test_large_batches_are_split_below_the_topic_limit(make_pipe: Any, make_topi
     pipe = make_pipe()
     pipe.target = make_topic("narrow", 4, max_message_bytes=20_000)
     pipe.fill(3000)
-    pipe.run(small_batch_rows=0)
+    pipe.run(engine="tasks")
     pipe.check()
 
 
@@ -323,11 +318,8 @@ def test_an_output_topic_that_was_created_again_is_written_on(make_pipe: Any) ->
     assert sorted(s.value or b"" for s in seen) == sorted(v or b"" for _, v in pipe.sent[len(before) :])
 
 
-@pytest.mark.parametrize("small_batch_rows, path", [(None, "1 tasks"), (100, "driver")])
-def test_user_code_that_may_make_any_number_of_rows_runs_in_tasks(
-    make_pipe: Any, small_batch_rows: int | None, path: str
-) -> None:
-    """However few records come: the driver must not collect what they become, unless it is asked to."""
+def test_user_code_that_may_make_any_number_of_rows_runs_in_tasks(make_pipe: Any) -> None:
+    """However few records a micro-batch has: the driver must not collect what they become."""
     pipe = make_pipe(partitions=1, target_partitions=1)
     pipe.fill(1)
 
@@ -338,10 +330,10 @@ def test_user_code_that_may_make_any_number_of_rows_runs_in_tasks(
 
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap)
     rows = flow.read(pipe.source).select("key", "value")
-    options = {"small_batch_rows": small_batch_rows, "once": True, "engine": "spark"}
+    options: dict[str, Any] = {"once": True, "checkpoint": pipe.tmp_path / "checkpoint"}
     query = flow.write(rows.mapInArrow(many, rows.schema), topic=pipe.target, **options).start()
     query.awaitTermination()
-    assert [(batch.records, batch.path) for batch in query.batches] == [(500, path)]
+    assert [(batch.records, batch.path) for batch in query.batches] == [(500, "1 tasks")]
     assert len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True)) == 500
 
 
@@ -353,7 +345,7 @@ def test_the_query_of_an_older_run_leaves_the_newer_one_alone(make_pipe: Any) ->
     pipe.fill(200)
     with pipe.open() as flow:
         rows = flow.read(pipe.source).select("key", "value")
-        older = flow.write(rows, topic=pipe.target, engine="spark").start()
+        older = flow.write(rows, topic=pipe.target, checkpoint=pipe.tmp_path / "checkpoint").start()
         older.processAllAvailable()
         pipe.spark.streams.get(older.id).stop()  # by Spark: nobody has told the flow
         newer = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
@@ -377,7 +369,8 @@ def test_a_query_that_spark_stops_is_not_run_again(make_pipe: Any) -> None:
     pipe.fill(10)
     flow = pipe.open()
     rows = flow.read(pipe.source).select("key", "value")
-    query = flow.write(rows.mapInPandas(slow, rows.schema), topic=pipe.target, engine="spark").start()
+    kept = pipe.tmp_path / "checkpoint"
+    query = flow.write(rows.mapInPandas(slow, rows.schema), topic=pipe.target, checkpoint=kept).start()
     tracker = pipe.spark.sparkContext.statusTracker()
     wait_until(lambda: bool(tracker.getJobIdsForGroup(str(query.runId))), 60, "the batch runs")
     pipe.spark.streams.get(query.id).stop()
@@ -408,7 +401,7 @@ def test_an_error_of_user_code_that_speaks_of_cancelling_is_run_again(make_pipe:
     flow = pipe.open()
     rows = flow.read(pipe.source).select("key", "value")
     work = refuses_once(str(pipe.tmp_path / "fired"))
-    query = flow.write(rows.mapInPandas(work, rows.schema), topic=pipe.target).start()
+    query = flow.write(rows.mapInPandas(work, rows.schema), topic=pipe.target, engine="tasks").start()
     query.processAllAvailable()
     query.stop()
     assert [batch.attempts for batch in query.batches] == [2]
@@ -422,7 +415,7 @@ def test_a_large_batch_that_is_filtered_to_nothing(make_pipe: Any, monkeypatch: 
     pipe.fill(400)
     with pipe.open() as flow:
         nothing = flow.read(pipe.source).where("length(value) < 0").select("key", "value")
-        query = flow.write(nothing, topic=pipe.target, small_batch_rows=0).start()
+        query = flow.write(nothing, topic=pipe.target, engine="tasks").start()
         query.processAllAvailable()
         assert [(batch.attempts, batch.path) for batch in query.batches] == [(1, "2 tasks")]
         query.stop()

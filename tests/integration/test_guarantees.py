@@ -19,7 +19,6 @@ from onceflow.testing import faults, independent
 
 pytestmark = [pytest.mark.integration]
 
-ROWS = 0  # through tasks
 BATCH = 2
 
 
@@ -39,20 +38,19 @@ def batch_size(pipe: Any, inject: Any, step: str, **write: Any) -> int:
         pipe.run(**write)
     inject("init", "raise", flow="nobody")
     query = pipe.run(**write)
-    assert query.engine == write["engine"]
     return int(query.batches[0].records)
 
 
 def crash_case(guarantee: str, step: str, engine: str) -> Any:
-    """`make test` has every crash with one of the engines, `make test-long` with both."""
-    first = {"write": "direct", "progress": "spark"} if guarantee == "at_least_once" else {"progress": "direct"}
-    marks = [] if first.get(step, "spark") == engine else [pytest.mark.long]
+    """`make test` has every crash with one of driver and tasks, `make test-long` with both."""
+    first = {"write": "driver", "progress": "tasks"} if guarantee == "at_least_once" else {"progress": "driver"}
+    marks = [] if first.get(step, "tasks") == engine else [pytest.mark.long]
     return pytest.param(guarantee, step, engine, marks=marks)
 
 
 @pytest.mark.parametrize(
     "guarantee, step, engine",
-    [crash_case(g, s, engine) for g in GUARANTEES for s in ("write", "progress") for engine in ("direct", "spark")],
+    [crash_case(g, s, engine) for g in GUARANTEES for s in ("write", "progress") for engine in ("driver", "tasks")],
 )
 def test_a_crash_at_the_same_step(make_pipe: Any, inject: Any, guarantee: str, step: str, engine: str) -> None:
     """After the rows and before progress: at_least_once doubles. The other way round: at_most_once loses."""
@@ -85,7 +83,7 @@ def test_a_task_that_dies(make_pipe: Any, inject: Any) -> None:
         pipe.fill(2500)
         once = pipe.tmp_path / f"fired-{guarantee}"
         inject("write", "raise", where="task", batch=BATCH, task=0, once_file=str(once))
-        query = pipe.run(guarantee=guarantee, small_batch_rows=ROWS, partitioner="source")
+        query = pipe.run(guarantee=guarantee, engine="tasks", partitioner="source")
         assert once.exists()
         summary = {b.batch: b for b in query.batches}[BATCH]
         assert (summary.attempts, summary.lost) == ((1, True) if guarantee == "at_most_once" else (2, False))
@@ -118,7 +116,7 @@ def test_an_attempt_of_the_direct_engine_that_fails(
     monkeypatch.setattr(RowWriter, "_encode", failing)
     pipe = make_pipe()
     pipe.fill(2500)
-    query = pipe.run(guarantee=guarantee, engine="direct")
+    query = pipe.run(guarantee=guarantee, engine="driver")
     assert failed
     summary = {b.batch: b for b in query.batches}[BATCH]
     lost, doubled = difference(pipe)
@@ -135,13 +133,13 @@ def test_an_attempt_of_the_direct_engine_that_fails(
     )
 
 
-@pytest.mark.parametrize("rows", [0, 4000])
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
-def test_without_faults_everything_is_there_once_and_in_order(make_pipe: Any, guarantee: str, rows: int) -> None:
+def test_without_faults_everything_is_there_once_and_in_order(make_pipe: Any, guarantee: str, engine: str) -> None:
     """One idempotent producer for the whole run, outside any transaction."""
     pipe = make_pipe()
     pipe.fill(2500)
-    query = pipe.run(guarantee=guarantee, small_batch_rows=rows)
+    query = pipe.run(guarantee=guarantee, engine=engine)
     assert len(query.batches) >= 3
     pipe.check()
     delivery = query._sink._commit._delivery

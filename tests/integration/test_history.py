@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 def start(pipe: Any, *, columns: Callable[[Any], Any] = lambda df: df, n: str | None = None, **write: Any) -> Any:
     flow = pipe.open()
     df = flow.read(pipe.source, max_records_per_batch=1000, include_headers=True)
-    query = flow.write(tagged(columns(df), pipe.flow, n=n), topic=pipe.target, **write).start()
+    query = flow.write(tagged(columns(df), flow, n=n), topic=pipe.target, **write).start()
     try:
         query.processAllAvailable()
     finally:
@@ -38,14 +38,14 @@ def verdict_on(pipe: Any, path: Path, **options: Any) -> Any:
     return verify(path, pipe.bootstrap, pipe.flow, sources=[pipe.source], outputs=[pipe.target], **options)
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, pytest.param(8000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["tasks", pytest.param("driver", marks=pytest.mark.long)])
 def test_a_flow_with_an_aborted_attempt(
-    make_pipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_batch_rows: int
+    make_pipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str
 ) -> None:
     """A task fails after it has written, and the driver: both attempts are aborted, and run again."""
     pipe, path = make_pipe(), tmp_path / "history"
     pipe.fill(2500)
-    task = {"where": "task", "task": 0, "once_file": str(tmp_path / "task")} if small_batch_rows == 0 else {}
+    task = {"where": "task", "task": 0, "once_file": str(tmp_path / "task")} if engine == "tasks" else {}
     faults._fired.clear()
     rules = [{"step": "write", "action": "raise", "batch": 2, **task}, {"step": "audit", "action": "raise", "batch": 3}]
     monkeypatch.setenv(hooks.VARIABLE, faults.value_of(*rules))
@@ -53,11 +53,11 @@ def test_a_flow_with_an_aborted_attempt(
     while "done" not in ends:
         with Recorder(path, driver=f"driver-{len(ends)}"):
             try:
-                start(pipe, small_batch_rows=small_batch_rows)
+                start(pipe, engine=engine)
                 ends.append("done")
             except StreamingQueryException as error:
                 ends.append(str(error))
-    assert ["injected at" in end for end in ends] == [True, True, False][small_batch_rows == 0 :]
+    assert ["injected at" in end for end in ends] == [True, True, False][engine == "tasks" :]
     verdict = verdict_on(pipe, path)
     assert verdict.verdict == PASSED, verdict
     assert (verdict.counts["ok"], verdict.counts["fail"], verdict.counts["info"]) == (3, 2, 0)
@@ -68,8 +68,8 @@ def test_a_flow_with_an_aborted_attempt(
     assert {op.driver for op in load(path).ops} == {f"driver-{n}" for n in range(len(ends))}
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 8000])
-def test_headers_are_kept_and_rows_numbered(make_pipe: Any, tmp_path: Path, small_batch_rows: int) -> None:
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
+def test_headers_are_kept_and_rows_numbered(make_pipe: Any, tmp_path: Path, engine: str) -> None:
     """Three rows of every record, which has headers of its own or none."""
     from pyspark.sql import functions as F
 
@@ -84,7 +84,7 @@ def test_headers_are_kept_and_rows_numbered(make_pipe: Any, tmp_path: Path, smal
         return df.select("*", F.explode(F.array(*map(F.lit, range(3)))).alias("number"))
 
     with Recorder(path):
-        start(pipe, columns=columns, n="number", small_batch_rows=small_batch_rows)
+        start(pipe, columns=columns, n="number", engine=engine)
     verdict = verdict_on(pipe, path, outputs_of=3)
     assert verdict.verdict == PASSED, verdict
     sources = {(s.topic, s.partition, s.offset): s for s in independent.read_topic(pipe.bootstrap, pipe.source)}
@@ -190,20 +190,18 @@ def sums(records: Iterable[independent.Seen]) -> dict[bytes | None, int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("small_batch_rows", [pytest.param(0, id="tasks"), pytest.param(None, id="driver")])
-def test_a_process_step(
-    make_state_pipe: Any, inject: Callable[..., None], tmp_path: Path, small_batch_rows: int | None
-) -> None:
+@pytest.mark.parametrize("engine", [pytest.param("tasks", id="tasks"), pytest.param("auto", id="driver")])
+def test_a_process_step(make_state_pipe: Any, inject: Callable[..., None], tmp_path: Path, engine: str) -> None:
     """State is what a replay of the source makes, and every output is there, with an aborted attempt in between."""
     pipe, path = make_state_pipe(), tmp_path / "history"
     pipe.fill(2500)
     inject("write", "raise", batch=2)
-    run = {"process": {"processor": make_doubling(pipe.flow)}, "small_batch_rows": small_batch_rows}
+    run = {"process": {"processor": make_doubling(pipe.flow)}, "engine": engine}
     with Recorder(path):
         with pytest.raises(StreamingQueryException, match="injected at"):
             pipe.run(**run)
         query = pipe.run(**run)
-    assert {batch.path == "driver" for batch in query.batches} == {small_batch_rows is None}
+    assert {batch.path == "driver" for batch in query.batches} == {engine == "auto"}
     state = {"table": pipe.table, "state_value": json.loads}
     verdict = verdict_on(pipe, path, outputs_of=2, replay=sums, **state)
     assert verdict.verdict == PASSED, verdict

@@ -102,16 +102,14 @@ def pipe(forgetful: str, make_pipe: Callable[..., Any]) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "guarantee, small_batch_rows", [("exactly_once", 0), ("exactly_once", 4000), ("at_least_once", 4000)]
+    "guarantee, engine", [("exactly_once", "tasks"), ("exactly_once", "driver"), ("at_least_once", "driver")]
 )
-def test_the_next_batch_commits(
-    pipe: Any, connect: Callable[[], Cluster], guarantee: str, small_batch_rows: int
-) -> None:
+def test_the_next_batch_commits(pipe: Any, connect: Callable[[], Cluster], guarantee: str, engine: str) -> None:
     cluster = connect()
     flow = pipe.open()
     rows = flow.read(pipe.source).select("key", "value")
     wait_until_forgotten(cluster, Names(pipe.flow))
-    writer = flow.write(rows, topic=pipe.target, small_batch_rows=small_batch_rows, guarantee=guarantee)
+    writer = flow.write(rows, topic=pipe.target, engine=engine, guarantee=guarantee)
     query = writer.start()
     try:
         query.processAllAvailable()

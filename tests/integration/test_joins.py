@@ -26,8 +26,8 @@ pytestmark = pytest.mark.integration
 Run = Callable[..., Any]
 WAYS = pytest.mark.parametrize(
     "write",
-    [{}, {"small_batch_rows": 0}, {"engine": "direct", "small_batch_rows": 0}],
-    ids=["driver", "tasks", "reading tasks"],
+    [{}, {"engine": "tasks"}],
+    ids=["driver", "tasks"],
 )
 
 
@@ -177,21 +177,21 @@ def test_rows_that_were_joined_before_a_shuffle(
 
     put(b"first")
     joined.order("EUR")
-    joined.run(join=join, small_batch_rows=0)
+    joined.run(join=join, engine="tasks")
     read_from_a_compacted_log(partition_folder(copies, joined.flow, second, 0), 2)
     real = Joins.failed
     monkeypatch.setattr(Joins, "failed", failed)
     joined.order("EUR")
-    joined.run(join=join, small_batch_rows=0)
+    joined.run(join=join, engine="tasks")
     rows = [(row["one"], row["two"]) for _, row in sorted(joined.written().items())]
     assert rows == [("first", "first"), ("later", "later")]
     assert sum(joined.pinned()[joined.rates].values()) == 2
     assert joined.pinned()[second] == {0: 2}
 
 
-@pytest.mark.parametrize("small_batch_rows", [pytest.param(None, marks=pytest.mark.long), 0], ids=["driver", "tasks"])
+@pytest.mark.parametrize("engine", [pytest.param("auto", marks=pytest.mark.long), "tasks"], ids=["driver", "tasks"])
 def test_at_most_once_loses_nothing_because_of_a_copy(
-    joined: Joined, monkeypatch: pytest.MonkeyPatch, small_batch_rows: int | None
+    joined: Joined, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     """Copies are exact at the offsets of a batch before progress moves: after that nothing may be tried again."""
     copies = joined.folder / "copies"
@@ -208,7 +208,7 @@ def test_at_most_once_loses_nothing_because_of_a_copy(
 
     real = Joins.failed
     monkeypatch.setattr(Joins, "failed", failed)
-    options = {"guarantee": "at_most_once", "small_batch_rows": small_batch_rows}
+    options = {"guarantee": "at_most_once", "engine": engine}
     joined.put(EUR=1, USD=1, GBP=1, XXX=1)
     joined.order("EUR")
     joined.run(join=join, **options)

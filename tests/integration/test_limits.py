@@ -397,17 +397,17 @@ def test_a_thousand_partitions_in_one_transaction(make_pipe: Any, onceflow_broke
     wide = f"wide-{time.time_ns()}"
     create_topic(onceflow_broker, wide, 1000)
     expected: list[tuple[bytes | None, bytes | None]] = []
-    for path, rows in (("driver", 6_000), ("2 tasks", 30_000)):
+    for path, rows in (("driver", 6_000), ("2 reading tasks", 30_000)):
         pipe = replace(make_pipe(), target=wide)
         pipe.sent = [(b"key-%d" % n, f"{path} {n:09d}".encode()) for n in range(rows)]
         independent.fill(pipe.bootstrap, pipe.source, pipe.sent)
-        write = {"small_batch_rows": 0 if "tasks" in path else 8_000, "engine": "spark"}  # which reads all in one batch
-        (batch,) = pipe.run(read={"max_records_per_batch": None}, **write).batches
+        engine = "tasks" if "tasks" in path else "driver"
+        (batch,) = pipe.run(read={"max_records_per_batch": None}, engine=engine).batches
         assert (batch.records, batch.attempts, batch.path) == (rows, 1, path)
         expected += pipe.sent
     seen = independent.read_topic(onceflow_broker, wide, decided=True)
     assert Counter((s.key, s.value) for s in seen) == Counter(expected)
-    for path in (b"driver", b"2 tasks"):
+    for path in (b"driver", b"2 reading tasks"):
         assert len({s.partition for s in seen if (s.value or b"").startswith(path)}) > 950
 
 

@@ -55,14 +55,8 @@ def route(batch: pa.RecordBatch, *, to: dict[bool, str]) -> pa.RecordBatch:
 
 
 @pytest.mark.short_form
-@pytest.mark.parametrize(
-    "engine, small_batch_rows, in_driver",
-    [("spark", None, False), ("spark", 4000, True), ("direct", None, True)],
-    ids=["tasks", "small batches", "direct"],
-)
-def test_rows_are_changed_left_out_and_routed(
-    make_pipe: Any, make_topic: Any, engine: str, small_batch_rows: int | None, in_driver: bool
-) -> None:
+@pytest.mark.parametrize("engine", ["tasks", "driver", "checkpoint"])
+def test_rows_are_changed_left_out_and_routed(make_pipe: Any, make_topic: Any, engine: str) -> None:
     pipe = make_pipe()
     pipe.fill(900)
     topics = {True: make_topic("fours"), False: make_topic("twos")}
@@ -72,14 +66,17 @@ def test_rows_are_changed_left_out_and_routed(
     rows = flow.map(
         kept, functools.partial(route, to=topics), schema=f"key binary, value binary, topic string, headers {HEADERS}"
     )
-    query = flow.write(rows, small_batch_rows=small_batch_rows, engine=engine).start()
+    options: dict[str, Any] = {"engine": engine}
+    if engine == "checkpoint":
+        options = {"checkpoint": pipe.tmp_path / "checkpoint"}
+    query = flow.write(rows, **options).start()
     try:
         query.processAllAvailable()
     finally:
         query.stop()
-    assert query.engine == engine
+    assert query.engine == ("spark" if engine == "checkpoint" else "direct")
     assert query.batches
-    assert all(("driver" in batch.path) == in_driver for batch in query.batches)
+    assert all(("driver" in batch.path) == (engine == "driver") for batch in query.batches)
     for is_four, topic in topics.items():
         seen = independent.read_topic(pipe.bootstrap, topic, decided=True)
         expected = [(k, b"<%s>" % v) for k, v in pipe.sent if int(v) % 2 == 0 and (int(v) % 4 == 0) == is_four]
@@ -97,8 +94,8 @@ class Last(onceflow.Processor):
 
 @pytest.mark.parametrize(
     "engine, behind",
-    [("spark", True), pytest.param("spark", False, marks=pytest.mark.long), ("direct", False)],
-    ids=["spark, also behind", "spark", "direct"],
+    [("tasks", True), pytest.param("tasks", False, marks=pytest.mark.long), ("driver", True), ("driver", False)],
+    ids=["tasks, also behind", "tasks", "driver, also behind", "driver"],
 )
 def test_maps_around_a_union_and_around_a_process_step(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, engine: str, behind: bool
@@ -129,14 +126,14 @@ def test_maps_around_a_union_and_around_a_process_step(
             )
         query = flow.write(written, topic=target, once=True, engine=engine).start()
         query.awaitTermination(60)
-        assert query.engine == engine
+        assert all(("task" in batch.path) == (engine == "tasks") for batch in query.batches)
     outputs = independent.read_topic(onceflow_broker, target, decided=True)
     seen = {(record.key, record.value) for record in outputs}
     end = b"!" if behind else b""
     assert seen == {(b"k%d" % n, (b"ONE" if n < 5 else b"TWO") + end) for n in range(9)}
 
 
-@pytest.mark.parametrize("engine", ["direct", pytest.param("spark", marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["driver", pytest.param("tasks", marks=pytest.mark.long)])
 def test_a_function_keeps_the_variables_that_it_had(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], engine: str
 ) -> None:
@@ -172,8 +169,8 @@ REFUSED = ProcessorError, "Flow.map: refuse failed for a batch of 3 rows: ValueE
     "where, function, kind, words",
     [
         ("tasks", refuse, *REFUSED),
-        ("direct", refuse, *REFUSED),
-        ("before a direct step", refuse, *REFUSED),
+        ("driver", refuse, *REFUSED),
+        ("before a step", refuse, *REFUSED),
         ("after a step", refuse, *REFUSED),
         (
             "driver",
@@ -182,7 +179,7 @@ REFUSED = ProcessorError, "Flow.map: refuse failed for a batch of 3 rows: ValueE
             "Flow.map: <lambda> returned a batch without",
         ),
         (
-            "direct",
+            "tasks",
             lambda batch: batch.drop_columns(["key"]),
             SchemaError,
             "Flow.map: <lambda> returned a batch without",
@@ -200,11 +197,9 @@ def test_a_wrong_result_stops_the_flow(
         if where == "after a step":
             rows = flow.process(rows, Last(), table=f"{source}-last", state_dir=tmp_path).select("key", "value")
         rows = flow.map(rows, function)
-        if where == "before a direct step":
+        if where == "before a step":
             rows = flow.process(rows, Last(), table=f"{source}-last", state_dir=tmp_path)
-        options: dict[str, Any] = {"small_batch_rows": 4000} if where == "driver" else {}
-        options["engine"] = "direct" if "direct" in where else "spark"
-        query = flow.write(rows, topic=target, **options).start()
+        query = flow.write(rows, topic=target, engine="tasks" if where == "tasks" else "driver").start()
         with pytest.raises(kind, match=words) as caught:
             query.processAllAvailable()
     error = caught.value
@@ -275,9 +270,9 @@ def test_a_module_that_only_the_driver_has_is_told_at_the_start(
     with onceflow.Flow(f"only-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
         rows = flow.map(flow.read(source), module.clean)
         with pytest.raises(EnvironmentUnusableError, match="'onceflow_test_only_here', which the function clean needs"):
-            flow.write(rows, topic=target, engine="spark").start()
-        # No task imports it for a direct query.
-        flow.write(rows, topic=target, once=True, engine="direct").start().awaitTermination(60)
+            flow.write(rows, topic=target, engine="tasks").start()
+        # No task imports it if the driver reads all batches.
+        flow.write(rows, topic=target, once=True, engine="driver").start().awaitTermination(60)
 
 
 def test_tasks_prepare_copies_of_a_processor_that_they_cannot_import(
@@ -302,7 +297,7 @@ def test_tasks_prepare_copies_of_a_processor_that_they_cannot_import(
     assert "local copies are prepared" in caplog.text
 
 
-@pytest.mark.parametrize("engine", [pytest.param("spark", marks=pytest.mark.long), "direct"])
+@pytest.mark.parametrize("engine", [pytest.param("tasks", marks=pytest.mark.long), "driver"])
 def test_a_time_zone_of_the_session_does_not_move_times(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], engine: str
 ) -> None:
@@ -313,7 +308,7 @@ def test_a_time_zone_of_the_session_does_not_move_times(
     try:
         with onceflow.Flow(f"zone-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
             rows = flow.map(flow.read(source).select("value", "timestamp"), _later)
-            if engine == "spark":
+            if engine == "tasks":
                 rows = rows.where(F.col("value") == b"2021-01-01 00:00:01+00:00")
             flow.write(rows, topic=target, once=True, engine=engine).start().awaitTermination(60)
     finally:
@@ -346,7 +341,7 @@ def test_times_that_arrow_cannot_have_in_the_time_zone_of_the_session(
             rows = flow.map(flow.read(source), lambda batch: batch)
             if process:
                 rows = flow.process(rows, Last(), table=f"{source}-last", state_dir=tmp_path)
-            flow.write(rows, topic=target, once=True, engine="direct").start().awaitTermination(60)
+            flow.write(rows, topic=target, once=True, engine="driver").start().awaitTermination(60)
     finally:
         onceflow_spark.conf.set("spark.sql.session.timeZone", before)
     seen = independent.read_topic(onceflow_broker, target, decided=True)
@@ -387,7 +382,7 @@ ODD_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["direct", pytest.param("spark", marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["driver", pytest.param("tasks", marks=pytest.mark.long)])
 def test_columns_may_have_any_names(make_pipe: Any, make_topic: Any, engine: str) -> None:
     """Whatever their names are, values stay in their columns, through functions and as the id of a de-duplication."""
 
@@ -416,7 +411,7 @@ def test_columns_may_have_any_names(make_pipe: Any, make_topic: Any, engine: str
     expected = ["|".join(f"{number}-b'{n}'" for number in range(len(ODD_NAMES))).encode() for n in range(4)]
     written = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert sorted(each.value for each in written) == sorted(expected)
-    if engine == "direct":
+    if engine == "driver":
         return
     for name in ("a`.`b", ""):
         flow = onceflow.Flow(f"{pipe.flow}-{len(name)}", pipe.spark, bootstrap_servers=pipe.bootstrap)

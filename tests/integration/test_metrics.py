@@ -162,7 +162,7 @@ def test_sums_are_what_consumers_see(
             on_error="dead-letter",
             dead_letter_topic=letters,
         )
-        query = flow.write(rows, topic=pipe.target, small_batch_rows=0).start()
+        query = flow.write(rows, topic=pipe.target, engine="tasks").start()
         try:
             query.processAllAvailable()
             with pytest.raises(StreamingQueryException, match="injected"):
@@ -197,13 +197,13 @@ def test_sums_are_what_consumers_see(
     assert [found.sum(name, **named) for name in counters] == [3, 1, 3, 1]
 
 
-@pytest.mark.parametrize("small_batch_rows", [pytest.param(None, marks=pytest.mark.long), 0], ids=["driver", "tasks"])
+@pytest.mark.parametrize("engine", [pytest.param("auto", marks=pytest.mark.long), "tasks"], ids=["driver", "tasks"])
 def test_tables_restores_and_latency(
     make_pipe: Any,
     make_topic: Any,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    small_batch_rows: int | None,
+    engine: str,
 ) -> None:
     """The copies are deleted between two runs. A batch of the second run is aborted once, when tasks write."""
     pipe = make_pipe()
@@ -214,7 +214,7 @@ def test_tables_restores_and_latency(
         flow = pipe.open()
         step = {"table": table, "state_dir": tmp_path / "state"}
         rows = flow.process(flow.read(pipe.source), Counted(), **step)
-        query = flow.write(rows, topic=pipe.target, small_batch_rows=small_batch_rows).start()
+        query = flow.write(rows, topic=pipe.target, engine=engine).start()
         try:
             query.processAllAvailable()
             if restored is not None:
@@ -249,7 +249,7 @@ def test_tables_restores_and_latency(
         named = {"flow": pipe.flow}
         wait_until(lambda: Scrape(endpoint.url).sum("latency_seconds_count", **named), 30, "a batch was looked at")
         found = Scrape(endpoint.url)
-        assert found.sum("attempts_aborted_total", **named) == (1 if small_batch_rows == 0 else None)
+        assert found.sum("attempts_aborted_total", **named) == (1 if engine == "tasks" else None)
         ages, count = found.sum("latency_seconds_sum", **named), found.sum("latency_seconds_count", **named)
         assert 0 < (ages or 0) / (count or 0) < time.monotonic() - began
 
@@ -331,7 +331,7 @@ def test_other_systems_lost_batches_and_newer_drivers(
         lost.fill(200)
         rule = faults.fault("write", "raise", where="task", batch=1, task=0, once_file=str(tmp_path / "lost"))
         monkeypatch.setenv(hooks.VARIABLE, rule)
-        lost.run(guarantee="at_most_once", small_batch_rows=0)
+        lost.run(guarantee="at_most_once", engine="tasks")
         monkeypatch.delenv(hooks.VARIABLE)
         found = Scrape(endpoint.url)
         assert found.sum("batches_lost_total", flow=lost.flow) == 1

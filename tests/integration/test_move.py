@@ -178,7 +178,7 @@ def test_state(make_state_pipe: Any, call: Call) -> None:
     done = told(call(*move, "earliest", "--state", "delete"))
     assert (done["state"], done["rows_deleted"] > len(sums)) == ("delete", True)
     assert seen(pipe) == at(0, 0)
-    pipe.run(small_batch_rows=0)
+    pipe.run(engine="tasks")
     assert Counter(value["n"] for value in pipe.outputs()) == dict.fromkeys(outputs, 2)
     assert {value["n"]: value for value in pipe.outputs()} == outputs
     assert pipe.table_rows() == sums

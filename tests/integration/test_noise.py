@@ -36,7 +36,7 @@ def amount(value):
     raise ValueError("no amount")
 
 rows = flow.read(source).select("key", amount("value").alias("value"))
-onceflow.serve(flow.write(rows, topic=target, small_batch_rows=0).start())
+onceflow.serve(flow.write(rows, topic=target, engine="tasks").start())
 """
 
 
@@ -95,7 +95,7 @@ servers, source, target, table = sys.argv[1:]
 spark = onceflow.session("noise", "local[1]")
 flow = onceflow.Flow("noise-" + source, spark, bootstrap_servers=servers)
 rows = flow.process(flow.read(source), Count(), table=table, state_dir="state")
-onceflow.serve(flow.write(rows, topic=target, small_batch_rows=0, once=True))
+onceflow.serve(flow.write(rows, topic=target, engine="tasks", once=True))
 """
 
 

@@ -153,8 +153,8 @@ def test_tokens_end_while_two_flows_run(
     by_driver = replace(pipe, flow=f"{pipe.flow}-2", target=f"{pipe.target}-2", sent=pipe.sent)
     create_topic(guarded.internal, by_driver.target, 4)
     ways = [
-        (pipe, guarded.credentials(), 0),
-        (by_driver, {**guarded.base, "onceflow.token.provider": function}, 4000),
+        (pipe, guarded.credentials(), "tasks"),
+        (by_driver, {**guarded.base, "onceflow.token.provider": function}, "driver"),
     ]
     texts: dict[str, str] = {}
     filler = threading.Thread(target=keep_filling, args=(pipe, 20.0))
@@ -165,8 +165,8 @@ def test_tokens_end_while_two_flows_run(
         try:
             frames = [flow.read(pipe.source).select("key", "value") for flow in flows]
             started = [
-                flow.write(df, topic=p.target, small_batch_rows=rows, trigger="500 milliseconds").start()
-                for flow, df, (p, _, rows) in zip(flows, frames, ways, strict=True)
+                flow.write(df, topic=p.target, engine=engine, trigger="500 milliseconds").start()
+                for flow, df, (p, _, engine) in zip(flows, frames, ways, strict=True)
             ]
             filler.start()
             filler.join()
@@ -421,13 +421,13 @@ def run_program(guarded: Guarded, pipes: list[Any], arguments: dict[str, Any], *
     return printed
 
 
-def flow_arguments(pipe: Any, options: Mapping[str, str], rows: int) -> dict[str, Any]:
+def flow_arguments(pipe: Any, options: Mapping[str, str], engine: str) -> dict[str, Any]:
     return {
         "flow": pipe.flow,
         "source": pipe.source,
         "target": pipe.target,
         "options": dict(options),
-        "write": {"small_batch_rows": rows, "trigger": "500 milliseconds"},
+        "write": {"engine": engine, "trigger": "500 milliseconds"},
     }
 
 
@@ -450,8 +450,8 @@ def test_five_minutes_with_tokens_of_thirty_seconds(six_seconds: Guarded, pipe: 
             "spark.eventLog.compress": "false",
         },
         "flows": [
-            flow_arguments(pipe, guarded.credentials(), 0),
-            flow_arguments(by_driver, {**guarded.base, "onceflow.token.provider": function}, 4000),
+            flow_arguments(pipe, guarded.credentials(), "tasks"),
+            flow_arguments(by_driver, {**guarded.base, "onceflow.token.provider": function}, "driver"),
         ],
     }
     output = run_program(guarded, [pipe], arguments, seconds=300, folder=tmp_path)
@@ -479,7 +479,7 @@ def test_executors_ask_the_driver_for_tokens(six_seconds: Guarded, pipe: Any, tm
             "spark.driver.host": "localhost",
             "spark.driver.bindAddress": "127.0.0.1",
         },
-        "flows": [flow_arguments(pipe, options, 0)],
+        "flows": [flow_arguments(pipe, options, "tasks")],
     }
     output = run_program(guarded, [pipe], arguments, seconds=20, folder=tmp_path)
     pipe.check()

@@ -57,7 +57,7 @@ upper = F.udf(words.upper)
 rows = flow.read(source).withColumn("value", upper(F.col("value").cast("string")))
 counts = flow.process(rows, Count(), table=name + "-counts", state_dir=state_dir)
 # What a backlog does by its size: tasks do the work, not the driver.
-query = flow.write(counts, topic=target, once=True, small_batch_rows=0).start()
+query = flow.write(counts, topic=target, once=True, engine="tasks").start()
 query.awaitTermination()
 print(json.dumps([batch.path for batch in query.batches]))
 """
@@ -132,8 +132,8 @@ def test_a_module_that_only_the_driver_has(make_pipe: Callable[..., Any], of_the
             rows = flow.process(rows, of_the_driver.Count(), table=f"{pipe.target}-counts")
         else:
             rows = rows.withColumn("value", F.udf(of_the_driver.same)(F.col("value").cast("string")))
-        # With a processor alone the query would be direct. Then no task imports anything, so nothing is checked.
-        write = flow.write(rows, topic=pipe.target, engine="spark")
+        # If the driver reads and runs the processor, no task imports anything, so nothing is checked.
+        write = flow.write(rows, topic=pipe.target, engine="tasks")
         for _ in range(2):
             with pytest.raises(onceflow.EnvironmentUnusableError) as caught:
                 write.start()

@@ -331,7 +331,7 @@ def test_a_flow(
 
     inject("commit", "raise", batch=2)
     with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
-        run_flow(small_batch_rows=0)
+        run_flow(engine="tasks")
     assert pipe.committed_progress()[-1].batch_id == 1
     with pytest.raises(DeadLetterLimitError, match="max_dead_letters is 0"):
         run_flow(max_dead_letters=0)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 def by_tasks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Small data is processed by as many tasks as large data would be."""
     monkeypatch.setattr(placement, "TASK_ROWS", 400)
-    return {"small_batch_rows": 0}
+    return {"engine": "tasks"}
 
 
 def paths(query: Any) -> set[str]:
@@ -46,17 +46,17 @@ def test_tasks_without_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
     pipe = make_state_pipe()
     pipe.fill(2500)
     query = pipe.run(**by_tasks)
-    assert paths(query) == {"2 tasks"}
+    assert paths(query) == {"2 reading tasks"}
     assert {commit.attempts for commit in query.batches} == {1}
     pipe.check()
 
 
 def test_tasks_with_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
-    """The table has other partitions than the source."""
-    pipe = make_state_pipe(partitions=2, target_partitions=4)
+    """The number of partitions of the table has no divisor in common with that of the source."""
+    pipe = make_state_pipe(partitions=2, target_partitions=3)
     pipe.fill(2500)
-    query = pipe.run(process={"partitions": 4}, **by_tasks)
-    assert paths(query) == {"2 tasks"}
+    query = pipe.run(process={"partitions": 3}, **by_tasks)
+    assert paths(query) == {"3 tasks"}
     pipe.check()
 
 
@@ -81,7 +81,6 @@ def test_records_without_a_key_in_a_partition_that_was_added(
     query = pipe.start(process={"on_error": "dead-letter", "dead_letter_topic": dead}, **by_tasks)
     try:
         query.processAllAvailable()
-        assert query._sink._commit._state.co_partitioned is True
         admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
         admin.create_partitions([NewPartitions(pipe.source, 6)])[pipe.source].result(30)
         producer = Producer({"bootstrap.servers": pipe.bootstrap})
@@ -111,7 +110,6 @@ def test_keys_that_are_made_are_shuffled_at_once(make_state_pipe: Any, by_tasks:
     finally:
         query.stop()
     assert paths(query) == {"2 tasks"}
-    assert query._sink._commit._state.co_partitioned is False
     pipe.check()
 
 
@@ -144,19 +142,17 @@ def test_many_outputs_that_belong_to_other_tasks(
 
 
 @pytest.mark.short_form
-@pytest.mark.parametrize("small_batch_rows", [0, pytest.param(4000, marks=pytest.mark.long)])
-def test_inside_a_query(make_state_pipe: Any, small_batch_rows: int) -> None:
+@pytest.mark.parametrize("engine", ["tasks", pytest.param("driver", marks=pytest.mark.long)])
+def test_inside_a_query(make_state_pipe: Any, engine: str) -> None:
     """Any PySpark may follow a process step."""
     pipe = make_state_pipe()
     pipe.fill(2500)
-    pipe.run(inside=True, small_batch_rows=small_batch_rows)
+    pipe.run(inside=True, engine=engine)
     pipe.check()
 
 
-@pytest.mark.parametrize("small_batch_rows, path", [(None, "driver"), (0, "2 tasks")])
-def test_operators_that_change_nothing(
-    make_state_pipe: Any, by_tasks: Any, small_batch_rows: int | None, path: str
-) -> None:
+@pytest.mark.parametrize("engine, path", [("auto", "driver"), ("tasks", "2 reading tasks")])
+def test_operators_that_change_nothing(make_state_pipe: Any, by_tasks: Any, engine: str, path: str) -> None:
     """Behind a step they choose no other way to run it. Those that may change something in some batch do."""
     pipe = make_state_pipe()
     pipe.fill(2500)
@@ -189,7 +185,7 @@ def test_operators_that_change_nothing(
         }
         assert {name: is_whole(df) for name, df in something.items()} == dict.fromkeys(something, False)
         every = output.where(F.lit(True)).select("*").alias("outputs").select(*reversed(output.columns))
-        query = flow.write(every, topic=pipe.target, small_batch_rows=small_batch_rows, once=True).start()
+        query = flow.write(every, topic=pipe.target, engine=engine, once=True).start()
         query.awaitTermination()
     assert paths(query) == {path}
     assert {commit.attempts for commit in query.batches} == {1}
@@ -206,7 +202,7 @@ def test_a_step_inside_a_query_that_yields_nothing(make_state_pipe: Any, monkeyp
 
     pipe = make_state_pipe()
     pipe.fill(300)
-    query = pipe.run(process={"processor": Silent()}, inside=True, small_batch_rows=0)
+    query = pipe.run(process={"processor": Silent()}, inside=True, engine="tasks")
     assert [(done.path, done.attempts) for done in query.batches] == [("1 + 2 tasks", 1)]
     rows = independent.read_topic(pipe.bootstrap, pipe.table, decided=True)
     assert {row.key for row in rows} == {key for key, _ in pipe.sent}
@@ -567,7 +563,7 @@ def test_outputs_are_placed_by_key(make_state_pipe: Any) -> None:
 
 @pytest.mark.parametrize(
     "write",
-    [pytest.param({"small_batch_rows": 0}, marks=pytest.mark.long), {}, {"engine": "direct", "small_batch_rows": 0}],
+    [pytest.param({"engine": "tasks"}, marks=pytest.mark.long), {}, {"engine": "tasks"}],
     ids=["tasks", "driver", "reading tasks"],
 )
 def test_column_processor(make_state_pipe: Any, by_tasks: Any, write: dict[str, Any]) -> None:

@@ -129,8 +129,8 @@ def check_promotion(pipe: Any, copy: Any, call: Call, **options: Any) -> None:
     "options",
     [
         pytest.param({}, marks=pytest.mark.long),
-        {"inside": True, "small_batch_rows": 0},
-        pytest.param({"engine": "direct", "small_batch_rows": 0}, marks=pytest.mark.long),
+        {"inside": True, "engine": "tasks"},
+        pytest.param({"engine": "tasks"}, marks=pytest.mark.long),
     ],
     ids=["by the driver", "two stages", "by reading tasks"],
 )
@@ -308,7 +308,7 @@ def test_killed_in_the_batch_without_outputs(
         assert (progress_of(pipe) or {})["batch_id"] == 1
         ready[step] = successor(pipe, copy)
         pipe.fill(300)
-    killed_together(ready, {step: {"write": {"small_batch_rows": 0}} if step == "write" else {} for step in ready})
+    killed_together(ready, {step: {"write": {"engine": "tasks"}} if step == "write" else {} for step in ready})
     for step, pipe in ready.items():
         assert len(pipe.outputs()) == 400, step
         pipe.run()
@@ -471,8 +471,7 @@ def test_refused_while_timers_are_left(make_state_pipe: Any, make_topic: Any, ca
     pipe, late = begun(make_state_pipe, make_topic, 10)
     copy = copied(pipe, call, make_topic("out", 2))
     send(pipe, 300)
-    # Spark's engine reads of all partitions in each batch, so event time moves, and timers fire.
-    alarms(copy, late, once=True, engine="spark").awaitTermination(60)
+    alarms(copy, late, once=True, engine="tasks").awaitTermination(60)
     with when_timers_are_left(pipe, lambda: call(*promotion(pipe, copy, "--wait", "0.5"))) as done:
         old = alarms(pipe, late, limit=10)
         wait_until(lambda: done, 60, "timers that are left", useless=lambda: old.failure)

@@ -18,12 +18,13 @@ from pyspark.sql import functions as F
 from onceflow import Flow, Processor, ProcessorError, Record, Table, serdes
 from onceflow.direct import backlog, by_tasks
 from onceflow.testing import independent
+from onceflow.testing.backlogs import tasks_above
 from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
 MakeTopic = Callable[..., str]
-BY_TASKS: dict[str, Any] = {"engine": "direct", "small_batch_rows": 0}
+BY_TASKS: dict[str, Any] = {"engine": "tasks"}
 _names = itertools.count()
 
 
@@ -72,22 +73,55 @@ def test_tasks_take_over_and_give_back(make_pipe: Any) -> None:
     pipe = make_pipe(partitions=4, target_partitions=4)
     flow = pipe.open()
     source = flow.read(pipe.source, max_records_per_batch=2000).select("key", "value")
-    query = flow.write(source, topic=pipe.target, engine="direct", small_batch_rows=500).start()
-    try:
-        for records in (100, 5000, 100, 100, 3000):
-            pipe.fill(records)
-            query.processAllAvailable()
-    finally:
-        query.stop()
+    with tasks_above(500):
+        query = flow.write(source, topic=pipe.target).start()
+        try:
+            for records in (100, 5000, 100, 100, 3000):
+                pipe.fill(records)
+                query.processAllAvailable()
+        finally:
+            query.stop()
     pipe.check()
     ways = [way for way, _ in itertools.groupby(batch.path for batch in query.batches)]
     assert ways[0] == "driver"
     assert ways.count("2 reading tasks") >= 2, ways
     assert "driver" in ways[2:], ways
     assert query.engine == "direct"
+    jobs = pipe.spark.sparkContext._jsc.sc().statusStore().jobsList(None)
+    told = {
+        str(jobs.apply(n).description().get()) for n in range(jobs.size()) if jobs.apply(n).description().isDefined()
+    }
+    assert told >= {f"flow {pipe.flow}, batch {batch.batch}" for batch in query.batches if batch.path != "driver"}
     for batch, report in zip(query.batches, query.recentProgress, strict=True):
         assert report["numInputRows"] == batch.records, "records that tasks have read are counted, too"
         assert max(batch.read.values()) <= 2000
+
+
+@pytest.mark.long
+def test_sql_goes_to_tasks_and_back_under_load(make_pipe: Any) -> None:
+    """More records come all the time."""
+    pipe = make_pipe(partitions=4, target_partitions=4)
+    flow = pipe.open()
+    source = flow.read(pipe.source, max_records_per_batch=2000).selectExpr("key", "unhex(hex(value)) AS value")
+    writer = flow.write(source.where("length(key) > 2"), topic=pipe.target)
+
+    def by_tasks() -> list[bool]:
+        return [by for by, _ in itertools.groupby("task" in batch.path for batch in query.batches)]
+
+    def more(records: int, turns: int) -> bool:
+        pipe.fill(records)
+        return len(by_tasks()) >= turns
+
+    with tasks_above(500):
+        query = writer.start()
+        try:
+            for turn in range(1, 6):
+                wait_until(lambda turn=turn: more(20 if turn % 2 else 2000, turn), 60, f"turn {turn}")  # type: ignore[misc]
+            query.processAllAvailable()
+        finally:
+            query.stop()
+    assert by_tasks()[:5] == [False, True, False, True, False]
+    pipe.check()
 
 
 def test_tasks_take_over_by_what_batches_cost(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,24 +156,21 @@ def test_a_function_of_a_script_is_sent_as_it_was(
     source, target = make_topic("in", 2), make_topic("out", 2)
     flow, sent = make_flow(), numbered(2100)
     rows = flow.map(flow.read(source, max_records_per_batch=1000).select("key", "value"), script["keep"])
-    writer = flow.write(rows, topic=target, engine="direct", small_batch_rows=500)
-    query = fed(writer.start(), onceflow_broker, source, sent[:100], sent[100:])
+    writer = flow.write(rows, topic=target)
+    with tasks_above(500):
+        query = fed(writer.start(), onceflow_broker, source, sent[:100], sent[100:])
     assert script["opened"] is None, "the function that runs is the one that was given"
     assert {batch.path for batch in query.batches} >= {"driver", "2 reading tasks"}
     assert counted(onceflow_broker, target) == Counter(sent)
 
 
-@pytest.mark.parametrize(
-    "write",
-    [BY_TASKS, {"engine": "spark", "small_batch_rows": 0}, {"engine": "direct"}],
-    ids=["reading tasks", "tasks", "driver"],
-)
+@pytest.mark.parametrize("engine", ["tasks", "driver"])
 def test_a_function_with_a_broadcast_variable(
     make_flow: Callable[..., Flow],
     make_topic: MakeTopic,
     onceflow_broker: str,
     onceflow_spark: Any,
-    write: dict[str, Any],
+    engine: str,
 ) -> None:
     """Spark sends those that are pickled by the thread that starts a job."""
     source, target = make_topic("in", 2), make_topic("out", 2)
@@ -151,8 +182,8 @@ def test_a_function_with_a_broadcast_variable(
         return pa.RecordBatch.from_pydict({"key": batch.column("key"), "value": pa.array(found, pa.binary())})
 
     rows = flow.map(flow.read(source).select("key", "value"), named, schema="key binary, value binary")
-    query = fed(flow.write(rows, topic=target, **write).start(), onceflow_broker, source, sent[:100], sent[100:])
-    assert {"task" in batch.path for batch in query.batches} == {"small_batch_rows" in write}
+    query = fed(flow.write(rows, topic=target, engine=engine).start(), onceflow_broker, source, sent[:100], sent[100:])
+    assert {"task" in batch.path for batch in query.batches} == {engine == "tasks"}
     assert counted(onceflow_broker, target) == Counter((key, b"number " + (value or b"")) for key, value in sent)
 
 

@@ -49,15 +49,14 @@ class Odd(onceflow.Processor):
 
 
 @pytest.mark.parametrize("step", ["copy", "process"])
-@pytest.mark.parametrize("write", [{"engine": "direct"}, {"engine": "spark"}], ids=["direct", "spark"])
-def test_no_time_stops_a_flow(make_pipe: Any, make_topic: Any, write: dict[str, Any], step: str) -> None:
+@pytest.mark.parametrize("engine", ["driver", "tasks"])
+def test_no_time_stops_a_flow(make_pipe: Any, make_topic: Any, engine: str, step: str) -> None:
     """Neither -1, nor a time that the output or the topic of dead letters refuses."""
     pipe, source, failed = make_pipe(partitions=1), make_topic("in", 1, **ANY_TIME), make_topic("failed", 1)
     now = clock_ms()
     times = {"now": now, "none": -1, "ahead": now + 2 * HOUR, "2099": 4_070_908_800_000, "micros": now * 1000}
     sent = {**times, "bad none": -1, "bad ahead": now + 2 * HOUR, "bad micros": now * 1000}
-    if write["engine"] == "direct":  # Spark's source cannot express it
-        sent |= {"nanos": now * 1_000_000, "bad nanos": now * 1_000_000}
+    sent |= {"nanos": now * 1_000_000, "bad nanos": now * 1_000_000}  # Spark's source cannot express it
     if step == "copy":
         sent = {key: at for key, at in sent.items() if not key.startswith("bad")}
     produce(pipe.bootstrap, source, sent.items())
@@ -68,7 +67,7 @@ def test_no_time_stops_a_flow(make_pipe: Any, make_topic: Any, write: dict[str, 
         else:
             letters = {"on_error": "dead-letter", "dead_letter_topic": failed}
             rows = flow.process(rows, Odd(), table=f"{source}-table", state_dir=pipe.tmp_path, **letters)
-        flow.write(rows, topic=pipe.target, once=True, **write).start().awaitTermination()
+        flow.write(rows, topic=pipe.target, once=True, engine=engine).start().awaitTermination()
     found = {
         seen.key.decode(): seen
         for topic in (pipe.target, failed)
@@ -108,7 +107,7 @@ def progress_of(bootstrap: str, flow: str) -> Progress:
     return decode(last.key, last.value or b"")
 
 
-@pytest.mark.parametrize("engine", ["direct", pytest.param("spark", marks=pytest.mark.long)], ids=["direct", "spark"])
+@pytest.mark.parametrize("engine", ["driver", pytest.param("tasks", marks=pytest.mark.long)])
 def test_runs_that_end_soon_do_not_wait_for_an_empty_partition(make_pipe: Any, make_topic: Any, engine: str) -> None:
     """As jobs of cron: the second partition never has records. Also not for one that has had its last one long ago."""
     pipe, late, idle_s = make_pipe(partitions=2), make_topic("late", 1), 1.0

@@ -577,7 +577,7 @@ def test_a_flow_goes_on(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -
     pipe.check()
     assert state.run(6)["before"] == 4
     pipe.fill(300)
-    pipe.run(small_batch_rows=0)
+    pipe.run(engine="tasks")
     pipe.check()
     assert {int(folder.name) for folder in pipe.folder.iterdir()} == set(range(6))
     shutil.rmtree(pipe.state_dir)

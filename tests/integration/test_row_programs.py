@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -15,80 +16,22 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from onceflow.errors import SchemaError
 from onceflow.spark import plans
-from onceflow.spark.collect import arrow_schema, collect
+from onceflow.spark.collect import arrow_schema
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.row_job import RowJob
-from onceflow.spark.row_program import RowProgram, RowPrograms
+from onceflow.spark.row_program import RowProgram
+
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from row_bench import NOW_US, Bench, condition_of, outcome, whole
+finally:
+    sys.path.pop(0)
 
 pytestmark = pytest.mark.integration
-
-NOW_US = 1_700_000_000_123_456
-Evaluate = Callable[[DataFrame, DataFrame], Any]
-
-
-class Bench:
-    """Evaluates queries over given rows in both ways."""
-
-    def __init__(self, spark: Any) -> None:
-        self.spark = spark
-        self.programs = RowPrograms(spark)
-        self.programs.now_us = NOW_US
-
-    def program(self, rows: DataFrame, query: DataFrame) -> RowProgram | RowJob:
-        """The program for what a query does with the rows of a DataFrame without operators."""
-        node, base = plans.analyzed(query), plans.analyzed(rows)
-        made = self.programs.evaluate(node, next(path for path, each in _nodes(node) if each.equals(base)))
-        assert isinstance(made, RowProgram | RowJob)
-        return made
-
-    def driver(self, rows: DataFrame, query: DataFrame) -> list[Any]:
-        """The rows that become of them in the driver."""
-        given = arrow(rows)
-        columns = [column.combine_chunks() for column in given.columns]
-        columns = [each.chunk(0) if isinstance(each, pa.ChunkedArray) else each for each in columns]
-        made, count = whole(self.program(rows, query), columns, given.num_rows)
-        assert all(len(each) == count for each in made)
-        if not made:
-            return []
-        return _comparable(pa.RecordBatch.from_arrays(made, schema=arrow_schema(query)).to_pylist(), count)
-
-    def job(self, query: DataFrame) -> list[Any]:
-        """The rows of the same query, from a job."""
-        found = arrow(query)
-        return _comparable(found.to_pylist(), found.num_rows)
-
-
-def arrow(df: DataFrame) -> pa.Table:
-    """The rows of a job (``DataFrame.toArrow``, which Spark 3.5 does not have)."""
-    batches = collect(df, interpreted=False)
-    return pa.Table.from_batches(batches) if batches else arrow_schema(df).empty_table()
-
-
-def condition_of(error: BaseException) -> str | None:
-    """What Spark calls the error. Spark 3.5 puts that of a job into its text."""
-    found = re.search(r"\[([A-Z_0-9.]+)\] ", str(error))
-    return None if found is None else found[1]
-
-
-def whole(program: RowProgram | RowJob, columns: list[Any], count: int) -> tuple[list[pa.Array], int]:
-    """All rows that a program makes."""
-    parts = list(program.rows(columns, count))
-    return [pa.concat_arrays(each) for each in zip(*(made for made, _ in parts), strict=True)], sum(n for _, n in parts)
-
-
-def _nodes(node: Any, path: plans.Path = ()) -> Iterator[tuple[plans.Path, Any]]:
-    yield path, node
-    for number, child in enumerate(plans.children(node)):
-        yield from _nodes(child, (*path, number))
-
-
-def _comparable(rows: list[Any], count: int) -> list[Any]:
-    assert len(rows) == count
-    # As texts NaN is like NaN. Two names of a time zone are one.
-    return [re.sub(r"tzinfo=(<[^>]*>|zoneinfo\.ZoneInfo\(key='[^']*'\)|[\w.]+)", "in UTC", repr(row)) for row in rows]
 
 
 @pytest.fixture
@@ -138,14 +81,6 @@ def variants(example: str) -> Iterator[str]:
             else:
                 made += part
         yield made
-
-
-def outcome(made: Callable[[], list[Any]]) -> Any:
-    """The rows, or the condition of the error."""
-    try:
-        return made()
-    except SPARK_ERRORS as error:
-        return condition_of(error)
 
 
 def analyzes(rows: DataFrame, text: str) -> bool:
@@ -270,6 +205,15 @@ def test_types(bench: Bench) -> None:
     assert bench.driver(given, same) == bench.job(same)
 
 
+def test_columns_that_are_never_null(bench: Bench) -> None:
+    """Those that are not used go beside the JVM, whatever it may think of their values."""
+    names = {"n": T.LongType(), "t": T.StringType(), "l": T.ArrayType(T.IntegerType(), False), "b": T.BooleanType()}
+    schema = T.StructType([T.StructField(name, kind, nullable=False) for name, kind in names.items()])
+    rows = bench.spark.createDataFrame([(1, "a", [1], True), (2, "b", [], False)], schema)
+    query = rows.selectExpr("n", "l", "b", "upper(t) AS t")
+    assert bench.driver(rows, query) == bench.job(query) == [("1", "[1]", "True", "'A'"), ("2", "[]", "False", "'B'")]
+
+
 def test_columns_of_one_name_and_no_columns(bench: Bench) -> None:
     rows = bench.spark.range(5).selectExpr("id", "id + 1 AS ID2")
     twice = rows.select("id", F.col("ID2").alias("id"), (F.col("id") * 2).alias("id"))
@@ -336,7 +280,7 @@ def test_an_error_that_a_filter_prevents(bench: Bench) -> None:
     rows = session.createDataFrame([("1",), ("x",), (None,)], "t string")
     query = rows.where("t RLIKE '^[0-9]+$'").selectExpr("CAST(t AS INT) + 1 AS n")
     filtered = Bench(session)
-    assert filtered.driver(rows, query) == ["{'n': 2}"]
+    assert filtered.driver(rows, query) == [("2",)]
     filtered.programs.close()
 
 

@@ -104,11 +104,11 @@ def test_the_progress_topic_cannot_be_created(secure: Secure, pipe: Any) -> None
         run(secure, pipe)
 
 
-@pytest.mark.parametrize("mechanism, small_batch_rows", [(SCRAM, 0), ("PLAIN", 4000)])
-def test_least_privileges_over_tls(secure: Secure, pipe: Any, mechanism: str, small_batch_rows: int) -> None:
+@pytest.mark.parametrize("mechanism, engine", [(SCRAM, "tasks"), ("PLAIN", "driver")])
+def test_least_privileges_over_tls(secure: Secure, pipe: Any, mechanism: str, engine: str) -> None:
     # CREATE on the one topic; without it an operator makes the topic (see the test above).
     grant(secure, [*needed(pipe).values(), (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.CREATE)])
-    run(secure, pipe, mechanism=mechanism, small_batch_rows=small_batch_rows)
+    run(secure, pipe, mechanism=mechanism, engine=engine)
     pipe.check()
 
 
@@ -229,7 +229,7 @@ def test_privileges_of_a_flow_that_joins(secure: Secure, pipe: Any, tmp_path: Pa
         with flow:
             joined = onceflow.JoinTable(joined_topic, state_dir=tmp_path)
             df = flow.join_table(flow.read(pipe.source), joined, on="key", columns="known")
-            flow.write(df.select("key", "value"), topic=pipe.target, small_batch_rows=0).start().processAllAvailable()
+            flow.write(df.select("key", "value"), topic=pipe.target, engine="tasks").start().processAllAvailable()
 
     if may == read[2]:
         run_once()

@@ -72,7 +72,7 @@ class Trial:
         """The query, when it has processed everything or failed."""
         with self.flow() as flow:
             topic = None if operator == "own topic" else self.topics.target
-            writer = flow.write(self.frame(flow, operator), topic=topic, small_batch_rows=0, once=True)
+            writer = flow.write(self.frame(flow, operator), topic=topic, engine="tasks", once=True)
             query = writer.start()
             query.awaitTermination()
             return query
@@ -136,7 +136,7 @@ def test_a_filter_on_the_time(trial: Trial) -> None:
     with trial.flow() as flow:
         until = time.time() + 10
         frame = trial.frame(flow, "select").where(F.current_timestamp() < F.timestamp_seconds(F.lit(until)))
-        query = flow.write(frame, topic=trial.topics.target, small_batch_rows=0).start()
+        query = flow.write(frame, topic=trial.topics.target, engine="tasks").start()
         try:
             query.processAllAvailable()
             assert time.time() < until

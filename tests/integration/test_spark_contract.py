@@ -60,7 +60,7 @@ class Member:
 _LOST = "no flow can be written"
 _CRASH = "after a crash, batches of queries with Spark's state are drained instead of completed from Kafka"
 _TWICE = "a stage that Spark attempted twice goes unnoticed, so batches are refused"
-_SOURCE = 'partitioner="source" and process steps without a shuffle are refused'
+_SOURCE = 'partitioner="source" is refused with checkpoint='
 _MOVED = "rows are not sent to the task that owns their partition"
 _STEP = "a process step inside a query cannot be run"
 _OFFSETS = "a batch may have rows that were joined at other offsets than its progress record says"
@@ -87,7 +87,9 @@ MEMBERS = [
     Member(f"{_CORE}.SparkEnv", "metricsSystem", 0, "driver_task.py", _SQL_HERE),
     Member(f"{_CORE}.rdd.RDD", "iterator", 2, "driver_task.py", _SQL_HERE),
     Member(f"{_CORE}.rdd.RDD", "isBarrier", 0, "row_program.py", _SQL_HERE),
-    Member(f"{_CORE}.rdd.MapPartitionsRDD", "<init>", 7 + _MORE_ARROW, "row_plan.py", _SQL_HERE),
+    Member(
+        f"{_CORE}.rdd.MapPartitionsRDD", "<init>", 8 if versions.current() >= (4, 2) else 7, "row_plan.py", _SQL_HERE
+    ),
     Member(f"{_SQL}.execution.SparkPlan", "execute", 0, "row_program.py", _SQL_HERE),
     Member(f"{_CATALYST}.plans.QueryPlan", "subqueries", 0, "row_plan.py", _SQL_HERE),
     Member(f"{_CATALYST}.plans.QueryPlan", "mapExpressions", 1, "plans.py", _SQL_HERE),
@@ -229,7 +231,6 @@ MEMBERS = [
         _SOURCE,
     ),
     Member(f"{_SQL}.kafka010.KafkaBatchInputPartition", "offsetRange", 0, "jvm.py", _SOURCE),
-    Member("org.apache.spark.rdd.CoalescedRDDPartition", "parentsIndices", 0, "jvm.py", _SOURCE),
     Member("org.apache.spark.api.java.JavaSparkStatusTracker", "getStageInfo", 1, "jvm.py", _TWICE),
     Member("org.apache.spark.scheduler.LiveListenerBus", "waitUntilEmpty", 1, "jvm.py", _TWICE),
     Member("org.apache.spark.status.AppStatusStore", "taskList", 3, "jvm.py", "errors do not say why a task failed"),

@@ -22,7 +22,7 @@ from onceflow.testing import independent
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:
-    from both_engines import ENGINES, Engines, MakeTopic, filled, whole
+    from both_engines import PLACES, Engines, MakeTopic, filled, whole
 finally:
     sys.path.pop(0)
 
@@ -188,22 +188,22 @@ def _chain(flow: Flow, topic: str, other: str, tables: list[str]) -> DataFrame:
 
 def test_a_chain_of_steps_and_sql(engines: Engines) -> None:
     source, other = filled(engines, partitions=3), filled(engines)
-    tables = {engine: [engines.make_topic("t", 4, cleanup_policy="compact") for _ in range(2)] for engine in ENGINES}
-    direct, spark = (
+    tables = {engine: [engines.make_topic("t", 4, cleanup_policy="compact") for _ in range(2)] for engine in PLACES}
+    driver, tasks = (
         engines.run(engine, lambda flow, own=tables[engine]: _chain(flow, source.topic, other.topic, own))
-        for engine in ENGINES
+        for engine in PLACES
     )
-    assert whole(direct, timestamp=False) == whole(spark, timestamp=False)
-    assert any(seen.value is not None and seen.value.startswith(b"second") for seen in direct.records)
+    assert whole(driver, timestamp=False) == whole(tasks, timestamp=False)
+    assert any(seen.value is not None and seen.value.startswith(b"second") for seen in driver.records)
     rows = {
         engine: [
             {each.key: each.value for each in independent.read_topic(engines.bootstrap, table, decided=True)}
             for table in tables[engine]
         ]
-        for engine in ENGINES
+        for engine in PLACES
     }
-    assert rows["direct"] == rows["spark"]
-    assert [len(each) for each in rows["direct"]] == [12, 7]
+    assert rows["driver"] == rows["tasks"]
+    assert [len(each) for each in rows["driver"]] == [12, 7]
 
 
 class Expiring(Sums):
@@ -224,7 +224,7 @@ def test_steps_with_a_clock_behind_sql(make_pipe: Any, make_topic: MakeTopic) ->
     flow = pipe.open()
     rows = flow.read(pipe.source).selectExpr("'k' AS key", "to_json(struct(offset AS n)) AS value").where("key = 'k'")
     step = flow.process(rows, Expiring(), table=make_topic("t", 4, cleanup_policy="compact"))
-    query = flow.write(step, topic=pipe.target, engine="direct", small_batch_rows=0).start()
+    query = flow.write(step, topic=pipe.target, engine="tasks").start()
     try:
         query.processAllAvailable()
     finally:

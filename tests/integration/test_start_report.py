@@ -78,7 +78,7 @@ def test_a_first_start_one_after_a_stop_and_one_after_a_crash(make_pipe: Any, st
     assert facts["outputs"] == [pipe.target]
 
     pipe.fill(5)
-    first = pipe.run(small_batch_rows=0)
+    first = pipe.run(engine="tasks")
     lines, facts = starts()
     ends = facts["sources"][pipe.source]["offsets"]
     assert sum(ends.values()) == 30
@@ -86,21 +86,24 @@ def test_a_first_start_one_after_a_stop_and_one_after_a_crash(make_pipe: Any, st
     assert lines[1].startswith("fenced: producer id ")
     assert lines[1].endswith("; it had no open transaction")
     assert lines[2].startswith("resumes after batch 1; its progress is ")
-    assert "all batches by tasks" in lines[-2]
-    assert lines[-1] == "engine spark: small_batch_rows=0: tasks write all batches"
+    assert "tasks read and write" in lines[-2]
+    assert lines[-1] == (
+        "engine direct: engine='tasks': each of its batches is a Spark job; one takes 0.1 seconds or more, however few "
+        "records it has"
+    )
     assert facts["committed_batch"] == 1
     assert lines[3].startswith(f"the driver that committed last: host {socket.gethostname()}, process {os.getpid()}, ")
     assert (facts["committed_by"]["host"], facts["committed_by"]["pid"]) == (socket.gethostname(), os.getpid())
     assert first.batches[0].batch == 2
 
     producer_id, epoch = open_transaction(pipe)
-    pipe.run(small_batch_rows=7, engine="spark")
+    pipe.run(engine="driver")
     lines, facts = starts()
     assert lines[1] == f"fenced: producer id {producer_id}, epoch {epoch}; its open transaction was aborted"
     assert facts["fenced"] == {"producer_id": producer_id, "producer_epoch": epoch, "aborted": True}
     assert facts["producer_epoch"] > epoch or facts["producer_id"] != producer_id
     assert lines[2].startswith("resumes after batch 2; its progress is ")
-    assert "batches of up to 7 rows by the driver, others by tasks" in lines[-2]
+    assert lines[-2].startswith(f"writes {pipe.target}: the driver reads and writes; Spark ")
     pipe.check()
 
 
@@ -155,7 +158,8 @@ def test_state_in_spark_and_another_system(make_pipe: Any, starts: Starts, tmp_p
         flow.write_external(rows, sink, once=True).start().awaitTermination()
     lines, facts = starts()
     assert lines[1] == "first start: nothing is committed yet"
-    assert lines[-1].startswith(f"writes {sink.target}: ")
+    assert lines[-2].startswith(f"writes {sink.target}: the driver reads and writes; with a large backlog, tasks do; ")
+    assert lines[-1] == "engine direct: its plan needs no Spark job"
     assert facts["outputs"] == [sink.target]
 
 

@@ -35,11 +35,11 @@ import os
 import sys
 import onceflow
 
-servers, source, target, rows, stop_timeout = sys.argv[1:]
+servers, source, target, engine, stop_timeout = sys.argv[1:]
 spark = onceflow.session("stopping", "local[1]")
 flow = onceflow.Flow("stopping-" + source, spark, bootstrap_servers=servers)
 copied = flow.read(source).select("key", "value")
-query = flow.write(copied, topic=target, small_batch_rows=int(rows)).start()
+query = flow.write(copied, topic=target, engine=engine).start()
 onceflow.serve(query, stop_timeout=stop_timeout, lineage="OPENLINEAGE__TRANSPORT__TYPE" in os.environ)
 """
 
@@ -65,12 +65,17 @@ class Service:
 
 @contextlib.contextmanager
 def service(
-    folder: Path, *topics: str, rows: int = 1000, stop_timeout: str = "1 minute", faults: str = "", **environment: str
+    folder: Path,
+    *topics: str,
+    engine: str = "auto",
+    stop_timeout: str = "1 minute",
+    faults: str = "",
+    **environment: str,
 ) -> Iterator[Service]:
     said = folder / f"said-{uuid4().hex}"
     with said.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVICE, *topics, str(rows), stop_timeout],
+            [sys.executable, "-c", SERVICE, *topics, engine, stop_timeout],
             env={**os.environ, "TMPDIR": str(folder), "ONCEFLOW_FAULTS": faults, **environment},
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -103,7 +108,7 @@ def test_sigterm_to_the_process_and_its_group(
     lineage = {"TYPE": "file", "LOG_FILE_PATH": str(events), "APPEND": "true"}
     environment = {f"OPENLINEAGE__TRANSPORT__{name}": value for name, value in lineage.items()}
     with service(
-        tmp_path, onceflow_broker, source, target, rows=0 if in_a_batch else 1000, faults=rule, **environment
+        tmp_path, onceflow_broker, source, target, engine="tasks" if in_a_batch else "auto", faults=rule, **environment
     ) as copy:
         copy.until(lambda: '"batch": 1' in copy.text())
         if in_a_batch:
@@ -141,7 +146,7 @@ def test_a_batch_of_the_driver_that_hangs_and_one_of_tasks(
 
     hangs = tmp_path / "hangs in a task"
     rule = faults.fault("write", "pause", where="task", batch=2, once_file=str(hangs))
-    with service(tmp_path, onceflow_broker, source, target, rows=0, faults=rule) as copy:
+    with service(tmp_path, onceflow_broker, source, target, engine="tasks", faults=rule) as copy:
         copy.until(lambda: '"batch": 1' in copy.text())
         independent.fill(onceflow_broker, source, sent[2:])
         copy.until(hangs.exists)
@@ -216,7 +221,7 @@ def test_a_stop_of_the_direct_engine(
 
 def go_on_in_this_process(name: str, spark: Any, bootstrap: str, source: str, target: str) -> None:
     with onceflow.Flow(name, spark, bootstrap_servers=bootstrap) as flow:
-        query = flow.write(flow.read(source).select("key", "value"), topic=target, engine="direct").start()
+        query = flow.write(flow.read(source).select("key", "value"), topic=target, engine="driver").start()
         try:
             query.processAllAvailable()
         finally:
@@ -234,7 +239,7 @@ def test_a_batch_that_tasks_of_the_direct_engine_read_is_aborted(
     inject("write", "pause", where="task", task=0, seconds=40, once_file=str(hangs))
     with onceflow.Flow(f"stopping-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
         rows = flow.read(source).select("key", "value")
-        query = flow.write(rows, topic=target, engine="direct", small_batch_rows=0).start()
+        query = flow.write(rows, topic=target, engine="tasks").start()
         wait_until(hangs.exists, 60, lambda: repr(query))
         at = time.monotonic()
         query.stop()
@@ -255,7 +260,7 @@ import onceflow
 servers, source, target = sys.argv[1:]
 spark = onceflow.session("awaiting", "local[1]")
 flow = onceflow.Flow("awaiting-" + source, spark, bootstrap_servers=servers)
-query = flow.write(flow.read(source).select("key", "value"), topic=target, engine="direct").start()
+query = flow.write(flow.read(source).select("key", "value"), topic=target, engine="driver").start()
 print("started", flush=True)
 query.awaitTermination()
 """

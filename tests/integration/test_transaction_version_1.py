@@ -93,12 +93,12 @@ def test_a_new_version_takes_over(version_1: str, make_state_pipe: Callable[...,
     after.check()
 
 
-READING_TASKS = {"engine": "direct", "small_batch_rows": 0}
+READING_TASKS = {"engine": "tasks"}
 
 
 @pytest.mark.parametrize(
     "write",
-    [pytest.param({"small_batch_rows": 0}, marks=pytest.mark.long), {}, READING_TASKS],
+    [pytest.param({"engine": "tasks"}, marks=pytest.mark.long), {}, READING_TASKS],
     ids=["tasks", "driver", "reading tasks"],
 )
 def test_copies_exactly_once(pipe: Any, write: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def test_copies_exactly_once(pipe: Any, write: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "write",
-    [pytest.param({"small_batch_rows": 0}, marks=pytest.mark.long), READING_TASKS],
+    [pytest.param({"engine": "tasks"}, marks=pytest.mark.long), READING_TASKS],
     ids=["tasks", "reading tasks"],
 )
 def test_an_aborted_attempt_is_run_again_under_a_new_epoch(pipe: Any, inject: Any, write: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def test_it_ends_and_goes_on(make_pipe: Any, capsys: pytest.CaptureFixture[str])
     """By time, then by offsets, then by `latest`, then without an end: each record once, nothing behind a bound."""
     pipe = make_pipe(partitions=3)
     fill(pipe.bootstrap, pipe.source, [250, 40, 0])
-    query = start(pipe, "2023-11-14T22:15:00Z", small_batch_rows=0)  # 100 s after the first record
+    query = start(pipe, "2023-11-14T22:15:00Z", engine="tasks")  # 100 s after the first record
     query.awaitTermination(60)
     assert (query.isActive, query.condition) == (False, "stopped")
     assert query.is_complete
@@ -134,7 +134,7 @@ def test_state_and_other_systems(make_state_pipe: Any, make_pipe: Any) -> None:
     half = {partition: end // 2 for (_, partition), end in ends.items()}
     pipe.start(read={"until": half}).awaitTermination(60)
     assert len(pipe.outputs()) == sum(half.values())
-    pipe.start(read={"until": "latest"}, small_batch_rows=0).awaitTermination(60)
+    pipe.start(read={"until": "latest"}, engine="tasks").awaitTermination(60)
     pipe.check()
 
     plain = make_pipe(partitions=2)

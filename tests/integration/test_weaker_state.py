@@ -48,11 +48,11 @@ def test_state_without_a_changelog(
     pipe.fill(1200)
     pipe.run(process=LOCAL)
     pipe.fill(1200)
-    pipe.run(process=LOCAL, small_batch_rows=0)
+    pipe.run(process=LOCAL, engine="tasks")
     pipe.fill(700)
-    pipe.run(process=LOCAL, inside=True, small_batch_rows=0)
+    pipe.run(process=LOCAL, inside=True, engine="tasks")
     pipe.fill(400)
-    query = pipe.run(process=LOCAL, engine="direct", small_batch_rows=0)
+    query = pipe.run(process=LOCAL, engine="tasks")
     assert {batch.path for batch in query.batches} == {"3 reading tasks"}
     assert sum(batch.state_lost for batch in query.batches) == 0
     pipe.check(topic=False)
@@ -120,7 +120,7 @@ def test_at_least_once_with_state(make_state_pipe: Any, inject: Any, monkeypatch
     pipe.fill(900)
     once = pipe.tmp_path / "fired"
     inject("write", "raise", where="task", task=0, once_file=str(once))
-    query = pipe.run(**AT_LEAST_ONCE, small_batch_rows=0)
+    query = pipe.run(**AT_LEAST_ONCE, engine="tasks")
     assert once.exists()
     assert max(batch.attempts for batch in query.batches) == 2
     assert pipe.check_at_least_once() > 0
@@ -138,7 +138,7 @@ def test_at_least_once_when_the_copies_are_lost(
     pipe = make_state_pipe(partitions=3)
     for inside in (False, True):
         pipe.fill(600)
-        pipe.run(**AT_LEAST_ONCE, inside=inside, small_batch_rows=0)
+        pipe.run(**AT_LEAST_ONCE, inside=inside, engine="tasks")
     pipe.check()
     pipe.fill(600)
     inject("audit", "raise")

@@ -108,7 +108,7 @@ def start(pipe: Any, window: Any, late: str, **write: Any) -> Any:
         pytest.param("tumbling", {}, marks=pytest.mark.long),
         ("hopping", {}),
         pytest.param("session", {}, marks=pytest.mark.long),
-        pytest.param("session", {"engine": "direct", "small_batch_rows": 0}, marks=pytest.mark.long),
+        pytest.param("session", {"engine": "tasks"}, marks=pytest.mark.long),
     ],
     ids=["tumbling", "hopping", "session", "session by reading tasks"],
 )

@@ -333,13 +333,20 @@ class Model(Kafka):
 
     def write(self, s: State) -> Next:
         """BatchCommit._write, row_writer.write_rows: every task sends its rows, with sequences from 0 in each
-        partition. They arrive one by one, in ``append``: a task that sends later is one whose request takes longer."""
+        partition. They arrive one by one, in ``append``: a task that sends later is one whose request takes longer.
+
+        Version 2: a driver that writes the rows itself may send progress with them (ExactlyOnce.ahead)."""
+        places = (True, False) if self.config.local else (False,)
+        may_send_ahead = self.implicit and self.progress_in_transaction
         for n, d in enumerate(s.drivers):
-            if d.phase == BEGUN:
-                rows = self.requests(d)
+            if d.phase != BEGUN:
+                continue
+            for ahead in (False, True) if may_send_ahead else (False,):
+                rows = [*self.requests(d), *([self.sent_ahead(d)] if ahead else ())]
                 net = tuple(sorted((*s.net, *rows)))
-                what = f"driver {d.name}: tasks send {spans(rows)} in epoch {d.epoch}"
-                for here in (True, False) if self.config.local else (False,):
+                what = f"driver {d.name}: tasks send {spans(self.requests(d))} in epoch {d.epoch}"
+                what += f", and progress to {d.end}" * ahead
+                for here in places:
                     after = self.moved(s, n, d, phase=WRITING, waiting=len(rows), here=here)
                     yield what + ", on this host" * here, self.swept(after._replace(net=net))
 
@@ -352,6 +359,10 @@ class Model(Kafka):
             stage = SENT if self.implicit or seq else TO_ADD
             rows.append(Message(part, d.epoch, seq, d.tag, record, record + 1, stage, writer=part))
         return rows
+
+    def sent_ahead(self, d: Driver) -> Message:
+        """ProgressAhead.record: progress of the planned range, before the rows are acknowledged."""
+        return Message(self.progress, d.epoch, 0, d.tag, d.at, d.end, SENT, writer=self.progress)
 
     def audit(self, s: State) -> Next:
         """BatchCommit._audit, audit.audit: all rows acknowledged, one attempt of every task."""
@@ -366,10 +377,13 @@ class Model(Kafka):
                 )
 
     def move_progress(self, s: State) -> Next:
-        """BatchCommit._move_progress, progress_log.write_progress: the record, in the batch's transaction."""
+        """BatchCommit._move_progress, progress_log.write_progress: the record, in the batch's transaction; nothing, if
+        it was sent with the rows. It is acknowledged then, as the rows are."""
         for n, d in enumerate(s.drivers):
             what = f"driver {d.name}: to {d.end}"
-            if d.phase == AUDITED and self.progress_in_transaction:
+            if d.phase == AUDITED and any(record.tag == d.tag for record in s.parts[self.progress].open):
+                yield what + ", it is there", self.moved(s, n, d, phase=IN_PROGRESS)
+            elif d.phase == AUDITED and self.progress_in_transaction:
                 stage = SENT if self.implicit else TO_ADD
                 record = Message(self.progress, d.epoch, 0, d.tag, d.at, d.end, stage, writer=self.progress)
                 after = self.moved(s, n, d, phase=IN_PROGRESS, waiting=d.waiting + 1)

@@ -176,6 +176,12 @@ class TakesWhatFollows(Model):
         return super().rerun(s, n, epoch)
 
 
+class SentAheadIsNotCompared(Model):
+    def sent_ahead(self, d: Driver) -> Message:
+        """Progress of what has arrived. What the batch has taken in the end is not compared with it."""
+        return super().sent_ahead(d._replace(end=min(d.end + 1, self.config.batches)))
+
+
 class Variant(NamedTuple):
     """One mistake.
 
@@ -240,4 +246,6 @@ VARIANTS = (
             {"deaths": 1}),
     Variant(TakesWhatFollows, "direct engine: the next attempt takes the records behind those of the failed one", "I2",
             {"batches": 2, "deaths": 1}),
+    Variant(SentAheadIsNotCompared, "progress that was sent ahead is not compared with what the batch has taken", "I1",
+            {"batches": 2}),
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -10,8 +9,9 @@ import pytest
 
 from onceflow.direct import backlog as module
 from onceflow.direct.backlog import BEHIND_S, CAUGHT_UP_S, Backlog
-from onceflow.direct.by_tasks import move_s
+from onceflow.direct.by_tasks import stays_in_memory
 from onceflow.direct.shares import Shares, spread
+from onceflow.planning.engine import AUTO, DRIVER, TASKS
 from onceflow.planning.range_tasks import dealt, task_count
 from onceflow.state.table_facts import TableFacts
 
@@ -20,7 +20,7 @@ DRIVER_PER_S = 1000
 
 def known(**options: Any) -> Backlog:
     """The driver is known to read 1,000 records/s."""
-    backlog = Backlog("deposits", None, **options)
+    backlog = Backlog("deposits", AUTO, **options)
     for _ in range(10):
         backlog.ran(DRIVER_PER_S, 1.0, now=0.0)
     return backlog
@@ -37,7 +37,7 @@ def test_tasks_take_over_when_the_driver_would_need_long_and_give_back_later() -
 
 
 def test_nothing_is_handed_over_before_the_driver_is_known() -> None:
-    backlog = Backlog("deposits", None)
+    backlog = Backlog("deposits", AUTO)
     backlog.looked(10**12, now=0.0)
     backlog.ran(10, 1.0, now=0.0)
     backlog.looked(10**12, now=0.0)
@@ -46,14 +46,14 @@ def test_nothing_is_handed_over_before_the_driver_is_known() -> None:
 
 def test_a_batch_of_tasks_fits_into_its_transaction() -> None:
     """However much a record costs: tasks were given 100,000 of them at once, and more than a minute of work."""
-    assert Backlog("deposits", 0, batch_s=15.0).records_max() == 4_000, "nobody knows yet"
+    assert Backlog("deposits", TASKS, batch_s=15.0).records_max() == 4_000, "nobody knows yet"
     backlog = known(batch_s=15.0)
     assert backlog.records_max() == 15 * DRIVER_PER_S
     backlog.looked(10**6, now=0.0)
     for _ in range(2):  # the first one starts processes
         backlog.ran(20_000, 4.0, now=0.0)
     assert backlog.records_max() == 15 * 5_000
-    slow = Backlog("deposits", 0, batch_s=15.0)
+    slow = Backlog("deposits", TASKS, batch_s=15.0)
     slow.ran(4_000, 400.0, now=0.0)
     assert slow.records_max() == 500
 
@@ -81,26 +81,18 @@ def test_faster_tasks_stay() -> None:
     assert backlog.by_tasks
 
 
-def test_too_few_cores_and_state_that_would_have_to_move() -> None:
-    for options in ({"may_help": lambda: False}, {"move_s": lambda: math.inf}, {"move_s": lambda: 3600.0}):
-        backlog = known(**options)
-        backlog.looked(int(100 * BEHIND_S * DRIVER_PER_S), now=0.0)
-        assert not backlog.by_tasks
-    backlog = known(move_s=lambda: 60.0)
-    backlog.looked(int(200 * DRIVER_PER_S), now=0.0)
-    assert backlog.by_tasks, "moving the state takes much less than the driver would need"
+def test_too_few_cores() -> None:
+    backlog = known(may_help=lambda: False)
+    backlog.looked(int(100 * BEHIND_S * DRIVER_PER_S), now=0.0)
+    assert not backlog.by_tasks
 
 
 @pytest.mark.parametrize(
-    "rows_max, lefts, by_tasks",
-    [
-        (0, [1, 0, 5, 0], [True, False, True, False]),
-        (100, [100, 101, 60, 50, 100], [False, True, True, False, False]),
-        (10**9, [10**9], [False]),
-    ],
+    "place, lefts, by_tasks",
+    [(TASKS, [1, 0, 5, 0], [True, False, True, False]), (DRIVER, [10**9, 0, 10**9], [False, False, False])],
 )
-def test_a_bound_of_the_user(rows_max: int, lefts: list[int], by_tasks: list[bool]) -> None:
-    backlog = Backlog("deposits", rows_max, may_help=lambda: False)
+def test_a_choice_of_the_user(place: str, lefts: list[int], by_tasks: list[bool]) -> None:
+    backlog = Backlog("deposits", place, may_help=lambda: False)
     seen = []
     for left in lefts:
         backlog.looked(left, now=0.0)
@@ -113,21 +105,19 @@ def test_a_bound_of_the_user(rows_max: int, lefts: list[int], by_tasks: list[boo
 
 def test_the_log_says_who_reads_and_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "onceflow")
-    backlog = known(move_s=lambda: 4.0)
+    backlog = known()
     backlog.looked(123_456, now=0.0)
     backlog.looked(10, now=0.0)
     taken, given = [record.getMessage() for record in caplog.records]
     assert "deposits: 123,456 records are left to read, about 123 s for the driver" in taken
-    assert "to bring the state to them takes about 4 s" in taken
     assert "deposits: the driver reads again: 10 records are left" in given
 
 
-def test_state_on_this_machine_is_where_tasks_are() -> None:
+def test_state_in_the_memory_of_the_driver_stays_there() -> None:
     on_disk = TableFacts("t", 4, 4, {"rows": 600_000, "timers": 600_000}, nbytes=10)
-    assert move_s([on_disk], 8, local=True) == 0
-    assert move_s([on_disk, on_disk], 8, local=False) == pytest.approx(1.2)
-    assert move_s([TableFacts("t", 4, 4, {"rows": 1})], 8, local=True) == math.inf, "in the memory of the driver"
-    assert move_s([], 8, local=False) == 0
+    assert not stays_in_memory([on_disk])
+    assert not stays_in_memory([])
+    assert stays_in_memory([on_disk, TableFacts("t", 4, 4, {"rows": 1})])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -120,7 +120,7 @@ class Lossy:
     ids=["expired records", "user code", "another error", "a retry"],
 )
 def test_records_that_are_lost_are_told_also_if_the_query_ends(problem: Exception, ends: bool) -> None:
-    steps, rows, summary = Lossy(problem), object(), BatchSummary(1, 0)
+    steps, rows, summary = Lossy(problem), SimpleNamespace(sparkSession=None), BatchSummary(1, 0)
     options = SimpleNamespace(max_attempts=4, transaction_timeout_s=60.0)
     retries = Retries(steps, options, "flow", is_stopped=lambda *_: False)  # type: ignore[arg-type]
     if ends:

@@ -27,6 +27,7 @@ from onceflow.bench.processes import Usage
 from onceflow.cli import bench_latency
 from onceflow.cli.main import cli
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.planning import engine
 from onceflow.state.api.record import Record
 from onceflow.testing.waiting import wait_until
 
@@ -171,14 +172,14 @@ def test_the_use_of_a_process_and_of_those_below_it() -> None:
 
 
 def test_every_combination_is_measured_once() -> None:
-    found = settings_of(["copy"], ["auto", "spark", "auto"], [100, 1000], [2000], None)
+    found = settings_of(["copy"], ["auto", "tasks", "auto"], [100, 1000], [2000], None)
     assert [(each.engine, each.trigger_ms) for each in found] == [
         ("auto", 100),
-        ("spark", 100),
+        ("tasks", 100),
         ("auto", 1000),
-        ("spark", 1000),
+        ("tasks", 1000),
     ]
-    assert labels_of(found)[1] == "engine spark, 100 ms"
+    assert labels_of(found)[1] == "engine tasks, 100 ms"
     assert labels_of([Setting()]) == ["copy, engine auto, 100 ms, 2,000 records/s"]
 
 
@@ -250,13 +251,13 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def test_options_may_have_several_values(called: Any) -> None:
     result, choices = called(
-        "--engine", "auto,direct", "--engine", "spark", "--trigger", "50ms, 1 second", "--rate", "5"
+        "--engine", "auto,driver", "--engine", "tasks", "--trigger", "50ms, 1 second", "--rate", "5"
     )
     assert result.exit_code == 0
     assert [(each.engine, each.trigger_ms) for each in choices.settings[:4]] == [
         ("auto", 50),
-        ("direct", 50),
-        ("spark", 50),
+        ("driver", 50),
+        ("tasks", 50),
         ("auto", 1000),
     ]
     assert {each.records_per_second for each in choices.settings} == {5}
@@ -266,9 +267,9 @@ def test_options_may_have_several_values(called: Any) -> None:
 
 
 def test_results_are_printed_and_added_to_the_file(called: Any, tmp_path: Path) -> None:
-    result, _ = called("--engine", "auto,spark", "--json")
+    result, _ = called("--engine", "auto,tasks", "--json")
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [line["engine"] for line in lines] == ["auto", "spark"]
+    assert [line["engine"] for line in lines] == ["auto", "tasks"]
     assert [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()] == lines
     assert "measuring" in result.stderr
     table, _ = called()
@@ -283,7 +284,7 @@ def test_the_exit_code_tells_of_wrong_outputs(called: Any) -> None:
 
 def test_the_command_draws(called: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib.figure")
-    result, _ = called("--engine", "auto,direct", "--plot", str(tmp_path / "it.png"))
+    result, _ = called("--engine", "auto,driver", "--plot", str(tmp_path / "it.png"))
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
     assert "it.png" in result.stderr
@@ -311,4 +312,4 @@ def test_bad_options_are_refused_before_anything_is_measured(called: Any, argume
 def test_the_command_knows_what_can_be_measured() -> None:
     """It does not import the benchmarks for that."""
     assert bench_latency.WORKLOADS == WORKLOADS
-    assert bench_latency.ENGINES == latency_runs.ENGINES
+    assert bench_latency.ENGINES == engine.ENGINES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,3 +117,27 @@ def test_outputs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem([0, 1, 2, 2]) == "4 records with 3 keys came out of 4"
     assert problem([0, 1, 2, 3, 3]) == "5 records with 4 keys came out of 4"
     assert "unknown key" in problem([0, 1, 2, 9])
+
+
+def test_batches_of_different_sizes_count_all_but_a_rest() -> None:
+    rows = [5_000, 7_000, 9_000, 6_000, 6_200, 6_100, 500]
+    commits = [Commit(count, 1_000.0 * n, 1_000.0 * n + 900) for n, count in enumerate(rows)]
+    assert warm_span(commits, warm_ms=500) == (2, 6)
+
+
+@pytest.mark.parametrize("limit, chosen", [(10**9, (120_000, 1200.0, 120_000)), (16_000, (30_000, 160.0, 16_000))])
+def test_no_bound_is_tried_that_an_engine_does_not_reach(
+    monkeypatch: pytest.MonkeyPatch, limit: int, chosen: tuple[int, float, int]
+) -> None:
+    """Otherwise topics of millions of records were made for batches that do not grow."""
+    tried: list[int] = []
+
+    def batch_of(bench: Any, guarantee: str, trigger: Any, bound: int) -> tuple[float, int]:
+        tried.append(bound)
+        return min(bound, limit) / 100, min(bound, limit)
+
+    monkeypatch.setattr(overhead_runs, "batch_of", batch_of)
+    bench: Any = SimpleNamespace(say=lambda text: None)
+    trigger = overhead_runs.Trigger("1s", "1 second", 1000.0, 30_000)
+    assert overhead_runs.calibrated(bench, trigger) == chosen
+    assert max(tried) <= 150_000

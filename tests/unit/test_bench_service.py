@@ -38,7 +38,7 @@ class KnownFlow:
     def write(self, df: Any, **options: Any) -> Any:
         KnownFlow.asked["write"] = options
         batches = [SimpleNamespace(path=path) for path in ("2 tasks", "driver", "driver")]
-        query = SimpleNamespace(awaitTermination=lambda: None, batches=batches, engine="direct")
+        query = SimpleNamespace(awaitTermination=lambda: None, batches=batches, engine="driver")
         return SimpleNamespace(start=lambda: query)
 
 
@@ -76,7 +76,7 @@ def test_the_service_copies_unless_asked_for_balances(asked: Any, tmp_path: Path
             "partitioner": "source",
         },
     }
-    assert json.loads((tmp_path / "ran").read_text()) == {"engine": "direct", "paths": ["2 tasks", "driver"]}
+    assert json.loads((tmp_path / "ran").read_text()) == {"engine": "driver", "paths": ["2 tasks", "driver"]}
     assert asked(B_WORKLOAD="w1") == copied
     balances = asked(B_WORKLOAD="w2", B_RECORDS_PER_BATCH="500")
     assert balances["read"] == ("in", {"max_records_per_batch": 500})
@@ -86,7 +86,7 @@ def test_the_service_copies_unless_asked_for_balances(asked: Any, tmp_path: Path
 
 
 def test_the_service_is_given_an_engine_and_a_guarantee(asked: Any) -> None:
-    assert asked(B_ENGINE="direct")["write"]["engine"] == "direct"
+    assert asked(B_ENGINE="driver")["write"]["engine"] == "driver"
     assert "engine" not in asked(B_ENGINE="")["write"]
     assert asked(B_GUARANTEE="alo")["write"]["guarantee"] == "at_least_once"
 
@@ -102,7 +102,7 @@ def test_a_service_that_ends_says_why(tmp_path: Path) -> None:
 
 
 def test_the_users_own_variables_choose_no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("B_ENGINE", "spark")
+    monkeypatch.setenv("B_ENGINE", "tasks")
     known: list[Any] = []
 
     def popen(command: list[str], **given: Any) -> Any:

@@ -18,18 +18,17 @@ from click.testing import CliRunner
 
 from onceflow import DeltaSink, ExternalSink
 from onceflow.chaos import external
-from onceflow.chaos.driver_process import BY_TASKS, Engines
+from onceflow.chaos.driver_process import Engines
 from onceflow.chaos.fault_kinds import FAULT_KINDS
-from onceflow.chaos.flows import COPY, FLOWS, JOINER, LEDGER, PLAIN, SORTER, UNLOGGED, Choices, Names
+from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, Choices, Names
 from onceflow.chaos.replacing import replaceable
 from onceflow.chaos.run import Injected, Report
 from onceflow.chaos.test_bed import SETUPS, Setup
 from onceflow.chaos.verify import Findings, check_copy, check_unlogged, verify_external
 from onceflow.cli.chaos import chaos
-from onceflow.engine_query import DIRECT, SPARK
 from onceflow.errors import OptionError
 from onceflow.external.sink import BatchAttempt
-from onceflow.planning.engine import AUTO
+from onceflow.planning.engine import AUTO, DRIVER, TASKS
 from onceflow.testing import history
 from onceflow.testing.independent import Seen
 from onceflow.testing.processes import descendants
@@ -83,25 +82,13 @@ def test_recovery_times() -> None:
 
 
 def test_switches_of_engines() -> None:
-    """A flow has switched when its next batch is another engine's. A start without a batch is no switch.
-    Tasks that read by themselves count as an engine."""
+    """A flow has switched when tasks write its next batch instead of the driver, or the other way round."""
     engines = Engines()
-    runs = (
-        ("a", DIRECT, [False, False]),
-        ("b", SPARK, [True]),
-        ("a", SPARK, []),
-        ("a", DIRECT, [False, True]),
-        ("a", SPARK, [False]),
-    )
-    for flow, engine, batches in runs:
-        engines.starts[engine] += 1
+    for flow, batches in (("a", [False, False]), ("b", [True]), ("a", []), ("a", [False, True]), ("a", [False])):
+        engines.starts[AUTO] += 1
         for by_tasks in batches:
-            engines.committed(flow, engine, by_tasks=by_tasks)
-    assert engines.as_json() == {
-        "starts": {DIRECT: 2, SPARK: 3},
-        "batches": {DIRECT: 3, BY_TASKS: 1, SPARK: 2},
-        "switches": 2,
-    }
+            engines.committed(flow, by_tasks=by_tasks)
+    assert engines.as_json() == {"starts": {AUTO: 5}, "batches": {DRIVER: 4, TASKS: 2}, "switches": 2}
     report = Report(1)
     report.engines.add(engines)
     report.engines.add(engines)
@@ -109,13 +96,9 @@ def test_switches_of_engines() -> None:
 
 
 def test_engines_of_flows() -> None:
-    """Flows that need Spark are not started with the direct engine."""
-    chosen = dict.fromkeys(FLOWS, DIRECT)
-    direct = [kind for kind in FLOWS if Choices(engines=chosen).engine(kind) == DIRECT]
-    assert direct == [COPY, PLAIN, LEDGER, UNLOGGED]
-    assert Choices(small_batch_rows=0, engines=chosen).engine(COPY) == DIRECT
-    assert Choices(engines=chosen).engine(SORTER) == AUTO
-    assert Choices(engines={COPY: SPARK}).engine(COPY) == SPARK
+    """A fault that needs tasks has precedence."""
+    assert Choices(engines={COPY: DRIVER}).engine(COPY) == DRIVER
+    assert Choices(engines={COPY: DRIVER}, tasks=True).engine(COPY) == TASKS
     assert Choices().engine(COPY) == AUTO
 
 
@@ -276,7 +259,7 @@ def test_command_line() -> None:
     assert "three-nodes" in listed.output
     assert "rolling restart" in listed.output
     assert "unlogged" in listed.output
-    assert "engines: auto, direct, spark" in listed.output
+    assert "engines: auto, driver, tasks" in listed.output
     for wrong in (["--setup", "moon"], ["--flow", "moon"], ["--engine", "moon"], ["--flow", "joiner"]):
         assert isinstance(CliRunner().invoke(chaos, wrong).exception, OptionError)
 

@@ -46,6 +46,7 @@ from onceflow.direct.source_reader import SourceReader
 from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.range_rows import RangeRows
+from onceflow.planning.engine import DRIVER, TASKS
 from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import HandOver, Progress
@@ -87,6 +88,8 @@ class Logs:
 
 class Poll:
     """In the place of `LongPoll`: it follows the logs."""
+
+    is_stale = False
 
     def __init__(self, logs: Logs, positions: Mapping[TopicPartition, int]) -> None:
         self._logs = logs
@@ -315,7 +318,7 @@ def more(reader: SourceReader) -> set[int]:
 class Written:
     """In the place of `DirectBatches`: what batches have taken, and who has read it."""
 
-    flow, stopping, idle, guarantee = "copy", False, False, "at_most_once"
+    flow, stopping, idle, guarantee, timers_s = "copy", False, False, "at_most_once", 0.0
 
     def __init__(self, logs: Logs, starts: dict[int, int]) -> None:
         self._logs = logs
@@ -323,6 +326,7 @@ class Written:
         self.records: dict[int, list[int]] = {partition: [] for partition in logs.ends}
         self.ways: list[str] = []
         self.sizes: list[int] = []
+        self.settled: list[int] = []
         self.failure: BaseException | None = None
         self.before: Callable[[SourceRange], None] = lambda source: None
         self.more: list[set[int]] = []
@@ -341,7 +345,12 @@ class Written:
             taken = offsets_of(rows.parts)
         for partition, offsets in taken.items():
             self.records[partition] += offsets
-        self.summary = BatchSummary(self.progress.batch_id + 1, 0, read=source.by_topic())
+        seconds = {"write": 0.0, "end": 0.0}
+        if isinstance(rows, FetchedRows) and rows.meanwhile is not None:
+            started = time.monotonic()
+            rows.meanwhile()
+            seconds["end"] = time.monotonic() - started
+        self.summary = BatchSummary(self.progress.batch_id + 1, 0, read=source.by_topic(), seconds=seconds)
         self.history += [self.summary, BatchSummary(self.progress.batch_id + 1, 0)]  # timers that were left
         self.ways.append(type(rows).__name__)
         self.sizes.append(source.max_rows)
@@ -352,6 +361,28 @@ class Written:
 
     def failed(self, error: BaseException) -> None:
         self.failure = error
+
+    def settle_copies(self) -> None:
+        self.settled.append(self.progress.batch_id)
+
+
+class ByRecords(Backlog):
+    """Tasks read while more records than this are left."""
+
+    def __init__(self, rows_max: int) -> None:
+        super().__init__("copy", TASKS if rows_max == 0 else DRIVER)
+        self._most = rows_max
+        self._driver_until = float("-inf")
+
+    def looked(self, left: int, *, now: float) -> None:
+        if not self._most:
+            super().looked(left, now=now)
+        elif now >= self._driver_until:
+            self.by_tasks = left > self._most or (self.by_tasks and left > self._most // 2)
+
+    def give_back(self, why: str, *, now: float, pause_s: float = 30.0) -> None:
+        super().give_back(why, now=now, pause_s=pause_s)
+        self._driver_until = now + pause_s
 
 
 def loop_of(
@@ -365,10 +396,10 @@ def loop_of(
     ends: bool = True,
 ) -> DirectLoop:
     context = SimpleNamespace(setJobGroup=lambda *_, **__: None, _jsc=object())
-    backlog = Backlog("copy", rows_max)
+    backlog = ByRecords(rows_max)
     batches: Any = written
     spark: Any = SimpleNamespace(sparkContext=context)
-    tasks: Any = SimpleNamespace(spark=spark, query=QUERY)
+    tasks: Any = SimpleNamespace(spark=spark, query=QUERY, all_batches=False)
     return DirectLoop(
         batches,
         reader,
@@ -897,3 +928,72 @@ def test_brokers_are_heard_also_while_enough_waits_for_batches(
     loop._run()
     assert written.sizes == [10] * 10
     assert len(set(polls)) >= 9
+
+
+# ---- what the time of a batch is spent on, and what is done meanwhile ------------------------------------------
+
+
+class Reports:
+    """In the place of `ProgressReports`: how long batches took, and how long their records were fetched."""
+
+    def __init__(self) -> None:
+        self.seconds: list[tuple[float, float]] = []
+
+    def committed(self, summary: Any, *_: Any, duration_s: float, fetch_s: float, **__: Any) -> None:
+        self.seconds.append((duration_s, fetch_s))
+
+
+@pytest.mark.parametrize("most", [10, 10**6], ids=["a backlog", "no backlog"])
+def test_the_steps_are_all_of_the_time(reader_of: Callable[..., SourceReader], most: int) -> None:
+    logs = Logs({0: 50})
+    written, reports = Written(logs, {0: 0}), Reports()
+    loop = loop_of(written, reader_of(logs, {0: 0}), 10**9, most=most, until={0: 50})
+    prepared: Any = reports
+    loop.prepare(prepared, lambda: None)
+    loop._run()
+    assert loop.error is None
+    summaries = written.history[::2]
+    assert len(summaries) == len(reports.seconds) == (1 if most > 50 else 5)
+    for summary, (duration_s, fetch_s) in zip(summaries, reports.seconds, strict=True):
+        assert list(summary.seconds) == ["fetch", "write", "end", "other"]
+        assert sum(summary.seconds.values()) == pytest.approx(duration_s)
+        assert summary.seconds["fetch"] == fetch_s > 0
+    # Copies are settled when nothing waits for the next batch.
+    assert written.settled == [summaries[-1].batch]
+
+
+def test_records_arrive_while_a_batch_is_committed(reader_of: Callable[..., SourceReader]) -> None:
+    logs = Logs({0: 50}, most=lambda: 10)
+    written = Written(logs, {0: 0})
+    reader = reader_of(logs, {0: 0})
+    loop = loop_of(written, reader, 10**9, most=10**6, until={0: 50})
+    loop._size = BatchSize(1.0, first=10, least=10, most=10)
+    waiting: list[int] = []
+    original = reader.take_arrived
+
+    def taken() -> None:
+        before = reader.arrivals.offsets[TOPIC]
+        original()
+        waiting.append(reader.arrivals.offsets[TOPIC] - before)
+
+    reader.take_arrived = taken  # type: ignore[method-assign]
+    loop._run()
+    assert loop.error is None
+    assert written.records == {0: list(range(50))}
+    assert waiting
+    assert max(waiting) == 10
+
+
+def test_a_problem_with_the_next_records_leaves_the_outcome_alone(reader_of: Callable[..., SourceReader]) -> None:
+    logs = Logs({0: 50})
+    written = Written(logs, {0: 0})
+    reader = reader_of(logs, {0: 0})
+    loop = loop_of(written, reader, 10**9, most=10, until={0: 50})
+
+    def lost() -> None:
+        raise DataLossError("records have expired", next_step="none")
+
+    reader.take_arrived = lost  # type: ignore[method-assign]
+    loop._run()
+    assert isinstance(loop.error, DataLossError)
+    assert written.records == {0: list(range(10))}, "the batch has ended before"

@@ -8,7 +8,6 @@ import re
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -280,24 +279,6 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(doctor_disk.os, "access", lambda path, _: Path(path) != tmp_path)
     found = bad(run(doctor_disk.check_disk, Host((tmp_path,))))
     assert [(each.level, each.subject) for each in found] == [(Level.ERROR, f"state {tmp_path}")]
-
-
-@pytest.mark.skipif(not Path("/proc").exists(), reason="whether a process lives is asked from /proc")
-def test_scratch_folders_of_ended_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    ended.wait(timeout=30)
-    for name in (f"a.b-pid{ended.pid}-x_1", f"mine-pid{os.getpid()}-x", "other"):
-        (tmp_path / f"onceflow-{name}").mkdir()
-    left = tmp_path / f"onceflow-a.b-pid{ended.pid}-x_1"
-    (left / "offsets").write_bytes(b"x" * 50_000)
-    found = the_bad_one(run(doctor_disk.check_scratch, HOST), Level.WARNING, left.name)
-    assert re.search(r"\(5\d\.\d KB\)", found.found)
-    assert "mine" not in found.found
-    assert left.exists()
-    (left / "offsets").unlink()
-    left.rmdir()
-    assert not bad(run(doctor_disk.check_scratch, HOST))
 
 
 def test_state_that_is_not_used_any_more(tmp_path: Path) -> None:

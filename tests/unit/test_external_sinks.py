@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from onceflow import ExternalSink, ProgressConflictError
@@ -17,7 +18,7 @@ from onceflow.driver import external_run
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.external_waiting import at_start
 from onceflow.driver.refused_rows import _letter, progress_row
-from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, OptionError, ProtocolError
+from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, OptionError, ProcessorError, ProtocolError
 from onceflow.external.sink import BatchAttempt, ProgressRow, RefusedRow, UnavailableError, next_generation
 from onceflow.messages import TaskPlace
 from onceflow.planning.external_start import of_row, plan_external
@@ -283,6 +284,28 @@ def test_a_sink_has_to_return_a_receipt(returned: Any) -> None:
     assert isinstance(report.error, OptionError)
     assert f"Careless.write returned {type(returned).__name__}, not bytes" in str(report.error)
     assert (report.error.flow, report.error.batch) == ("f", 4)
+
+
+def test_a_row_that_cannot_be_made_is_no_error_of_the_sink() -> None:
+    """A driver of a database makes an error of its own of what its source raises."""
+
+    class Wrapping(Careless):
+        def write(self, attempt: BatchAttempt, task: str, batches: Any) -> bytes:
+            try:
+                return b"%d" % sum(batch.num_rows for batch in batches)
+            except Exception as problem:
+                raise ValueError(f"COPY failed: {problem}") from None
+
+    def rows(problem: Exception) -> Any:
+        yield pa.record_batch({"a": [1]})
+        raise problem
+
+    order = ExternalOrder(Wrapping(lambda: b""), "f", BatchAttempt("f@c", "o", 1, 4, 1))
+    place = TaskPlace("driver", 0, 0, 0)
+    (report,) = write_external(order, place, rows(ProcessorError("bad row", next_step="none"))).written
+    assert isinstance(report.error, ProcessorError)
+    with pytest.raises(ArithmeticError):
+        write_external(order, place, rows(ArithmeticError("overflow")))
 
 
 def test_an_error_of_a_sink_has_class_and_place() -> None:

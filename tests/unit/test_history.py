@@ -805,7 +805,7 @@ def test_rows_get_tags(tmp_path: Path, headers: list[Any] | None, taken: slice) 
     rows = pa.RecordBatch.from_pydict(columns)[taken]
     with Recorder(tmp_path / "history"):
         begin(3, 5)
-        (result,) = recorder._Tagging(FLOW)(iter([rows]))
+        result = recorder.tagged_rows(rows, FLOW)
     assert result.schema.field("headers").type == HEADERS_TYPE
     assert result.column("key").equals(rows.column("key"))
     assert result.column("value").equals(rows.column("value"))

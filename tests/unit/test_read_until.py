@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from onceflow.driver.offset_log import SourceRange, Sources
 from onceflow.errors import OptionError
 from onceflow.instants import instant_ms
 from onceflow.planning.bounded import bounded
@@ -110,19 +109,6 @@ def test_ends(bound: ReadBound, at_time: Any, end: Any) -> None:
 def test_offsets_that_do_not_exist(offsets: Any, why: str) -> None:
     with pytest.raises(OptionError, match=why):
         bound_offsets(TOPIC, {0: 20, 1: 0}, ReadBound(offsets=offsets), None, flow="f")
-
-
-def test_a_range_is_capped() -> None:
-    planned = SourceRange({"in": {0: 5, 1: 30, 2: 0}}, {"in": {0: 15, 1: 40, 2: 9}})
-    capped = planned.capped({"in": {0: 10, 1: 20}})
-    assert (capped.start, capped.end) == ({"in": {0: 5, 1: 20}}, {"in": {0: 10, 1: 20}})
-    assert capped.max_rows == 5
-    assert planned.capped({}) is planned
-
-
-def test_no_partition_ends_before_its_start() -> None:
-    sources = Sources({}, {}, {"in": {0: 5, 1: 9}})
-    assert sources.never_before({"in": {0: 7, 1: 8}}).until == {"in": {0: 7, 1: 9}}
 
 
 def test_a_run_ends_if_all_of_its_reads_do() -> None:

@@ -19,7 +19,7 @@ from onceflow.task.step_outputs import (
 
 def outputs(tasks: int) -> TaskOutputs:
     writer: Any = SimpleNamespace(target=lambda topic: SimpleNamespace(partitions=tasks + 1))
-    return TaskOutputs(writer, topic="out", modulus=tasks, co_partitioned=False, turn=1)
+    return TaskOutputs(writer, topic="out", modulus=tasks, turn=1)
 
 
 def rows(count: int, size: int) -> pa.RecordBatch:

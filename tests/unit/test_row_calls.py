@@ -131,6 +131,16 @@ def test_a_dead_letter_has_the_value_that_was_read() -> None:
     assert found.column("value").to_pylist() == [b"stored good asked", b"bad"]
 
 
+def test_nothing_is_reported_if_nobody_has_begun_an_attempt() -> None:
+    """An external sink has no use for reports, and they would be kept for ever."""
+    reports: Any = SimpleNamespace(add=lambda report: pytest.fail(f"a report: {report}"))
+    stores = Stores()
+    order = CallOrder(onceflow.concurrently(lambda record: record.value), "out", None, stores, stores, "flow", reports)
+    rows = pa.record_batch({"key": [b"a"], "value": [b"v"]})
+    (made,) = CallRows(order)(iter([rows]))
+    assert made.column("value").to_pylist() == [b"stored v"]
+
+
 def test_a_store_that_is_away_makes_no_dead_letters() -> None:
     stores = Stores()
     stores.away = True

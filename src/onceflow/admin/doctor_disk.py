@@ -12,9 +12,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from onceflow.admin.doctor_local import Host
-from onceflow.admin.finding import Finding, error, ok, skipped, warning
+from onceflow.admin.finding import Finding, error, ok, warning
 from onceflow.host import jars
-from onceflow.host.leftovers import scratch_of_ended_processes
 from onceflow.sizes import size_text
 
 ROOM_MIN, ROOM_GOOD = 100 * 1024**2, 2 * 1024**3
@@ -42,7 +41,7 @@ class LocalFlow:
 
 
 def check_disk(host: Host) -> Iterator[Finding]:
-    """Free room where state, jars and scratch checkpoints are, and whether the folders can be written."""
+    """Free room where state, jars and temporary files are, and whether the folders can be written."""
     for what, folder, cure in (
         *(("state", folder, "ONCEFLOW_STATE_DIR or state_dir=") for folder in host.state_dirs),
         ("cache", jars.cache_dir(), "ONCEFLOW_CACHE"),
@@ -58,22 +57,6 @@ def check_disk(host: Host) -> Iterator[Finding]:
             yield error(subject, found, fix)
         else:
             yield warning(subject, found, fix) if free < ROOM_GOOD else ok(subject, found)
-
-
-def check_scratch(_: Host) -> Iterator[Finding]:
-    """Scratch checkpoints of drivers that were killed."""
-    if not Path("/proc").exists():
-        yield skipped("scratch folders", "this system has no /proc, so ended processes are not known")
-        return
-    found = [(folder.name, _usage(folder)[0]) for folder in scratch_of_ended_processes()]
-    if found:
-        yield warning(
-            tempfile.gettempdir(),
-            f"scratch folders of drivers that were killed: {_listed(found)}",
-            "the next start of the flow on this machine removes them; or delete them yourself",
-        )
-    else:
-        yield ok("scratch folders", f"none of ended processes in {tempfile.gettempdir()}")
 
 
 def check_local_state(host: Host) -> Iterator[Finding]:

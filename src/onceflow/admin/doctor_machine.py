@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onceflow.admin.doctor_disk import check_disk, check_local_state, check_scratch
+from onceflow.admin.doctor_disk import check_disk, check_local_state
 from onceflow.admin.doctor_local import (
     Host,
     check_connector,
@@ -25,7 +25,6 @@ LOCAL: tuple[Check[Host], ...] = (
     Check("packages", check_packages),
     Check("open-files", check_open_files),
     Check("disk", check_disk),
-    Check("scratch", check_scratch),
     Check("local-state", check_local_state),
 )
 #: The connection itself is no function of facts: without it there are none.

@@ -24,9 +24,8 @@ from onceflow.bench.latency_records import BALANCE, COPY, records_of
 from onceflow.bench.processes import Usage, machine_busy_s
 from onceflow.bench.service_process import ended, service
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.planning.engine import AUTO
 
-AUTO = "auto"
-ENGINES = (AUTO, "direct", "spark")
 PERCENTS = (50, 95, 99)
 _B_WORKLOADS = {COPY: "w1", BALANCE: "w2"}
 _LOOK_S = 0.5

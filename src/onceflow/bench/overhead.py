@@ -16,7 +16,7 @@ from typing import Any
 
 from onceflow.bench import latency
 from onceflow.bench.environment import Bench, end_session
-from onceflow.bench.overhead_figures import FULL, WARM_SECONDS, overhead_percent, rotations, turns
+from onceflow.bench.overhead_figures import WARM_SECONDS, overhead_percent, rotations, turns
 from onceflow.bench.overhead_runs import (
     AT_LEAST,
     EXACTLY,
@@ -25,7 +25,7 @@ from onceflow.bench.overhead_runs import (
     STEPS,
     Measured,
     Trigger,
-    batch_ms,
+    batch_of,
     calibrated,
     copy_once,
     measure_latency,
@@ -103,12 +103,12 @@ def throughput(bench: Bench, choices: Choices, summary: dict[str, Any]) -> Itera
     for turn in range(_WARM_TURNS):
         for guarantee in GUARANTEES:
             for trigger in TRIGGERS[: 2 if turn == 0 else 1]:
-                batch_ms(bench, guarantee, trigger, trigger.first_bound)
+                batch_of(bench, guarantee, trigger, trigger.first_bound)
     for trigger in TRIGGERS:
-        bound = calibrated(bench, trigger)
-        batches = max(5, round((choices.seconds + WARM_SECONDS) * 1000 / (trigger.ms * FULL)) + 1)
+        bound, ms, size = calibrated(bench, trigger)
+        batches = max(5, round((choices.seconds + WARM_SECONDS) * 1000 / max(ms, 1.0)) + 1)
         source = bench.topic("bench-in")
-        count = bench.fill(source, records(bound * batches))
+        count = bench.fill(source, records(size * batches))
         found, bound = _rounds(bench, source, count, trigger, bound, choices.rounds)
         bench.delete(source)
         overheads = [overhead_percent([pair]) for pair in zip(*_rates(found), strict=True)]

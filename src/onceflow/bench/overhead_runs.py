@@ -20,6 +20,7 @@ EXACTLY, AT_LEAST, SPARK = "exactly_once", "at_least_once", "spark"
 STEPS = ("plan", "begin", "write", "audit", "progress", "end")
 LATENCY_TRIGGER = "100 milliseconds"
 _MAX_CALIBRATIONS = 5
+_REACHED = 0.7  # a batch with less than this part of its bound is limited by something else
 _RUN_SECONDS = 120.0
 
 
@@ -134,28 +135,38 @@ def measure_latency(
         bench.delete(source, target)
 
 
-def calibrated(bench: Bench, trigger: Trigger) -> int:
-    """How many records fill the trigger, at at-least-once; the same bound is used for both."""
+def calibrated(bench: Bench, trigger: Trigger) -> tuple[int, float, int]:
+    """How many records fill the trigger, at at-least-once; the milliseconds of such a batch, and its records. The same
+    bound is used for both guarantees.
+
+    The direct engine limits its batches by itself: then a higher bound changes nothing any more.
+    """
     tried: dict[int, float] = {}
     bound: int | None = trigger.first_bound
     for _ in range(_MAX_CALIBRATIONS):
         if bound is None:
             break
-        tried[bound] = batch_ms(bench, AT_LEAST, trigger, bound)
-        bench.say(f"{trigger.text}: a batch of {bound:,} records takes {tried[bound]:,.0f} ms")
+        ms, rows = batch_of(bench, AT_LEAST, trigger, bound)
+        bench.say(f"{trigger.text}: a batch of {rows:,} records takes {ms:,.0f} ms, of at most {bound:,}")
+        if rows < _REACHED * bound:
+            return bound, ms, rows
+        tried[bound] = ms
         bound = next_bound(tried, trigger.ms)
-    return chosen_bound(tried, trigger.ms)
+    bound = chosen_bound(tried, trigger.ms)
+    return bound, tried[bound], bound
 
 
-def batch_ms(bench: Bench, guarantee: str, trigger: Trigger, bound: int) -> float:
-    """Median milliseconds of a batch; the first third does not count."""
+def batch_of(bench: Bench, guarantee: str, trigger: Trigger, bound: int) -> tuple[float, int]:
+    """Median milliseconds and records of a batch; the first third does not count."""
     source = bench.topic("bench-warm")
     count = bench.fill(source, records(bound * (24 if trigger.ms < 1000 else 4)))
     target = bench.topic("bench-out")
     try:
         _, commits = _copied(bench, source, target, count, guarantee, trigger, bound)
         first, end = len(commits) // 3, len(commits) - 1  # the last one may be a rest
-        return statistics.median(commit.ended_ms - commit.began_ms for commit in commits[first:end] or commits)
+        usual = commits[first:end] or commits
+        ms = statistics.median(commit.ended_ms - commit.began_ms for commit in usual)
+        return ms, round(statistics.median(commit.rows for commit in usual))
     finally:
         bench.delete(source, target)
 

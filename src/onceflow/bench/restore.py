@@ -33,7 +33,7 @@ def restore(bench: Bench, keys: int) -> Iterator[dict[str, Any]]:
     yield fill_table(bench, name, source, keys)
     known = {b"acc-%07d" % account: (1, 1) for account in range(keys)}
     first_id = keys
-    for how, records, write in (("driver", SMALL_BATCH, {}), ("tasks", TASK_BATCH, {"small_batch_rows": 0})):
+    for how, records, write in (("driver", SMALL_BATCH, {}), ("tasks", TASK_BATCH, {"engine": "tasks"})):
         shutil.rmtree(bench.folder / name)
         accounts = range(0, keys, max(1, keys // records))
         sent = [payment(account, 5, first_id + turn) for turn, account in enumerate(accounts)]
@@ -73,7 +73,7 @@ def large(bench: Bench, keys: int, records: int) -> Iterator[dict[str, Any]]:
     want = expected(sent, {key: (1, 1) for key, _ in sent})
     per_batch = max(1000, records // 10)
     with bench.meter("large") as meter:
-        batches, problem = update_table(bench, name, source, want, per_batch, small_batch_rows=0)
+        batches, problem = update_table(bench, name, source, want, per_batch, engine="tasks")
     full = [batch for batch in batches[1:] if batch.max_rows * 2 >= per_batch]
     rates = [batch.max_rows / sum(batch.seconds.values()) for batch in full]
     yield {

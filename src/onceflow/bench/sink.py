@@ -178,7 +178,7 @@ def _peak_mib(spark: Any, servers: str, source: str, partitioner: str) -> float:
     create_topic(servers, target, PARTITIONS)
     flow = Flow(target, spark, bootstrap_servers=servers)
     df = flow.read(source, max_records_per_batch=None).select("key", "value")
-    query = flow.write(df, topic=target, partitioner=partitioner, small_batch_rows=0, once=True).start()
+    query = flow.write(df, topic=target, partitioner=partitioner, engine="tasks", once=True).start()
     _wait(query, None)
     most = max(batch.max_rss_kib for batch in query.batches) / 1024
     flow.close()

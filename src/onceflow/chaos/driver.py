@@ -1,6 +1,6 @@
 """A driver to be killed: some flows in one SparkSession, until SIGTERM. ``python -m onceflow.chaos.driver JSON``.
 
-It writes a JSON line to stdout for the engine of every flow, for every committed batch, and for the error that ends it.
+It writes a JSON line to stdout for the start of every flow, for every committed batch, and for the error that ends it.
 All that the checker needs is written to the history files before (see ``onceflow.testing.recorder``).
 """
 
@@ -41,9 +41,8 @@ def main() -> None:
         spark = session(app_name=names.prefix, master=given["master"], config=given["spark"])
         queries = []
         for kind in given["flows"]:
-            query = flows.start(kind, spark, given["bootstrap"], names, choices)
-            _report(flow=names.flow(kind), engine=query.engine)
-            queries.append(query)
+            queries.append(flows.start(kind, spark, given["bootstrap"], names, choices))
+            _report(flow=names.flow(kind), engine=choices.engine(kind))
         while not wanted.is_set() and all(query.isActive for query in queries):
             wanted.wait(0.1)
         for query in queries:

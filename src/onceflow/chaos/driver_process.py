@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from onceflow.chaos.flows import Choices, Names
-from onceflow.engine_query import DIRECT
 from onceflow.errors import DeadlineExceededError
 from onceflow.hooks import VARIABLE
-from onceflow.planning.engine import ENGINES
+from onceflow.planning.engine import DRIVER, ENGINES, TASKS
 from onceflow.testing.processes import descendants
 
 STOP_S = 90.0
@@ -46,19 +45,15 @@ class Stop:
     ours: bool
 
 
-#: Batches of the direct engine whose records tasks have read.
-BY_TASKS = "direct, by tasks"
-
-
 @dataclass
 class Engines:
     """What ran the flows.
 
     Args:
-        starts: how often a flow has started with each engine. batches: how many batches each has committed; those of
-            the direct engine that tasks have read are counted apart.
-        switches: how often a batch of a flow was committed by another engine than the one before it.
-        last: the engine that has committed the last batch of each flow.
+        starts: how often a flow has started with each value of ``engine=``.
+        batches: how many batches the driver has committed, and how many tasks have read and written.
+        switches: how often a batch of a flow was written by another one of them than the one before it.
+        last: which of them has written the last batch of each flow.
     """
 
     starts: Counter[str] = field(default_factory=Counter)
@@ -66,16 +61,16 @@ class Engines:
     switches: int = 0
     last: dict[str, str] = field(default_factory=dict)
 
-    def committed(self, flow: str, engine: str, *, by_tasks: bool) -> None:
-        """An engine has committed a batch of a flow.
+    def committed(self, flow: str, *, by_tasks: bool) -> None:
+        """A batch of a flow was committed.
 
         Args:
             by_tasks: whether tasks have written it, not the driver.
         """
-        engine = BY_TASKS if by_tasks and engine == DIRECT else engine
-        self.batches[engine] += 1
-        self.switches += self.last.get(flow, engine) != engine
-        self.last[flow] = engine
+        place = TASKS if by_tasks else DRIVER
+        self.batches[place] += 1
+        self.switches += self.last.get(flow, place) != place
+        self.last[flow] = place
 
     def add(self, other: Engines) -> None:
         """Count what another driver has done, too."""
@@ -114,8 +109,6 @@ class DriverProcess:
         self.log_file = folder / "drivers.log"
         self.stop: Stop | None = None
         self._commits = commits
-        self._engines: dict[str, str] = {}
-        self._early: dict[str, list[bool]] = {}  # batches that were reported before the engine of their flow
         with self.log_file.open("a") as log:
             self._child = subprocess.Popen(
                 [sys.executable, *self.program, json.dumps(arguments)],
@@ -170,24 +163,15 @@ class DriverProcess:
                 if "error" in report:
                     self.stop = Stop(report["error"], report["text"], report.get("ours", True))
                 elif "engine" in report:
-                    self._started(report["flow"], report["engine"])
+                    self._commits.engines.starts[report["engine"]] += 1
                 elif "batch" in report:
                     self._committed(report["flow"], report["batch"], by_tasks=report["by_tasks"])
-
-    def _started(self, flow: str, engine: str) -> None:
-        self._engines[flow] = engine
-        self._commits.engines.starts[engine] += 1
-        for by_tasks in self._early.pop(flow, []):
-            self._commits.engines.committed(flow, engine, by_tasks=by_tasks)
 
     def _committed(self, flow: str, batch: int, *, by_tasks: bool) -> None:
         self._commits.batches[flow] = batch
         self._commits.at[flow] = time.monotonic()
         self._commits.count += 1
-        if flow in self._engines:
-            self._commits.engines.committed(flow, self._engines[flow], by_tasks=by_tasks)
-        else:
-            self._early.setdefault(flow, []).append(by_tasks)
+        self._commits.engines.committed(flow, by_tasks=by_tasks)
 
 
 class Driver:

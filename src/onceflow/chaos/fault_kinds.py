@@ -84,7 +84,7 @@ def task_kill(bed: TestBed, rng: random.Random) -> str:
     bed.driver.kill()
     flow = bed.names.flow(rng.choice(bed.driver.kinds))
     mark = bed.names.folder / f"task-{bed.driver.starts}"
-    bed.driver.choices = replace(bed.driver.choices, small_batch_rows=0)
+    bed.driver.choices = replace(bed.driver.choices, tasks=True)
     batch = bed.driver.commits.batches.get(flow, -1) + rng.randint(1, 4)
     bed.driver.start(fault("write", "kill", where="task", flow=flow, once_file=str(mark), batch_from=batch))
     end = time.monotonic() + _STEP_WAIT_S
@@ -173,7 +173,7 @@ def shuffle_lost(bed: TestBed, rng: random.Random) -> str:
     cluster = _spark_cluster(bed)
     mark = bed.names.folder / f"shuffle-{bed.driver.starts}"
     bed.driver.kill()
-    bed.driver.choices = replace(bed.driver.choices, small_batch_rows=0)
+    bed.driver.choices = replace(bed.driver.choices, tasks=True)
     rule = fault("begin", "lose-shuffle", where="task", folder=str(cluster.local), once_file=str(mark))
     bed.driver.start(rule)
     end = time.monotonic() + _STEP_WAIT_S
@@ -319,10 +319,10 @@ def _kill(pids: list[int]) -> None:
 
 def _choose(bed: TestBed, rng: random.Random) -> None:
     """Vary the options of the next drivers."""
-    rows = rng.choice((None, 0, 500))
+    tasks = rng.choice((True, False, False))
     bed.driver.choices = replace(
         bed.driver.choices,
-        small_batch_rows=rows,
+        tasks=tasks,
         records_per_batch=rng.choice((2_000, 10_000)),
         operator=rng.choice(OPERATORS),
     )

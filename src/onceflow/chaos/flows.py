@@ -25,8 +25,7 @@ from pyspark.sql import functions as F
 
 import onceflow
 from onceflow.chaos import external
-from onceflow.engine_query import DIRECT
-from onceflow.planning.engine import AUTO
+from onceflow.planning.engine import AUTO, DRIVER, TASKS
 from onceflow.testing.recorder import TAGGED_SCHEMA, tag_of, tagged_rows
 
 COPY, PLAIN, LEDGER, UNLOGGED = "copy", "plain", "ledger", "unlogged"
@@ -37,8 +36,6 @@ ALARM_AFTER_MS = 500
 # Numbers that are bad for the sorter, and numbers that are late for it as soon as there is a watermark.
 BAD_EVERY, BAD = 100, 13
 LATE_EVERY, LATE = 200, 50
-#: Flows that the direct engine can run, whatever the driver has chosen otherwise.
-DIRECT_FLOWS = (COPY, PLAIN, LEDGER, UNLOGGED)
 #: The operators that may follow the sorter's step. None of them changes a key or a value.
 OPERATORS = ("as it is", "select", "where", "repartition", "coalesce", "static join")
 
@@ -241,29 +238,27 @@ class Choices:
     """Options that change from one start of the driver to the next.
 
     Args:
-        small_batch_rows: the driver itself writes batches of at most so many rows; 0: tasks write all batches. With
-            the direct engine, tasks read by themselves what is more.
+        tasks: whether tasks read and write all batches, whatever ``engines`` says.
         records_per_batch: most records in a batch.
         operator: one of `OPERATORS`.
-        engines: the engine of each kind of flow; those that are not in it have ``auto``.
+        engines: ``engine=`` of each kind of flow; those that are not in it have ``auto``.
     """
 
-    small_batch_rows: int | None = None
+    tasks: bool = False
     records_per_batch: int = 5_000
     transaction_timeout: str = "20 seconds"
     operator: str = "select"
     engines: Mapping[str, str] = field(default_factory=dict)
 
     def engine(self, kind: str) -> str:
-        """The engine of a flow. Where the direct one cannot run it, ``auto`` takes its place."""
-        engine = self.engines.get(kind, AUTO)
-        return AUTO if engine == DIRECT and kind not in DIRECT_FLOWS else engine
+        """``engine=`` of a flow. The driver cannot run one with a checkpoint, so ``auto`` takes its place."""
+        engine = TASKS if self.tasks else self.engines.get(kind, AUTO)
+        return AUTO if kind == TOTALS and engine == DRIVER else engine
 
     def write(self, kind: str) -> dict[str, Any]:
         """Arguments of ``Flow.write``."""
         return {
             "engine": self.engine(kind),
-            "small_batch_rows": self.small_batch_rows,
             "transaction_timeout": self.transaction_timeout,
             "trigger": "100 milliseconds",
         }
@@ -277,9 +272,7 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
     if kind in external.KINDS:
         rows = source.selectExpr(*external.COLUMNS)
         sink = names.target(kind).sink()
-        return flow.write_external(
-            rows, sink, small_batch_rows=choices.small_batch_rows, trigger="100 milliseconds"
-        ).start()
+        return flow.write_external(rows, sink, engine=choices.engine(kind), trigger="100 milliseconds").start()
     if kind == COPY:
         columns = source.selectExpr("key", "value", "topic", "partition", "offset", "0L AS n")
         tags = functools.partial(tagged_rows, flow=flow.name)

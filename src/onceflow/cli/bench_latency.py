@@ -15,7 +15,7 @@ from onceflow.cli.examples import examples
 
 # As in onceflow.bench, which is imported when something is measured.
 WORKLOADS = ("copy", "balance")
-ENGINES = ("auto", "direct", "spark")
+ENGINES = ("auto", "driver", "tasks")  # as of ``planning.engine``, which imports pyspark
 _MAX_TRIGGER_MS, _MAX_RATE = 60_000, 50_000
 
 
@@ -68,7 +68,7 @@ def _rate(text: str) -> int:
 )
 @click.command()
 @_several("--workload", _one_of(*WORKLOADS), "copy", "[copy|balance]", "A copy, or balances of accounts (with state).")
-@_several("--engine", _one_of(*ENGINES), "auto", "[auto|direct|spark]", "The engine of `Flow.write`.")
+@_several("--engine", _one_of(*ENGINES), "auto", "[auto|driver|tasks]", "The engine of `Flow.write`.")
 @_several("--trigger", _trigger_ms, "100ms", "DURATION", "How often the service commits.")
 @_several("--rate", _rate, "2000", "RECORDS", "Records per second that are sent.")
 @click.option(

@@ -40,7 +40,7 @@ from onceflow.errors import OptionError
     "--engine",
     "engines",
     multiple=True,
-    help="An engine to start flows with; may be repeated.  [default: auto, direct and spark, as the seed says]",
+    help="What engine= flows start with; may be repeated.  [default: auto, driver and tasks, as the seed says]",
 )
 @click.option(
     "--observe",

@@ -9,7 +9,7 @@ from typing import Any
 
 from kafka.protocol.metadata import FindCoordinatorRequest, MetadataRequest
 
-from onceflow.client.connections import ConnectionFailedError, Connections
+from onceflow.client.connections import ConnectionFailedError, Connections, SentRequest
 from onceflow.client.deadline import Deadline
 from onceflow.client.first_connection import REFUSED_S
 from onceflow.client.settings import ClientSettings
@@ -197,15 +197,20 @@ class Cluster(Connections):
     def forget_coordinator(self, kind: int, key: str) -> None:
         self._coordinators.pop((kind, key), None)
 
-    def ask_coordinator(self, request: Any, kind: int, key: str, deadline: Deadline) -> Any:
+    def ask_coordinator(
+        self, request: Any, kind: int, key: str, deadline: Deadline, *, sent: SentRequest | None = None
+    ) -> Any:
         """Send one request to a coordinator. If the connection is lost, the next call looks the coordinator up again.
+
+        Args:
+            sent: the same request, if it is under way: then its response is waited for.
 
         Raises:
             ConnectionFailedError: see ``exchange``.
         """
         node = self.coordinator(kind, key, deadline)
         try:
-            return self.exchange(request, node, deadline)
+            return self.exchange(request, node, deadline) if sent is None else self.received(sent, deadline)
         except ConnectionFailedError:
             self.forget_coordinator(kind, key)
             self.refresh_brokers(deadline)

@@ -14,6 +14,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import kafka.errors as kafka_errors
@@ -40,10 +41,19 @@ _REQUEST_TIMEOUT_S = 30.0
 # a request gets this time even if the deadline comes earlier.
 _LEAST_TIMEOUT_S = 0.1
 _FIRST_TRY_S = 3.0
+_TURNS = 4  # of the event loop, until a request is written if its connection is ready
 
 
 class ConnectionFailedError(Exception):
     """Internal: there was no response. The broker may or may not have received the request; callers handle that."""
+
+
+@dataclass(frozen=True)
+class SentRequest:
+    """A request for whose response nobody waits yet."""
+
+    node: int
+    future: Any
 
 
 class Connections:
@@ -141,6 +151,32 @@ class Connections:
                     return self.net.run(self._sent, request, node, deadline)
             except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
                 raise self._failure(error, node, deadline) from error
+
+    def send(self, request: Any, node: int, deadline: Deadline) -> SentRequest:
+        """Send one request to one broker, and do not wait for its response: `received` does."""
+        with self.lock:
+            self._log_in_again()
+            with muted():
+                future = self.net.call_soon_with_future(self._sent, request, node, deadline)
+                for _ in range(_TURNS):
+                    self.net.poll(timeout_ms=0)
+        return SentRequest(node, future)
+
+    def received(self, sent: SentRequest, deadline: Deadline) -> Any:
+        """The response to a request that was sent before. It raises what `exchange` raises."""
+        self.settle(sent)
+        error = sent.future.exception
+        if isinstance(error, (kafka_errors.KafkaError, OSError, RuntimeError)):
+            raise self._failure(error, sent.node, deadline) from error
+        if error is not None:
+            raise error
+        return sent.future.value
+
+    def settle(self, sent: SentRequest) -> None:
+        """Wait until there is a response, or until it is known that there is none."""
+        if not sent.future.is_done:
+            with self.lock, muted():
+                self.net.poll(future=sent.future)
 
     def exchange_all(self, requests: Mapping[int, Any], deadline: Deadline) -> dict[int, Any]:
         """As `exchange`, with one request for each of several brokers, all at once: one that does not answer delays

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.connections import SentRequest
 from onceflow.client.deadline import Deadline
 from onceflow.protocol import codes
 
@@ -22,12 +23,14 @@ def repeat(
     deadline: Deadline,
     *,
     code_of: Callable[[Any], int] = lambda response: int(response.error_code),
+    sent: SentRequest | None = None,
 ) -> Any:
     """Repeat a request until a response without a retriable error arrives.
 
     Args:
         kind, key: these identify the coordinator, see ``Cluster.coordinator``.
         code_of: returns the error code of a response.
+        sent: the same request, if it is under way already.
 
     Returns:
         The response; its error code is 0 or not retriable.
@@ -38,10 +41,12 @@ def repeat(
     attempt = 0
     while True:
         try:
-            response = cluster.ask_coordinator(request, kind, key, deadline)
+            response = cluster.ask_coordinator(request, kind, key, deadline, sent=sent)
         except ConnectionFailedError as lost:
             problem = str(lost)
+            sent = None
         else:
+            sent = None
             row = codes.describe(code_of(response))
             if not row.verdict.retriable:
                 return response

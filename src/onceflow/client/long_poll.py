@@ -131,6 +131,11 @@ class LongPoll(Generic[C]):
         """Ask for a partition again."""
         self.followed[topic, partition].paused = False
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether `poll` is going to look at the metadata first, which takes time."""
+        return self._stale
+
     def send(self) -> None:
         """Send the requests that can be sent now, and do not wait for responses: the brokers prepare them while the
         caller processes what `poll` has returned. Only partitions are asked for whose chunks have all been taken."""

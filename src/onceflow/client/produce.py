@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +124,7 @@ class Producer:
         gathered_bytes: ``send`` waits for so many before it sends the first ones. So the batches of several partitions
             go in one request, and are enrolled by it. ``flush`` sends what there is.
         transaction_version: for a task, the one that the driver uses. None: that of the cluster.
+        before: called just before the first request is sent.
     """
 
     def __init__(
@@ -134,8 +136,10 @@ class Producer:
         max_unacked_bytes: int = 12_000_000,
         gathered_bytes: int = 0,
         transaction_version: int | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         cluster.connect(deadline)
+        self._before = before
         self._cluster = cluster
         self._transactional_id = transactional_id
         self._deadline = deadline
@@ -183,6 +187,9 @@ class Producer:
         """Send what can be sent, then run the event loop once."""
         if self._failure is not None:
             raise self._failure
+        before, self._before = self._before, None
+        if before is not None:
+            before()
         self._check_deadline()  # nothing is sent after it, when whoever sends may be about to abort
         with self._cluster.lock, muted():
             now = time.monotonic()

@@ -7,7 +7,7 @@ epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kafka.protocol.admin import DescribeTransactionsRequest
@@ -21,6 +21,7 @@ from kafka.protocol.producer import (
 )
 
 from onceflow.client.cluster import GROUP, TRANSACTION, Cluster
+from onceflow.client.connections import SentRequest
 from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import offset_topics, offsets_code
@@ -145,14 +146,47 @@ def commit_offsets(
     deadline: Deadline,
     *,
     metadata: str = "",
+    sent: SentRequest | None = None,
 ) -> None:
     """Add source offsets to the transaction, under an ordinary consumer group (KIP-447).
 
     The group has no members, so generation -1 and an empty member id are accepted. The producer epoch does the fencing.
+
+    Args:
+        sent: what `send_offsets` has returned for the same arguments.
     """
+    request = _offsets_request(cluster, transactional_id, producer, group, offsets, metadata)
+    response = repeat(cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=offsets_code, sent=sent)
+    if offsets_code(response):
+        raise error_of(transactional_id, offsets_code(response), "TxnOffsetCommit", group)
+
+
+def send_offsets(
+    cluster: Cluster,
+    transactional_id: str,
+    producer: ProducerIdAndEpoch,
+    group: str,
+    offsets: Mapping[str, Mapping[int, int]],
+    deadline: Deadline,
+    *,
+    metadata: str = "",
+) -> SentRequest:
+    """Begin to add source offsets to the transaction. `commit_offsets` has to follow, which waits for the response."""
+    request = _offsets_request(cluster, transactional_id, producer, group, offsets, metadata)
+    return cluster.send(request, cluster.coordinator(GROUP, group, deadline), deadline)
+
+
+def _offsets_request(
+    cluster: Cluster,
+    transactional_id: str,
+    producer: ProducerIdAndEpoch,
+    group: str,
+    offsets: Mapping[str, Mapping[int, int]],
+    metadata: str,
+) -> TxnOffsetCommitRequest:
     topic_type = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
     implicit = cluster.transaction_version >= 2
-    request = TxnOffsetCommitRequest(
+    return TxnOffsetCommitRequest(
         version=cluster.version(TxnOffsetCommitRequest, min_version=3, max_version=5 if implicit else 4),
         transactional_id=transactional_id,
         group_id=group,
@@ -163,15 +197,21 @@ def commit_offsets(
         group_instance_id=None,
         topics=offset_topics(topic_type, topic_type.TxnOffsetCommitRequestPartition, offsets, metadata),
     )
-    response = repeat(cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=offsets_code)
-    if offsets_code(response):
-        raise error_of(transactional_id, offsets_code(response), "TxnOffsetCommit", group)
 
 
 def end_transaction(
-    cluster: Cluster, transactional_id: str, producer: ProducerIdAndEpoch, deadline: Deadline, *, commit: bool
+    cluster: Cluster,
+    transactional_id: str,
+    producer: ProducerIdAndEpoch,
+    deadline: Deadline,
+    *,
+    commit: bool,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[int, ProducerIdAndEpoch]:
     """EndTxn, repeated until there is a response.
+
+    Args:
+        meanwhile: called when the request was sent for the first time. It must not raise, and not take long.
 
     Returns:
         The error code, and the producer id and epoch of the next transaction. They differ from ``producer`` only with
@@ -185,7 +225,11 @@ def end_transaction(
         producer_epoch=producer.producer_epoch,
         committed=commit,
     )
-    response = repeat(cluster, request, "EndTxn", TRANSACTION, transactional_id, deadline)
+    sent = None
+    if meanwhile is not None:
+        sent = cluster.send(request, cluster.coordinator(TRANSACTION, transactional_id, deadline), deadline)
+        meanwhile()
+    response = repeat(cluster, request, "EndTxn", TRANSACTION, transactional_id, deadline, sent=sent)
     code = int(response.error_code)
     if code == 0 and moves:
         return code, ProducerIdAndEpoch(int(response.producer_id), int(response.producer_epoch))

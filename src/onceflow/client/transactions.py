@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from onceflow.client import transaction_requests as requests
 from onceflow.client.cluster import Cluster
+from onceflow.client.connections import SentRequest
 from onceflow.client.deadline import Deadline
 from onceflow.errors import BrokerUnsupportedError, FencedError, PermissionDeniedError, TransactionTimeoutError
 from onceflow.protocol.batches import ProducerIdAndEpoch
@@ -47,6 +49,18 @@ class _Standing(enum.Enum):
     ABORTED = "aborted"  # the coordinator has aborted our transaction under the next epoch, which no process was given
     FENCED = "fenced"  # another process has initialised it
     UNKNOWN = "unknown"  # the broker does not return the state
+
+
+class _Ahead(NamedTuple):
+    """Source offsets that are on their way to the group.
+
+    Args:
+        identity: of the transaction. of: group, offsets and metadata.
+    """
+
+    identity: ProducerIdAndEpoch
+    of: tuple[str, Mapping[str, Mapping[int, int]], str]
+    sent: SentRequest
 
 
 class Transactions:
@@ -82,6 +96,7 @@ class Transactions:
         self._identity = identity
         self._check = check
         self._batch = batch
+        self._ahead: _Ahead | None = None
         self.machine = Transaction(Mode.of(2, batch=batch), START if identity is None else GIVEN)
 
     def over(self, cluster: Cluster) -> Transactions:
@@ -150,6 +165,7 @@ class Transactions:
         self._verify(deadline)
         if self.machine.epoch is Epoch.USED:
             self.renew(deadline)
+        self._ahead = None
         self.machine.on(event)
         return self.identity
 
@@ -215,11 +231,37 @@ class Transactions:
         owner = self._cluster, self.transactional_id, self.identity
         if not self.version_2:
             requests.add_offsets(*owner, group, deadline)
-        requests.commit_offsets(*owner, group, offsets, deadline, metadata=metadata)
+        ahead, self._ahead = self._ahead, None
+        sent = None
+        if ahead is not None and ahead.identity == self.identity:
+            given, sent = ahead, ahead.sent
+            if given.of != (group, offsets, metadata):  # the broker has to take these after those
+                requests.commit_offsets(*owner, *given.of[:2], deadline, metadata=given.of[2], sent=sent)
+                sent = None
+        requests.commit_offsets(*owner, group, offsets, deadline, metadata=metadata, sent=sent)
+
+    def send_offsets(
+        self, group: str, offsets: Mapping[str, Mapping[int, int]], deadline: Deadline, *, metadata: str
+    ) -> None:
+        """Begin to do what `commit_offsets` does, and do not wait. That has to follow, with what holds in the end.
+
+        Only with transaction version 2: there, brokers refuse a request that arrives behind the end of its transaction.
+        With version 1 it could enter the next one.
+        """
+        if not self.version_2:
+            raise RuntimeError("offsets may be sent ahead with transaction version 2 only")
+        owner = self._cluster, self.transactional_id, self.identity
+        sent = requests.send_offsets(*owner, group, offsets, deadline, metadata=metadata)
+        self._ahead = _Ahead(self.identity, (group, offsets, metadata), sent)
+
+    def await_offsets(self) -> None:
+        """Wait for the response to `send_offsets`. `commit_offsets` looks at it."""
+        if self._ahead is not None:
+            self._cluster.settle(self._ahead.sent)
 
     # ---- end -----------------------------------------------------------------------------------------
 
-    def end(self, deadline: Deadline, *, commit: bool) -> Outcome:
+    def end(self, deadline: Deadline, *, commit: bool, meanwhile: Callable[[], None] | None = None) -> Outcome:
         """End the transaction. The request is repeated until its outcome is known.
 
         If a response is lost, the outcome can still be found out. The same request is sent again, with the same epoch
@@ -227,6 +269,9 @@ class Transactions:
         transaction had timed out and was aborted, and a fencing code if another process has initialised the id.
         Version 1 returns a fencing code after a timeout, too. Then the state at the coordinator decides, and after a
         timeout a new epoch is requested at once.
+
+        Args:
+            meanwhile: see `requests.end_transaction`.
 
         Raises:
             DeadlineExceededError: the outcome is unknown. The caller must stop; the next start finds it out.
@@ -236,18 +281,18 @@ class Transactions:
             return Outcome.FENCED
         self._connect(deadline)
         self.machine.on(Event.COMMIT if commit else Event.ABORT)
-        outcome = self._end(deadline, commit=commit)
+        outcome = self._end(deadline, commit=commit, meanwhile=meanwhile)
         if outcome is Outcome.FENCED and not self.machine.is_fenced:
             self.machine.on(Event.FENCED)
         return outcome
 
-    def _end(self, deadline: Deadline, *, commit: bool) -> Outcome:
+    def _end(self, deadline: Deadline, *, commit: bool, meanwhile: Callable[[], None] | None) -> Outcome:
         if not commit and not self.version_2:
             outcome = self._abort_as_the_timeout_does(deadline)
             if outcome is not None:
                 return outcome
         code, following = requests.end_transaction(
-            self._cluster, self.transactional_id, self.identity, deadline, commit=commit
+            self._cluster, self.transactional_id, self.identity, deadline, commit=commit, meanwhile=meanwhile
         )
         if code == 0:
             self._identity = following

@@ -1,1 +1,1 @@
-"""The direct engine: the driver fetches the records of small batches, and runs them without a Spark job."""
+"""The direct engine: the driver fetches records and runs their batches; with a backlog, tasks of Spark do."""

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from onceflow.planning.engine import AUTO, TASKS
+
 log = logging.getLogger("onceflow")
 
 #: Tasks read if the driver would need longer than this for the backlog, until it would need less than the other.
@@ -45,10 +47,8 @@ class Backlog:
     """Decides who reads.
 
     Args:
-        rows_max: as ``small_batch_rows`` of ``Flow.write``: tasks read if more records than this are left; None: decide
-            by what batches cost.
+        place: ``driver`` or ``tasks``: which of them reads all batches; ``auto``: decide by what batches cost.
         may_help: whether tasks may be faster than the driver; with too few cores they are not.
-        move_s: how long it takes to bring the state of the flow to where tasks run, in seconds.
         batch_s: how long a batch of tasks may take, see `records_max`.
 
     Attributes:
@@ -58,16 +58,14 @@ class Backlog:
     def __init__(
         self,
         flow: str,
-        rows_max: int | None,
+        place: str,
         *,
         may_help: Callable[[], bool] = lambda: True,
-        move_s: Callable[[], float] = lambda: 0.0,
         batch_s: float = 15.0,
     ) -> None:
         self._flow = flow
-        self._rows_max = rows_max
+        self._place = place
         self._may_help = may_help
-        self._move_s = move_s
         self._batch_s = batch_s
         self._driver, self._tasks = Rate(), Rate()
         self._starts = False  # the next batch of tasks is their first one
@@ -87,7 +85,7 @@ class Backlog:
             self._starts = False
             return
         self._tasks.ran(records, seconds)
-        if self._rows_max is not None or self._tasks.batches < _TRIED_BATCHES:
+        if self._place != AUTO or self._tasks.batches < _TRIED_BATCHES:
             return
         if self._tasks.per_s < _GAIN * self._driver.per_s:
             self.give_back(
@@ -106,10 +104,8 @@ class Backlog:
 
     def looked(self, left: int, *, now: float) -> None:
         """So many offsets are left to read."""
-        if self._rows_max is not None:
-            if self._rows_max and now < self._paused_until:
-                return
-            self.by_tasks = left > self._rows_max or (self.by_tasks and left > self._rows_max // 2)
+        if self._place != AUTO:
+            self.by_tasks = self._place == TASKS and left > 0
             return
         if self._driver.batches < _KNOWN_BATCHES:
             return
@@ -117,26 +113,22 @@ class Backlog:
         if self.by_tasks:
             if behind_s < CAUGHT_UP_S:
                 self._to_driver(f"{left:,} records are left")
-        elif behind_s > BEHIND_S and now >= self._paused_until:
-            move_s = self._move_s()
-            if behind_s > BEHIND_S + 2 * move_s and self._may_help():  # the last question costs most
-                self._to_tasks(left, behind_s, move_s)
+        elif behind_s > BEHIND_S and now >= self._paused_until and self._may_help():  # the last question costs most
+            self._to_tasks(left, behind_s)
 
     def give_back(self, why: str, *, now: float, pause_s: float = 30.0) -> None:
         """Let the driver read. Tasks are not tried again for some seconds, unless it was said when they read."""
         self._to_driver(why)
         self._paused_until = now + pause_s
 
-    def _to_tasks(self, left: int, behind_s: float, move_s: float) -> None:
+    def _to_tasks(self, left: int, behind_s: float) -> None:
         self.by_tasks = True
         self._tasks, self._starts = Rate(), True
-        moved = f"; to bring the state to them takes about {move_s:.0f} s" if move_s >= 1 else ""
         log.info(
-            "flow %s: %s records are left to read, about %.0f s for the driver: now tasks read by themselves%s",
+            "flow %s: %s records are left to read, about %.0f s for the driver: now tasks read by themselves",
             self._flow,
             f"{left:,}",
             behind_s,
-            moved,
         )
 
     def _to_driver(self, why: str) -> None:

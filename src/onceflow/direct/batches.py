@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
@@ -29,6 +30,10 @@ class DirectCommit(Commit, Protocol):
         """Whether a batch would change nothing."""
         ...
 
+    def settle_copies(self) -> None:
+        """Local copies that the driver has written to apply what the last batch has committed."""
+        ...
+
     def plan_range(self, source: SourceRange, batch: int, quiet: Mapping[TopicPartition, float]) -> None:
         """The source range of a batch is this. It must start where progress ends (I2).
 
@@ -43,6 +48,7 @@ class DirectBatches(Batches):
 
     Attributes:
         summary: of the batch with the range of the last call, if it was committed, or lost (at-most-once).
+        timers_s: how long batches took that only fired timers, in the last call.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class DirectBatches(Batches):
         super().__init__(commit, options, tables=tables)
         self._commit = commit
         self.summary: BatchSummary | None = None
+        self.timers_s = 0.0
 
     def __call__(
         self,
@@ -73,6 +80,12 @@ class DirectBatches(Batches):
         with log_context.within(flow=self.flow, batch=batch):
             self._in_turn(rows, batch, lambda: self._run(rows, source, quiet), paced=not backlog)
 
+    def settle_copies(self) -> None:
+        """Nothing is urgent: local copies may learn now that the last batch is committed, not in the next one."""
+        if self.summary is not None:
+            with timed(self.summary, "settle"):
+                self._commit.settle_copies()
+
     def wants_batch(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
         """Whether a batch with this range would do anything: it has offsets, or timers are due.
 
@@ -92,9 +105,9 @@ class DirectBatches(Batches):
         self._tell(told)
 
     def _run(self, rows: FetchedRows | RangeRows, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> None:
-        self.summary = None
+        self.summary, self.timers_s = None, 0.0
         self._commit.settle()
-        self._catch_up(rows)
+        self._timed_timers(lambda: self._catch_up(rows))
         if self.stopping and handover.owes_timers(self.progress):
             return  # they come before the records
         if self._commit.is_idle(source, quiet):
@@ -106,4 +119,9 @@ class DirectBatches(Batches):
             self._commit.plan_range(source, batch, quiet)
         self._run_planned(rows, batch, source, summary)
         self.summary = summary if self.progress.batch_id >= batch else None
-        self._fire_left(rows, source)
+        self._timed_timers(lambda: self._fire_left(rows, source))
+
+    def _timed_timers(self, run: Callable[[], None]) -> None:
+        started = time.monotonic()
+        run()
+        self.timers_s += time.monotonic() - started

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from pyspark.sql import SparkSession
 from pyspark.sql import types as T
 
 from onceflow.direct.backlog import Backlog
 from onceflow.driver.range_rows import RangeSource
-from onceflow.driver.run import PreparedQuery
+from onceflow.driver.startup import Startup
+from onceflow.driver.streamed_query import StreamedQuery
 from onceflow.errors import EnvironmentUnusableError, OptionError
+from onceflow.planning.engine import TASKS, EngineChoice
 from onceflow.spark.imports import ImportCheck
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.master import current_cores, is_local
@@ -24,17 +26,22 @@ log = logging.getLogger("onceflow")
 
 # On this machine, the driver and its tasks share the cores, often with the broker. With fewer cores tasks do not help.
 _LOCAL_CORES_MIN, _CORES_MIN = 3, 2
-_RESTORED_PER_S = 500_000  # records of state that one task reads and stores
 _PATIENCE_S = 30.0
 
 
-def range_source(prepared: PreparedQuery, read: QueryRows, topic_ids: Mapping[str, str]) -> RangeSource:
+def range_source(
+    spark: SparkSession,
+    startup: Startup,
+    query: StreamedQuery,
+    choice: EngineChoice,
+    read: QueryRows,
+    topic_ids: Mapping[str, str],
+) -> RangeSource:
     """What tasks are told that read by themselves.
 
     Args:
         read: makes rows as the sink or the process step takes them.
     """
-    startup, query = prepared.startup, prepared.query
     return RangeSource(
         flow=startup.flow,
         settings=startup.settings,
@@ -42,29 +49,35 @@ def range_source(prepared: PreparedQuery, read: QueryRows, topic_ids: Mapping[st
         query=read,
         schema=T.StructType([query.df.schema[name] for name in read.plan.columns if name in query.df.columns]),
         deadline_s=max(query.options.transaction_timeout_s, _PATIENCE_S),
-        spark=prepared.spark,
+        spark=spark,
         node=query.node,
+        all_batches=choice.place == TASKS and not is_local(spark),
     )
 
 
-def backlog_of(prepared: PreparedQuery) -> Backlog:
+def backlog_of(
+    spark: SparkSession, startup: Startup, query: StreamedQuery, choice: EngineChoice, imports: ImportCheck
+) -> Backlog:
     """Decides who reads, the driver or tasks.
 
     Raises:
         EnvironmentUnusableError: tasks are sure to read, and lack a module.
     """
-    spark, state, rows_max = prepared.spark, prepared.query.state, prepared.write.sink.small_batch_rows
+    state = query.state
     local, cores = is_local(spark), current_cores(spark)
-    if rows_max is not None:
-        prepared.imports.at_start()
-    processors = [step.spec.processor for step in prepared.startup.steps.values()]
-    ready = _Ready(prepared.imports, processors, prepared.startup.flow)
+    if choice.place == TASKS:
+        imports.at_start()
+    processors = [step.spec.processor for step in startup.steps.values()]
+    ready = _Ready(imports, processors, startup.flow)
     return Backlog(
-        prepared.startup.flow,
-        rows_max,
-        may_help=lambda: _known(cores) >= (_LOCAL_CORES_MIN if local else _CORES_MIN) and ready(),
-        move_s=lambda: 0.0 if state is None else move_s(state.facts(), _known(cores), local=local),
-        batch_s=prepared.query.options.transaction_timeout_s / 4,
+        startup.flow,
+        choice.place,
+        may_help=lambda: (
+            not (state is not None and stays_in_memory(state.facts()))
+            and _known(cores) >= (_LOCAL_CORES_MIN if local else _CORES_MIN)
+            and ready()
+        ),
+        batch_s=query.options.transaction_timeout_s / 4,
     )
 
 
@@ -99,16 +112,7 @@ class _Ready:
         return self._known
 
 
-def move_s(tables: Iterable[TableFacts], cores: int, *, local: bool) -> float:
-    """How long it takes to bring state from the driver to where tasks run, in seconds.
-
-    Copies on the disk of this machine are there already. A store in the memory of the driver stays there: every batch
-    of tasks would have to restore it.
-    """
-    seconds = 0.0
-    for table in tables:
-        if table.nbytes is None:
-            return math.inf
-        if not local:
-            seconds += sum(table.rows.values()) / (_RESTORED_PER_S * max(1, min(cores, table.partitions)))
-    return seconds
+def stays_in_memory(tables: Iterable[TableFacts]) -> bool:
+    """Whether some state is in the memory of the driver: every batch of tasks would have to restore it. Copies on the
+    disk of this machine are where tasks run already."""
+    return any(table.nbytes is None for table in tables)

@@ -7,6 +7,7 @@ from how long the last batches have taken. While a batch runs, brokers prepare t
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,8 @@ from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.driver.offset_log import SourceRange, TopicOffsets
 from onceflow.driver.range_rows import RangeRows, RangeSource
 from onceflow.errors import BatchAbortedError, EnvironmentUnusableError
+from onceflow.host.garbage import SetAside
+from onceflow.spark import driver_jvm
 from onceflow.spark.jvm import SPARK_ERRORS, is_stopped
 from onceflow.spark.query_progress import ProgressReports, left
 from onceflow.spark.row_program import RowPrograms
@@ -35,6 +38,7 @@ from onceflow.spark.row_program import RowPrograms
 _WAIT_S = 0.1  # how long a Fetch is waited for, before stops and timers are looked at again
 # Offsets without records (transaction markers, aborted records) need no batch of their own at once.
 _OFFSETS_WAIT_S = 1.0
+_SET_ASIDE_S = 5.0  # the age of a run that is worth a full collection of garbage
 _LOOK_EVERY_S = 0.5  # answers of brokers are taken so often, also while enough waits for batches
 # A batch that tasks read takes about so long: it starts a Spark job.
 _TASKS_S = 1.0
@@ -93,9 +97,12 @@ class DirectLoop:
         self._next_at = 0.0  # when the next batch may begin; 0: none has run yet
         self._offsets_since: float | None = None  # since when there are offsets without records
         self._busy_s = 0.0  # for fetching, since the last batch
+        self._ahead_s = 0.0  # for fetching, while a batch ends
+        self._fetch_problem: Exception | None = None
         self._fetched_at = float("-inf")
         self._job_group = f"onceflow-direct-{uuid4()}"
         self._shares = Shares(records_per_batch)
+        self._memory, self._memory_at = SetAside(), math.inf
         self.lag: TopicOffsets = reader.lag()
         self.error: BaseException | None = None
         self.waiting = False
@@ -133,6 +140,7 @@ class DirectLoop:
 
     def _run(self) -> None:
         log_context.add(flow=self._batches.flow)
+        self._memory_at = time.monotonic() + _SET_ASIDE_S
         try:
             self._spark.sparkContext.setJobGroup(self._job_group, f"flow {self._batches.flow}", interruptOnCancel=True)
             if self._is_complete() and self._is_due(time.monotonic()):
@@ -142,6 +150,7 @@ class DirectLoop:
         except BaseException as error:
             stopped = self._batches.stopping and isinstance(error, (BatchAbortedError, *SPARK_ERRORS, OSError))
             if not stopped and self._batches.failure is None:
+                error = driver_jvm.ended(self._spark, error) or error
                 self._batches.failed(error)
             if not stopped or self._batches.failure is not None:  # a batch has failed before the stop could end it
                 self.error = error
@@ -149,6 +158,7 @@ class DirectLoop:
             self._close()
 
     def _close(self) -> None:
+        self._memory.release()
         try:
             self._reader.close()
         finally:
@@ -159,6 +169,8 @@ class DirectLoop:
 
     def _step(self) -> None:
         """Run a batch, or wait for records, a timer or the next trigger."""
+        if self._fetch_problem is not None:
+            raise self._fetch_problem
         if is_stopped(self._spark):
             raise EnvironmentUnusableError(
                 "Spark was stopped, and the query with it",
@@ -178,6 +190,7 @@ class DirectLoop:
                 self._run_batch()
         elif not self._fetch(_WAIT_S) and not self._reader.is_behind:
             self._batches.idle = True
+            self._set_aside()
 
     def _is_due(self, now: float) -> bool:
         """Whether there is something for a batch to do."""
@@ -196,9 +209,19 @@ class DirectLoop:
         if not self._backlog.by_tasks and self._reader.is_behind and self._reader.arrivals.nbytes < 2 * BATCH_BYTES:
             self._fetch(min(seconds, _WAIT_S))
             return
+        if self._set_aside():
+            return
         self.waiting = True
         self._stop.wait(min(seconds, _WAIT_S))
         self.waiting = False
+
+    def _set_aside(self) -> bool:
+        """Set aside what is in memory, once, when nothing is urgent. Returns whether it took its time."""
+        if time.monotonic() < self._memory_at:
+            return False
+        self._memory.hold()
+        self._memory_at = math.inf
+        return True
 
     def _fetch(self, seconds: float) -> bool:
         """Wait for an answer of a broker. Returns whether there was one."""
@@ -244,15 +267,30 @@ class DirectLoop:
         started_ms = clock_ms()
         self._programs.now_us = started_ms * 1000  # the same for all attempts
         query = self._tasks.query
-        rows = FetchedRows(self._spark, merged(taken.parts, query), query)
+        meanwhile = self._take_arrived if backlog else None
+        rows: FetchedRows | RangeRows = FetchedRows(self._spark, merged(taken.parts, query), query, meanwhile)
+        if self._tasks.all_batches and not taken.source.max_rows:  # timers
+            rows = RangeRows(self._tasks, taken.source, started_ms * 1000)
         self._batches(rows, taken.source, backlog=backlog, quiet=quiet)
-        seconds = time.monotonic() - now + self._busy_s
+        if not self._reader.has_more:
+            self._batches.settle_copies()
+        seconds = self._accounted(now)
         if self._size.ran(taken.source.max_rows, seconds) or taken.limited:
             self._backlog.ran(taken.source.max_rows, seconds, now=time.monotonic())
         self.lag = self._reader.lag()
         self._report(taken.source, _records_of(taken), started_ms, seconds)
-        self._busy_s = 0.0
+        self._busy_s, self._ahead_s = self._ahead_s, 0.0
         self._ran(now, behind=self._reader.has_more)
+
+    def _take_arrived(self) -> None:
+        """While brokers commit a batch, the records of the next one are decoded. What goes wrong says nothing about the
+        outcome: it is raised when the batch has ended."""
+        started = time.monotonic()
+        try:
+            self._reader.take_arrived()
+        except Exception as problem:
+            self._fetch_problem = problem
+        self._ahead_s += time.monotonic() - started
 
     def _run_by_tasks(self) -> bool:
         """Run a batch whose records tasks read by themselves. False: the driver is to read again."""
@@ -272,7 +310,7 @@ class DirectLoop:
         self._programs.now_us = started_ms * 1000  # for timers that are left
         rows = RangeRows(self._tasks, source, started_ms * 1000)
         self._batches(rows, source, backlog=True, quiet=self._reader.quiet())
-        seconds = time.monotonic() - started
+        seconds = self._accounted(started)
         read, limits = source.by_topic(), self._records_per_batch
         full = self._tasks_size.ran(source.max_rows, seconds) or source.max_rows >= FULL * most
         if full or any(read[topic] >= limits[topic] for topic in limits):
@@ -281,6 +319,17 @@ class DirectLoop:
         self._report(source, {**dict.fromkeys(source.end, 0), **rows.read}, started_ms, seconds)
         self._ran(started, behind=_total(left(source.end, ends)) > 0)
         return self._backlog.by_tasks
+
+    def _accounted(self, started: float) -> float:
+        """The seconds of a batch that began then, with fetching. Its summary accounts for all of them."""
+        seconds = time.monotonic() - started + self._busy_s - self._ahead_s
+        if (summary := self._batches.summary) is not None:
+            steps = {"fetch": self._busy_s, **summary.seconds}
+            if self._ahead_s:
+                steps["end"] -= self._ahead_s  # it is a part of the next batch
+            steps["other"] = max(0.0, seconds - sum(steps.values()) - self._batches.timers_s)
+            summary.seconds = steps
+        return seconds
 
     def _ran(self, started: float, *, behind: bool) -> None:
         """A batch that began then has run. With a backlog, the next one begins at once: a batch is limited, so the flow

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from pyspark.sql import SparkSession
 
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
@@ -12,14 +16,20 @@ from onceflow.direct.by_tasks import backlog_of, range_source
 from onceflow.direct.loop import DirectLoop
 from onceflow.direct.query import DirectQuery
 from onceflow.direct.source_reader import SourceReader
+from onceflow.driver.external_run import PreparedExternal
 from onceflow.driver.offset_log import TopicOffsets
 from onceflow.driver.run import PreparedQuery, RunOfEngine, batch_commit, watch_sources
-from onceflow.driver.start_report import report
+from onceflow.driver.start_report import StartReport, report
+from onceflow.driver.startup import Startup
 from onceflow.driver.streamed_query import StreamedQuery
 from onceflow.driver.targets import load_targets
-from onceflow.planning.ownership import check_source_partitions
+from onceflow.planning.engine import EngineChoice
+from onceflow.planning.ownership import Columns, check_source_partitions
+from onceflow.protocol.progress import Progress
+from onceflow.spark.collect import arrow_schema
+from onceflow.spark.imports import ImportCheck
 from onceflow.spark.row_program import RowPrograms
-from onceflow.task.direct_plan import DirectPlan, SinkForm
+from onceflow.task.direct_plan import DirectPlan, SinkForm, TableForm, nullable
 from onceflow.task.source_rows import QueryRows
 
 
@@ -45,83 +55,163 @@ class DirectRun(RunOfEngine):
             self.programs.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """What is known of a run before its loop is made.
+
+    Args:
+        starts: where the topics that the query uses are read from.
+        progress: where the flow is.
+        read: makes rows as the sink or the process step takes them.
+        once: whether the run ends when it has read what is there now.
+    """
+
+    spark: SparkSession
+    startup: Startup
+    query: StreamedQuery
+    choice: EngineChoice
+    imports: ImportCheck
+    programs: RowPrograms
+    starts: TopicOffsets
+    progress: Progress
+    read: QueryRows
+    once: bool
+
+    def run(self, batches: Callable[[], DirectBatches], told: Callable[[], StartReport]) -> DirectRun:
+        """Make the loop.
+
+        Args:
+            batches: makes what runs the batches, told: what the start has found, when the sources can be read.
+        """
+        startup, plan, query, starts = self.startup, self.read.plan, self.query, self.starts
+        deadline = startup.deadline()
+        topic_ids = {topic: startup.sources[topic].topic_id for topic in starts}
+        reader = SourceReader(
+            startup.settings, self.read, starts, topic_ids=topic_ids, epochs=self.progress.epochs, flow=startup.flow
+        )
+        try:
+            sink = batches()
+            loop = DirectLoop(
+                sink,
+                reader,
+                spark=self.spark,
+                trigger_s=query.options.trigger_s,
+                records_per_batch={t: s.max_records for t, s in plan.reads.items() if s.max_records is not None},
+                until=_end_of_run(startup, starts, deadline) if self.once else None,
+                backlog=backlog_of(self.spark, startup, query, self.choice, self.imports),
+                tasks=range_source(self.spark, startup, query, self.choice, self.read, topic_ids),
+                programs=self.programs,
+            )
+            found = told()
+            startup.used()
+        except BaseException:
+            reader.close()
+            raise
+        return DirectRun(
+            loop=loop,
+            plan=plan,
+            settings=startup.settings,
+            programs=self.programs,
+            sink=sink,
+            state=query.state,
+            watch=watch_sources(startup, sink),
+            until=startup.until,
+            report=found,
+        )
+
+
 def direct_run(prepared: PreparedQuery) -> DirectRun:
     """Put a run of the direct engine together.
 
     Raises:
         OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
     """
-    try:
-        return _put_together(prepared)
-    except BaseException:
-        prepared.programs.close()
-        raise
-
-
-def _put_together(prepared: PreparedQuery) -> DirectRun:
     startup, query, options = prepared.startup, prepared.query, prepared.query.options
-    plan, flow = prepared.choice.plan, startup.flow
-    if plan is None:
-        raise RuntimeError("the query has no plan for the direct engine")
-    deadline = startup.deadline()
-    by_source = options.partitioner == "source"
-    if by_source:
-        targets = load_targets(startup.session.cluster, options.topic, deadline)
-        check_source_partitions(options.topic, targets, startup.sources_read.partitions)
-    # The flow may have read topics that this query does not use.
-    starts = {topic: dict(prepared.progress.offsets[topic]) for topic in plan.reads}
-    read = _rows_of(query, plan, by_source=by_source)
-    topic_ids = {topic: startup.sources[topic].topic_id for topic in starts}
-    epochs = prepared.progress.epochs
-    reader = SourceReader(startup.settings, read, starts, topic_ids=topic_ids, epochs=epochs, flow=flow)
-    try:
-        until = _end_of_run(prepared, starts, deadline)
-        tables = list if query.state is None else query.state.facts
-        batches = DirectBatches(batch_commit(prepared, options, None), options, tables=tables)
-        loop = DirectLoop(
-            batches,
-            reader,
+    with closed_if_failed(prepared.programs):
+        plan = plan_of(prepared.choice)
+        by_source = options.partitioner == "source"
+        if by_source:
+            targets = load_targets(startup.session.cluster, options.topic, startup.deadline())
+            check_source_partitions(options.topic, targets, startup.sources_read.partitions)
+        parts = RunParts(
             spark=prepared.spark,
-            trigger_s=options.trigger_s,
-            records_per_batch={t: s.max_records for t, s in plan.reads.items() if s.max_records is not None},
-            until=until,
-            backlog=backlog_of(prepared),
-            tasks=range_source(prepared, read, topic_ids),
+            startup=startup,
+            query=query,
+            choice=prepared.choice,
+            imports=prepared.imports,
             programs=prepared.programs,
+            # The flow may have read topics that this query does not use.
+            starts={topic: dict(prepared.progress.offsets[topic]) for topic in plan.reads},
+            progress=prepared.progress,
+            read=_rows_of(query, prepared.write.columns, plan, by_source=by_source),
+            once=prepared.write.run.once,
         )
-        given = prepared.write.sink  # with Flow.map, the query's own options make tasks of Spark write every batch
-        told = report(startup, prepared.spark, given, outputs=prepared.written, choice=prepared.choice)
-        startup.used()
+        tables = list if query.state is None else query.state.facts
+        return parts.run(
+            lambda: DirectBatches(batch_commit(prepared, options, None), options, tables=tables),
+            lambda: report(startup, prepared.spark, options, outputs=prepared.written, choice=prepared.choice),
+        )
+
+
+def external_run(prepared: PreparedExternal) -> DirectRun:
+    """Put a run with an external sink together.
+
+    Raises:
+        OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
+    """
+    spark, startup, choice, options = prepared.spark, prepared.startup, prepared.choice, prepared.query.options
+    with closed_if_failed(prepared.programs):
+        plan = plan_of(choice)
+        parts = RunParts(
+            spark=spark,
+            startup=startup,
+            query=prepared.query,
+            choice=choice,
+            imports=prepared.imports,
+            programs=prepared.programs,
+            starts={topic: dict(prepared.starts[topic]) for topic in plan.reads},
+            progress=prepared.owned.progress,
+            read=QueryRows(plan, TableForm(nullable(arrow_schema(prepared.write.df)))),
+            once=prepared.write.run.once,
+        )
+        commit = prepared.commit()
+        batches = DirectBatches(commit, options)
+        commit.is_stopping = lambda: batches.stopping
+        sink = prepared.write.sink
+        return parts.run(
+            lambda: batches,
+            lambda: report(startup, spark, options, sink=sink, followed=prepared.followed, choice=choice),
+        )
+
+
+@contextlib.contextmanager
+def closed_if_failed(programs: RowPrograms) -> Iterator[None]:
+    """Close the programs of a run that cannot be put together."""
+    try:
+        yield
     except BaseException:
-        reader.close()
+        programs.close()
         raise
-    return DirectRun(
-        loop=loop,
-        plan=plan,
-        settings=startup.settings,
-        programs=prepared.programs,
-        sink=batches,
-        state=query.state,
-        watch=watch_sources(startup, batches),
-        until=startup.until,
-        report=told,
-    )
 
 
-def _rows_of(query: StreamedQuery, plan: DirectPlan, *, by_source: bool) -> QueryRows:
+def plan_of(choice: EngineChoice) -> DirectPlan:
+    """The plan of the direct engine."""
+    if choice.plan is None:
+        raise RuntimeError("the query has no plan for the direct engine")
+    return choice.plan
+
+
+def _rows_of(query: StreamedQuery, columns: Columns, plan: DirectPlan, *, by_source: bool) -> QueryRows:
     """What the sink, or the process step, takes."""
     if query.state is not None and query.state.written_as_is:
         return QueryRows(plan)
-    taken = query.columns.taken
-    return QueryRows(plan.only(taken), SinkForm(taken, query.columns.cast, by_source))
+    return QueryRows(plan.only(columns.taken), SinkForm(columns.taken, columns.cast, by_source))
 
 
-def _end_of_run(prepared: PreparedQuery, starts: TopicOffsets, deadline: Deadline) -> TopicOffsets | None:
-    """With ``once=True``, where the sources end now, or the reads of them; None: the run does not end by itself."""
-    if not prepared.write.run.once:
-        return None
-    bounds = prepared.startup.until
+def _end_of_run(startup: Startup, starts: TopicOffsets, deadline: Deadline) -> TopicOffsets:
+    """Where the sources end now, or the reads of them."""
+    bounds = startup.until
     if bounds:  # then all reads have one; what was read before it was given may be behind it
         return {t: {n: max(start, bounds[t].get(n, 0)) for n, start in each.items()} for t, each in starts.items()}
     wanted = {topic: sorted(offsets) for topic, offsets in starts.items()}
-    return list_offsets(prepared.startup.session.cluster, wanted, LATEST, deadline)
+    return list_offsets(startup.session.cluster, wanted, LATEST, deadline)

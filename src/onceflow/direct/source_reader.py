@@ -221,6 +221,12 @@ class SourceReader:
             self._pause()
             self._poll.send()
 
+    def take_arrived(self) -> None:
+        """Take what has arrived for the next batch, and ask for more, without waiting."""
+        if self.arrivals.nbytes < BUFFER_BYTES and not self._poll.is_stale:
+            self._receive(0)
+            self.fetch_ahead()
+
     # ---- while tasks read ----------------------------------------------------------------------------
 
     def look_ahead(self) -> TopicOffsets | None:

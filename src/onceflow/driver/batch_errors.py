@@ -113,8 +113,8 @@ def _no_time(text: str) -> BadRecordError | None:
         "A source record has a timestamp that Spark cannot express",
         topic=None if topic is None else f"{topic}-{partition}",
         detail="" if topic is None else f"{stamp} ms since 1970 ({timestamps.in_utc(int(stamp))}) at offset {offset}",
-        next_step="run the flow with the direct engine, which reads such records; or pass this offset with `onceflow "
-        "reset FLOW --to`",
+        next_step="leave out checkpoint= if the query keeps no state in Spark: the direct engine reads such records; "
+        "or pass this offset with `onceflow reset FLOW --to`",
     )
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+
+from pyspark.sql import DataFrame
 
 from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.messages import set_driver_property
@@ -19,3 +23,20 @@ def set_property(rows: Rows, name: str, value: str | None) -> None:
         return
     context: Any = rows.sparkSession.sparkContext
     context.setLocalProperty(name, value)
+
+
+@contextlib.contextmanager
+def described_jobs(rows: Rows, flow: str, batch: int) -> Iterator[None]:
+    """Let Spark's UI show the flow and the batch of the jobs that this thread starts. Spark itself does it for its
+    micro-batches."""
+    if isinstance(rows, DataFrame) or (isinstance(rows, FetchedRows) and not rows.query.plan.job):
+        yield  # there are none, and a call of the JVM would cost more than nothing
+        return
+    context: Any = rows.sparkSession.sparkContext
+    with contextlib.suppress(Exception):  # Spark may have ended: the batch says so
+        context.setJobDescription(f"flow {flow}, batch {batch}")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):  # Spark may have ended; then there are no jobs either
+            context.setJobDescription(None)

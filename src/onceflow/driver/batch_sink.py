@@ -60,7 +60,6 @@ class BatchSink(Batches):
         if not self.history:
             set_up_clone(df.sparkSession)
             self._before_first()
-        self._catch_up(df)
         batch = self.progress.batch_id + 1
         summary = BatchSummary(batch, 0)
         with timed(summary, "plan"):
@@ -80,4 +79,3 @@ class BatchSink(Batches):
             self.idle = True
             return
         self._run_planned(df, batch, source, summary)
-        self._fire_left(df, source)

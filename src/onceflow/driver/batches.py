@@ -19,9 +19,11 @@ from pyspark.sql import DataFrame
 
 from onceflow import hooks, log_context
 from onceflow.driver import batch_errors, handover
+from onceflow.driver.batch_properties import described_jobs
 from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.pace import Pace
+from onceflow.driver.range_rows import RangeRows
 from onceflow.driver.retries import Retries, Steps
 from onceflow.errors import BatchAbortedError, OnceflowError, located
 from onceflow.planning.options import EXACTLY_ONCE, BatchSummary, SinkOptions
@@ -169,12 +171,10 @@ class Batches:
     def _fire_left(self, rows: Rows, source: SourceRange) -> None:
         """Run batches without records, for due timers that exceeded the limit of the last batch.
 
-        Spark itself would begin the next batch up to a second later, when a source has something new.
+        The next batch with records may only begin at the next trigger.
         """
         if not self._steps.are_timers_left():
             return
-        if source.max_rows:
-            rows = _no_rows(rows)
         nothing = replace(source, start=source.end)
         until = time.monotonic() + self._options.timers_s
         while self._steps.are_timers_left() and not self.stopping and time.monotonic() < until:
@@ -184,7 +184,7 @@ class Batches:
     def _catch_up(self, rows: Rows) -> None:
         """After a promotion, the timers that the earlier version has fired come before the next records."""
         while handover.owes_timers(self.progress) and not self.stopping:
-            if not self._run_without_records(_no_rows(rows), self._steps.nothing()):
+            if not self._run_without_records(rows, self._steps.nothing()):
                 return
 
     def _run_without_records(self, rows: Rows, nothing: SourceRange) -> bool:
@@ -193,12 +193,13 @@ class Batches:
         self._steps.settle()
         self._steps.plan_without_records(batch)
         with located(flow=self.flow, batch=batch), log_context.within(batch=batch):
-            self._run_planned(rows, batch, nothing, BatchSummary(batch, 0))
+            self._run_planned(_no_rows(rows, nothing), batch, nothing, BatchSummary(batch, 0))
         return self.progress.batch_id == batch
 
     def _run_planned(self, rows: Rows, batch: int, source: SourceRange, summary: BatchSummary) -> None:
         summary.max_rows, summary.read = source.max_rows, source.by_topic()
-        committed = self._retries.run(rows, batch, source, summary)
+        with described_jobs(rows, self.flow, batch):
+            committed = self._retries.run(rows, batch, source, summary)
         if committed or summary.lost:
             self.history.append(summary)
         if committed:
@@ -211,8 +212,10 @@ class Batches:
         return self.stopping or jvm.was_cancelled(problem) or jvm.is_being_stopped(rows.sparkSession)
 
 
-def _no_rows(rows: Rows) -> Rows:
-    spark = rows.sparkSession
-    if not isinstance(rows, DataFrame):
-        return FetchedRows(spark, (), rows.query)  # the driver fires timers itself, whoever reads the records
-    return spark.createDataFrame(spark.sparkContext.emptyRDD(), rows.schema)
+def _no_rows(rows: Rows, nothing: SourceRange) -> Rows:
+    """The same without records, for a batch that only fires timers."""
+    if isinstance(rows, DataFrame):
+        raise RuntimeError("a query with timers has no micro-batches")
+    if isinstance(rows, RangeRows) and rows.source.all_batches:
+        return replace(rows, range=nothing, read={})
+    return FetchedRows(rows.sparkSession, (), rows.query)  # the driver fires timers itself, whoever reads the records

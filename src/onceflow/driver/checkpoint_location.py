@@ -1,29 +1,22 @@
-"""Where Spark's checkpoint of a run is.
+"""Where Spark's checkpoint of a run is: a folder that is kept, with Spark's state and offsets.
 
-Without ``checkpoint=`` it is a scratch folder of one run. With it, the folder is kept: it holds Spark's state, and is
-compared with the flow's progress before anything starts.
+It is compared with the flow's progress before anything starts.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from pyspark.sql import SparkSession
 
 from onceflow.driver.numbering import Numbering
 from onceflow.driver.offset_log import TopicOffsets, read_digest, read_ends
-from onceflow.host.leftovers import of_ended_processes
 from onceflow.planning.checkpoints import plan_checkpoint
 from onceflow.protocol.progress import Progress
 from onceflow.spark.checkpoint_files import (
     CheckpointState,
     Folder,
-    LocalFolder,
     look_at,
     open_folder,
 )
@@ -41,23 +34,12 @@ class CheckpointLocation:
 
     Args:
         address: the folder's address, as Spark takes it.
-        numbering: how Spark's batch numbers and the flow's go together; None: the folder is scratch space.
+        numbering: how Spark's batch numbers and the flow's go together.
     """
 
     folder: Folder
     address: str
-    numbering: Numbering | None
-
-    def close(self) -> None:
-        """Remove scratch space. To be called when the run is over."""
-        if self.numbering is None and isinstance(self.folder, LocalFolder):
-            shutil.rmtree(self.folder.path, ignore_errors=True)
-
-
-def scratch_location(flow: str) -> CheckpointLocation:
-    """A scratch folder for one run."""
-    path = scratch_folder(flow)
-    return CheckpointLocation(LocalFolder(path), path.as_uri(), None)
+    numbering: Numbering
 
 
 def kept_location(
@@ -111,14 +93,3 @@ def moved_since(folder: Folder, state: CheckpointState, progress: Progress) -> T
     if progress.batch_id == 0:  # all that progress knows was committed by starts
         return {topic: dict(offsets) for topic, offsets in progress.offsets.items()}
     return {}
-
-
-def scratch_folder(flow: str) -> Path:
-    """A new folder for Spark's checkpoint of this run. Folders of killed drivers of the flow are removed.
-
-    The name contains the driver's process id. Spark decides nothing from the folder, so its loss is harmless.
-    """
-    prefix = f"onceflow-{flow}-pid"
-    for old in of_ended_processes(prefix, r"-\w+"):
-        shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))

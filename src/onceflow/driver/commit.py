@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -55,10 +56,12 @@ from onceflow.protocol.names import Names, TopicPartition
 from onceflow.protocol.progress import DriverProcess, Offsets, Progress
 from onceflow.protocol.transaction import Event, Phase, Transaction
 from onceflow.spark.checkpoint_files import Folder
+from onceflow.task.row_writer import Companion
 
 log = logging.getLogger("onceflow.sink")
 
 _END_SECONDS = 120.0
+_QUICK = 0.1  # the part of the transaction timeout that a batch takes at most whose transaction may begin early
 
 
 class BatchCommit:
@@ -71,7 +74,7 @@ class BatchCommit:
         cores: returns how many tasks Spark can run at once. Called for every batch, because executors come and go.
         delivery: runs the steps as the guarantee requires.
         checkpoint: folder of the query's checkpoint, where Spark's offset log is; None: with the direct engine.
-        numbering: relates Spark's batch numbers to progress when the checkpoint is kept; None for a scratch checkpoint.
+        numbering: relates Spark's batch numbers to progress; None without a checkpoint.
         sources: the topics that the query reads.
         state: the process steps of the query, if it has any.
         joins: the tables that it joins with.
@@ -121,6 +124,8 @@ class BatchCommit:
         self._late_rows: LateRows | None = None
         if options.late is not None and numbering is not None:
             self._late_rows = LateRows(names.flow, options.late, numbering.rows_dropped)
+        self._stores_open = False  # whether the driver has processed the last batch in this run
+        self._is_quick = False  # and in little time
         self._watch = SourceWatch(cluster, names.flow)
         self.flow = names.flow
         self.progress = progress
@@ -149,11 +154,11 @@ class BatchCommit:
 
     def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float] | None = None) -> bool:
         """Whether a batch would change nothing: neither outputs nor progress. ``quiet``: see `plan_range`."""
-        if self._state is not None:  # woken up by the clock, and nothing is due
+        if self._state is not None:  # nothing is due
             if quiet is not None:  # event time may move, because partitions are silent
                 self._state.planned(source, quiet)
             return not source.max_rows and not self._state.due(clock_ms())
-        return self._numbering is None and not source.max_rows  # Spark's first batch, with nothing to read
+        return self._numbering is None and not source.max_rows
 
     def attempt(self, rows: Rows, attempt: Attempt) -> bool:
         """One transaction, from its first epoch to its end. False: there was nothing to commit."""
@@ -171,6 +176,7 @@ class BatchCommit:
             self._joins.prepare(rows, self._cores)
             progress = self.progress = self._move_progress(attempt, ())
         with timed(summary, "write"):
+            attempt.companion = self._ahead(rows, attempt)
             parts = self._write(rows, attempt)
         hooks.at("write", where="driver", flow=flow, batch=batch)
         with timed(summary, "audit"):
@@ -187,23 +193,29 @@ class BatchCommit:
         if progress is None:
             progress = self._move_progress(attempt, self._outputs(checked))
         with timed(summary, "end"):
-            self._end(progress, attempt)
+            self._end(progress, attempt, rows.meanwhile if isinstance(rows, FetchedRows) else None)
         self._on_commit(progress, checked, summary)
         return True
 
     # ---- the steps -----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """The previous batch is committed, and Spark has logged it: local stores may apply their pending changes."""
+        """The previous batch is committed: local stores may apply their pending changes."""
         if self.machine.phase is Phase.COMMITTED:
             hooks.at("settle", where="driver", flow=self._names.flow, batch=self.progress.batch_id)
             self.machine.on(Event.SETTLE)
+
+    def settle_copies(self) -> None:
+        """Apply the changes of the last batch to the local copies here, if the driver has processed it itself. If it
+        does not, the next batch does."""
+        if self._state is not None and self._stores_open:
+            self._state.settle(changed=True)
 
     def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
         """The source range of the batch; whether it is committed. If not, it must start where progress ends (I2)."""
         assert self._checkpoint is not None, "the direct engine calls plan_range"
         topics = None if self._numbering is None else self._sources.partitions
-        source = read_range(self._checkpoint, spark_batch_id, topics).capped(self._sources.until)
+        source = read_range(self._checkpoint, spark_batch_id, topics)
         if self._numbering is not None:
             if self._numbering.is_committed(spark_batch_id, source, self.progress):
                 hooks.at("plan", where="driver", flow=self._names.flow, batch=self.progress.batch_id)
@@ -276,6 +288,22 @@ class BatchCommit:
         with self._calls.errors():
             return self._writer.write(rows, attempt)
 
+    def _ahead(self, rows: Rows, attempt: Attempt) -> Companion | None:
+        """What is sent of progress beside the rows. Only where the driver writes them, and has done so in little time
+        in the last batch: while rows are computed for long, or state is restored, the transaction should not have begun
+        yet, because its timeout would count."""
+        source = attempt.source
+        if not isinstance(rows, FetchedRows) or not source.max_rows or self._watch.looks_again(source):
+            return None
+        if not self._is_quick:
+            return None
+        if self._state is None:
+            deadline = self._writer.deadline("writing progress")
+            return self._delivery.ahead(
+                lambda topics: self._progress_of(attempt, tuple(sorted(topics))), source.end, deadline
+            )
+        return self._delivery.ahead(None, source.end, self._writer.deadline("writing progress"))
+
     def _audit(self, rows: Rows, parts: list[Part], batch: int) -> Audit:
         """One writer per partition, one attempt of every task and stage, all rows acknowledged (I3, I4)."""
         checked = [audit_part(rows, part, flow=self._names.flow, batch=batch) for part in parts]
@@ -301,6 +329,9 @@ class BatchCommit:
     def _progress(self, attempt: Attempt, outputs: tuple[str, ...]) -> Progress:
         """Progress record and source offsets, in the same transaction."""
         deadline = self._writer.deadline("writing progress")
+        return self._delivery.write_progress(self._progress_of(attempt, outputs), attempt.source.end, deadline)
+
+    def _progress_of(self, attempt: Attempt, outputs: tuple[str, ...]) -> Progress:
         end = attempt.source.end
         progress = replace(
             self.progress,
@@ -319,15 +350,13 @@ class BatchCommit:
         left = self._state is not None and self._state.leaves_timers()
         progress = replace(progress, handover=handover.after(self.progress, progress.offsets, timers_left=left))
         progress = self._joins.progress(progress)
-        if self._state is not None:
-            progress = self._state.progress(progress)
-        self._delivery.write_progress(progress, end, deadline)
-        return progress
+        return progress if self._state is None else self._state.progress(progress)
 
-    def _end(self, progress: Progress, attempt: Attempt) -> None:
+    def _end(self, progress: Progress, attempt: Attempt, meanwhile: Callable[[], None] | None = None) -> None:
         """EndTxn decides the batch. If its outcome stays unknown, the flow ends, and the next start finds out."""
         try:
-            outcome = self._delivery.end(Deadline(_END_SECONDS, f"learning how batch {progress.batch_id} ended"))
+            deadline = Deadline(_END_SECONDS, f"learning how batch {progress.batch_id} ended")
+            outcome = self._delivery.end(deadline, meanwhile)
         except (DeadlineExceededError, BrokerUnreachableError, AuthenticationFailedError) as error:
             raise DeadlineExceededError(
                 "The outcome of the commit is not known: the coordinator does not answer",
@@ -341,6 +370,9 @@ class BatchCommit:
 
     def _on_commit(self, progress: Progress, checked: Audit, summary: BatchSummary) -> None:
         self.progress = progress
+        self._stores_open = summary.path == "driver"
+        quick_s = _QUICK * self._options.transaction_timeout_s
+        self._is_quick = self._stores_open and summary.seconds.get("write", math.inf) < quick_s
         summary.records, summary.nbytes, summary.written = checked.records, checked.nbytes, checked.written
         summary.max_rss_kib = checked.max_rss_kib
         if self._state is not None:

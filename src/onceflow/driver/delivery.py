@@ -12,7 +12,7 @@ Everything else of a batch (plan, tasks, encoding, audit) is the same code for a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -22,12 +22,14 @@ from onceflow.client.transaction_requests import idempotent_producer
 from onceflow.client.transactions import Outcome
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession, enrolled, partitions_of
+from onceflow.driver.progress_ahead import ProgressAhead, RecordPosition
 from onceflow.messages import Report
 from onceflow.planning.options import AT_MOST_ONCE, EXACTLY_ONCE
 from onceflow.protocol.batches import ProducerIdAndEpoch, next_sequence
 from onceflow.protocol.names import Names, TopicPartition
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.protocol.transaction import GIVEN, Epoch, Event, Mode, Phase, Transaction
+from onceflow.task.row_writer import Companion
 
 _LOOK_S = 5.0
 # So often a driver that writes no transactions asks for an epoch. Otherwise Kafka would forget its transactional id
@@ -69,12 +71,31 @@ class Delivery(Protocol):
         """All rows are acknowledged, and the audit has passed."""
         ...
 
-    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
-        """Step ``progress``: the record and the group's offsets."""
+    def ahead(
+        self, progress: Callable[[Collection[str]], Progress] | None, offsets: Offsets, deadline: Deadline
+    ) -> Companion | None:
+        """What can be sent of step ``progress`` before the rows are acknowledged, because the transaction alone decides
+        about all of it. The offsets are sent now, the record with the last rows.
+
+        Args:
+            progress: returns it, for the topics that rows were written to; None: it is not known before the
+                acknowledgements.
+
+        Returns:
+            What goes with the rows; None: everything comes in its turn.
+        """
         ...
 
-    def end(self, deadline: Deadline) -> Outcome:
-        """Step ``end``: it decides whether the batch is committed."""
+    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> Progress:
+        """Step ``progress``: the record and the group's offsets. Returns progress as it was written."""
+        ...
+
+    def end(self, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Outcome:
+        """Step ``end``: it decides whether the batch is committed.
+
+        Args:
+            meanwhile: called while this is being decided, if that takes a request. It must not raise.
+        """
         ...
 
     def abort(self, deadline: Deadline) -> None:
@@ -96,6 +117,8 @@ class ExactlyOnce:
         # Of this transaction: its first offset in each partition, or None if the offset is not known.
         self._topic_partitions: dict[TopicPartition, int | None] = {}
         self._progress: Progress | None = None  # of this transaction
+        self._ahead: ProgressAhead | None = None  # of this transaction
+        self._position = RecordPosition()
         self.machine = self._transactions.machine
 
     @property
@@ -105,7 +128,7 @@ class ExactlyOnce:
     def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
         self._markers.confirm(deadline)
         producer = self._transactions.begin(deadline)
-        self._topic_partitions = {}
+        self._topic_partitions, self._ahead = {}, None
         return producer
 
     def written(self, reports: Iterable[Report]) -> None:
@@ -117,14 +140,33 @@ class ExactlyOnce:
                 self._topics.add(report.topic)
         self.machine.on(Event.ROWS_AUDITED)
 
-    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
-        self._topic_partitions[progress_log.topic_partition_of(progress.flow)] = progress_log.write_progress(
-            self._session.cluster, self._transactions, self._session.names, progress, offsets, deadline
-        )
-        self._progress = progress
+    def ahead(
+        self, progress: Callable[[Collection[str]], Progress] | None, offsets: Offsets, deadline: Deadline
+    ) -> Companion | None:
+        if not self._transactions.version_2 or not offsets:
+            return None
+        self._ahead = ProgressAhead(self._session, progress)
+        if self._position.next is not None:
+            self._ahead.send_offsets(offsets, self._position.next, deadline)
+        return self._ahead
 
-    def end(self, deadline: Deadline) -> Outcome:
-        outcome = self._transactions.end(deadline, commit=True)
+    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> Progress:
+        ahead, self._ahead = self._ahead, None
+        written = None
+        if ahead is not None and ahead.written is not None:
+            progress, written = ahead.checked(progress), ahead.offset
+        offset = progress_log.write_progress(
+            *(self._session.cluster, self._transactions, self._session.names),
+            *(progress, offsets, deadline),
+            written=written,
+        )
+        self._topic_partitions[progress_log.topic_partition_of(progress.flow)] = offset
+        self._position.written(offset)
+        self._progress = progress
+        return progress
+
+    def end(self, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Outcome:
+        outcome = self._transactions.end(deadline, commit=True, meanwhile=meanwhile)
         if outcome is Outcome.COMMITTED:
             self._committed()
         return outcome
@@ -140,6 +182,7 @@ class ExactlyOnce:
         self._committed()
 
     def abort(self, deadline: Deadline) -> None:
+        self._position.forget()
         phase = self.machine.phase
         if phase is Phase.COMPLETING_COMMIT:
             return  # an abort would drop committed records whose markers are missing
@@ -194,11 +237,18 @@ class WithoutTransactions:
                 self._sequences[topic_partition] = next_sequence(self._sequences.get(topic_partition, 0), report.count)
         self.machine.on(Event.ROWS_AUDITED)
 
-    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
+    def ahead(
+        self, progress: Callable[[Collection[str]], Progress] | None, offsets: Offsets, deadline: Deadline
+    ) -> Companion | None:
+        """Nothing: without a transaction, progress is true as soon as it is written."""
+        return None
+
+    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> Progress:
         progress_log.write_progress(self._cluster, None, self._names, progress, offsets, deadline)
         self.machine.on(Event.PROGRESS_WRITTEN)
+        return progress
 
-    def end(self, deadline: Deadline) -> Outcome:
+    def end(self, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Outcome:
         """There is nothing to decide: what was written is visible already."""
         self.machine.on(Event.COMMIT)
         return Outcome.COMMITTED
@@ -240,11 +290,12 @@ class AtLeastOnceWithState(WithoutTransactions):
             self._first = None
         return super().begin(deadline)
 
-    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
+    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> Progress:
         if self._producer is None:
             raise RuntimeError("begin has not been called")
         self._write(self._producer, progress, offsets, deadline)
         self.machine.on(Event.PROGRESS_WRITTEN)
+        return progress
 
     def abort(self, deadline: Deadline) -> None:
         """The next attempt has another epoch. It fences tasks of the failed one where it writes itself.

@@ -13,11 +13,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 from uuid import uuid4
-
-from pyspark.sql import DataFrame
 
 from onceflow import hooks
 from onceflow.client.deadline import Deadline
@@ -27,9 +26,10 @@ from onceflow.driver.audit import Part
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.external_waiting import when_reached
-from onceflow.driver.fetched_rows import Rows
-from onceflow.driver.offset_log import SourceRange, Sources, check_contiguous, read_range
+from onceflow.driver.fetched_rows import FetchedRows, Rows
+from onceflow.driver.offset_log import SourceRange, Sources, check_contiguous
 from onceflow.driver.progress_commit import commit_progress
+from onceflow.driver.range_rows import RangeRows, sent
 from onceflow.driver.refused_rows import LettersToWrite, RefusedRows
 from onceflow.driver.retries import Attempt
 from onceflow.driver.source_watch import SourceWatch
@@ -44,20 +44,19 @@ from onceflow.errors import (
 )
 from onceflow.external.sink import BatchAttempt, ExternalSink, older_state
 from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, Target, from_rows
-from onceflow.planning.options import BatchSummary, SinkOptions
+from onceflow.planning.options import BatchSummary
+from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import DriverProcess, Progress
 from onceflow.protocol.transaction import GIVEN, Event, Mode, Phase, Transaction
 from onceflow.spark import jvm
 from onceflow.spark.arrow_maps import map_in_arrow
-from onceflow.spark.checkpoint_files import Folder
-from onceflow.spark.collect import collect
+from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.task.external_task import ExternalOrder, ExternalTask, write_external
 
 log = logging.getLogger("onceflow.sink")
 
 _T = TypeVar("_T")
 
-_SMALL_BATCH_ROWS = 8_000
 _FIND_OUT_S = 120.0
 _END_S = 60.0
 _LOOK_S = 30.0
@@ -94,7 +93,7 @@ class ExternalCommit:
         driver: this process, as progress says who has committed it.
         refused: what becomes of rows that the system does not take.
         targets: the topics of dead letters.
-        checkpoint: folder of the query's scratch checkpoint.
+        cores: returns how many tasks Spark can run at once.
 
     Attributes:
         is_stopping: whether the query is being stopped.
@@ -108,10 +107,9 @@ class ExternalCommit:
         *,
         driver: DriverProcess | None,
         sources: Sources,
-        options: SinkOptions,
         refused: RefusedRows,
         targets: Mapping[str, Target],
-        checkpoint: Folder,
+        cores: Callable[[], int],
     ) -> None:
         self._sink = sink
         self._identity = owned.identity
@@ -122,18 +120,16 @@ class ExternalCommit:
         self._session = session
         self._driver = driver
         self._sources = sources
-        self._options = options
         self._refused = refused
         self._targets = targets
-        self._checkpoint = checkpoint
-        self._rows_out = 1.0  # most rows written per row read in a batch so far
+        self._cores = cores
         self._at: BatchAttempt | None = None  # the last one
         self._watch = SourceWatch(session.cluster, session.names.flow)
         self.flow = session.names.flow
         self.progress = owned.progress
         self.machine = Transaction(Mode.EXTERNAL, GIVEN)
 
-    # ---- what the sink of Spark asks -----------------------------------------------------------------
+    # ---- what the loop asks -----------------------------------------------------------------
 
     def nothing(self) -> SourceRange:
         raise NotImplementedError("there are no timers")
@@ -146,32 +142,30 @@ class ExternalCommit:
         self._sink.close()
 
     def ended_batch(self, rows: Rows) -> None:
-        """Spark's call of the sink ends."""
+        """The call of the engine ends."""
 
-    def is_idle(self, source: SourceRange) -> bool:
+    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float] | None = None) -> bool:
         """Whether a batch would change nothing."""
         return not source.max_rows
 
     def settle(self) -> None:
-        """Spark has logged the last batch."""
+        """The last batch is committed."""
         if self.machine.phase is Phase.COMMITTED:
             hooks.at("settle", where="driver", flow=self.flow, batch=self.progress.batch_id)
             self.machine.on(Event.SETTLE)
 
-    def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
-        """The source range of the batch. It must start where progress ends (I2)."""
-        source = read_range(self._checkpoint, spark_batch_id).capped(self._sources.until)
+    def settle_copies(self) -> None:
+        """There are none."""
+
+    def plan_range(self, source: SourceRange, batch: int, quiet: Mapping[TopicPartition, float]) -> None:
+        """The source range of the batch is this. It must start where progress ends (I2)."""
         known = {topic: dict(offsets) for topic, offsets in self.progress.offsets.items()}
         check_contiguous(source.start, known, self._sources.starts, flow=self.flow, batch=batch)
         self._watch.planned(source, self.progress, Deadline(_LOOK_S, "looking at the sources"))
         hooks.at("plan", where="driver", flow=self.flow, batch=batch)
-        return source, False
 
     def plan_without_records(self, batch: int) -> None:
         raise NotImplementedError("there are no timers")
-
-    def drain(self, df: DataFrame) -> None:
-        raise NotImplementedError("Spark keeps no state for the query")
 
     # ---- the steps -----------------------------------------------------------------------------------
 
@@ -210,7 +204,6 @@ class ExternalCommit:
         summary.records = checked.records - summary.dead_letters
         summary.nbytes, summary.max_rss_kib = checked.nbytes, checked.max_rss_kib
         summary.written = {self._sink.target: (summary.records, checked.nbytes)}
-        self._rows_out = max(self._rows_out, checked.records / max(1, summary.max_rows))
         hooks.at("commit", where="driver", flow=self.flow, batch=batch)
         with timed(summary, "end"):
             self._end()
@@ -221,18 +214,19 @@ class ExternalCommit:
     ) -> tuple[Part, Sequence[bytes]]:
         """Bring all rows to the system. Returns the reports, and the receipts in the order of the tasks."""
         order = ExternalOrder(self._sink, self.flow, at, hooks.configured())
-        small = self._options.small_batch_rows
-        limit = _SMALL_BATCH_ROWS if small is None else small
-        assert isinstance(rows, DataFrame), "Spark runs every flow with an external sink"
-        if source.max_rows * self._rows_out <= limit and summary.attempts == 1:
-            batches = collect(rows, interpreted=self._options.reads_little)
-            found = self._guarded("write", lambda: write_external(order, DRIVER, batches))
+        if isinstance(rows, FetchedRows):
+            with closing(rows.batches()) as batches:
+                found = self._guarded("write", lambda: write_external(order, DRIVER, batches))
             summary.path = "driver"
             return Part(found.written, None, False), found.returned
-        tasks = jvm.task_total(rows)
-        found = from_rows(map_in_arrow(rows, ExternalTask(order), REPORT_SPARK_SCHEMA).collect())
+        if not isinstance(rows, RangeRows):
+            raise RuntimeError("a query with an external sink has no micro-batches")
+        with sent(self.flow):
+            df = rows.frame(max(1, min(self._cores(), sum(map(len, source.end.values())))))
+            tasks = jvm.task_total(df)
+            found = from_rows(map_in_arrow(df, ExternalTask(order), REPORT_SPARK_SCHEMA).collect())
         summary.path = f"{tasks} tasks"
-        return Part(found.written, tasks, jvm.has_shuffle(rows)), found.returned
+        return Part(found.written, tasks, jvm.has_shuffle(df)), found.returned
 
     def _commit(self, at: BatchAttempt, receipts: Sequence[bytes], progress: Progress, records: int) -> None:
         """The transaction of the external system decides the batch."""
@@ -327,6 +321,8 @@ class ExternalCommit:
             return call()
         except OnceflowError:
             raise
+        except SPARK_ERRORS:  # an operator of Spark fails for a row
+            raise
         except Exception as problem:
             raise BatchAbortedError(
                 f"{self._sink.target} has failed at the step {step}",
@@ -350,7 +346,7 @@ class ExternalCommit:
         return False
 
     def forget_attempt(self, rows: Rows) -> None:
-        """Spark keeps no state for the query."""
+        """Nothing of an attempt is kept."""
 
     def is_lost(self, rows: Rows | None, summary: BatchSummary, problem: BaseException) -> bool:
         return False

@@ -1,7 +1,8 @@
-"""One run of a query with an external sink: how it starts, and how it is put together."""
+"""How a query with an external sink starts."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Collection, Mapping
@@ -15,37 +16,72 @@ from onceflow.client.brokers import warn_of_settings
 from onceflow.client.deadline import Deadline
 from onceflow.client.topics import find_topics, topic_limits
 from onceflow.driver.batch_errors import in_short
-from onceflow.driver.batch_sink import BatchSink
-from onceflow.driver.checkpoint_location import CheckpointLocation, scratch_folder
 from onceflow.driver.external_commit import ExternalCommit, Ownership, new_commit
 from onceflow.driver.external_waiting import at_start
 from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.refused_rows import LettersToWrite, RefusedRows, parsed
-from onceflow.driver.run import Run, check_read_now, watch_sources, writer_of
+from onceflow.driver.run import check_read_now, functions_of_run, sources_used
 from onceflow.driver.source_offsets import ends_of_epochs
-from onceflow.driver.start_report import report
 from onceflow.driver.startup import Startup
+from onceflow.driver.streamed_query import StreamedQuery, whole
 from onceflow.driver.targets import check_letter_topics
 from onceflow.errors import OnceflowError, OptionError, ProgressConflictError, ProtocolError, located
 from onceflow.messages import Target
 from onceflow.planning import source_starts
 from onceflow.planning.bounded import bounded
+from onceflow.planning.engine import TASKS, EngineChoice, choose
 from onceflow.planning.external_start import ExternalStart, of_row, plan_external
 from onceflow.planning.external_write import ExternalWrite
 from onceflow.planning.process import check_side_topics, letter_topics
 from onceflow.protocol.progress import Progress
-from onceflow.spark import queries, query_listener, shipping
-from onceflow.spark.checkpoint_files import LocalFolder
+from onceflow.spark import queries, shipping
 from onceflow.spark.collect import arrow_schema
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
-from onceflow.spark.kafka_source import put_starting_offsets
-from onceflow.spark.master import is_local
+from onceflow.spark.master import current_cores, is_local
+from onceflow.spark.row_program import RowPrograms
 
 log = logging.getLogger("onceflow")
 
 
-def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalWrite) -> Run:
-    """Take the flow over in the external system, too, and put the query together.
+@dataclass(frozen=True)
+class PreparedExternal:
+    """A write to an external sink that may be run.
+
+    Args:
+        starts: where topics are read from. targets: topics of dead letters.
+        followed: progress as the external system has it, if Kafka's was behind and has followed.
+    """
+
+    spark: SparkSession
+    startup: Startup
+    write: ExternalWrite
+    query: StreamedQuery
+    choice: EngineChoice
+    owned: Ownership
+    starts: Mapping[str, dict[int, int]]
+    targets: Mapping[str, Target]
+    imports: ImportCheck
+    programs: RowPrograms
+    followed: Progress | None
+
+    def commit(self) -> ExternalCommit:
+        """The steps of the batches of the run."""
+        startup, sink, letters = self.startup, self.write.sink, self.write.dead_letter_topic
+        refused = RefusedRows(letters, self.write.max_dead_letters, self.targets, target=sink.target, flow=startup.flow)
+        return ExternalCommit(
+            sink,
+            self.owned,
+            startup.session,
+            driver=startup.driver,
+            sources=startup.sources_read,
+            refused=refused,
+            targets=self.targets,
+            cores=current_cores(self.spark),
+        )
+
+
+def prepare_external(spark: SparkSession, startup: Startup, write: ExternalWrite) -> PreparedExternal:
+    """Plan the query, and take the flow over in the external system, too.
 
     The progress row is read, and all that it decides is checked, before the flow is taken over there: a start that is
     refused, for example because it was given another database, must not fence a driver that works.
@@ -59,48 +95,25 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     sink = copy.copy(sink)
     write = replace(write, run=run, options=options, sink=sink)
     imports = _check_query(spark, startup, write)
-    imports.at_start()
-    deadline = startup.deadline()
-    with located(flow=flow):
-        kafka = startup.prepare_run(deadline)
-        _check_not_promoted(kafka)
-        at_start(lambda: sink.check(arrow_schema(write.df)), deadline, sink.target, flow)
-        owned, starts, targets = _take_over(write, startup, kafka, deadline)
-        startup.session.transactions.renew(deadline)
-    checkpoint = scratch_folder(flow)
-    location = CheckpointLocation(LocalFolder(checkpoint), checkpoint.as_uri(), None)
-    if starts != _starts(startup, kafka, flow):
-        put_starting_offsets(write.df, checkpoint, starts)
-    sources = startup.sources_read.never_before(starts)
-    commit = ExternalCommit(
-        sink,
-        owned,
-        startup.session,
-        driver=startup.driver,
-        sources=sources,
-        options=write.options,
-        refused=RefusedRows(write.dead_letter_topic, write.max_dead_letters, targets, target=sink.target, flow=flow),
-        targets=targets,
-        checkpoint=location.folder,
-    )
-    batches = BatchSink(commit, write.options, before_first=imports.finish)
-    commit.is_stopping = lambda: batches.stopping
-    writer = writer_of(spark, write.df, batches, location, write.run, flow)
-    query_listener.watch(spark)
+    programs = RowPrograms(spark)
+    with contextlib.ExitStack() as unless_used:
+        unless_used.callback(programs.close)
+        deadline = startup.deadline()
+        with located(flow=flow):
+            kafka = startup.prepare_run(deadline)
+            _check_not_promoted(kafka)
+            query = whole(write.df, options, functions_of_run(startup, programs))
+            plan, _ = sources_used(query.direct, startup)
+            local = is_local(spark)
+            choice = choose(run.engine, plan, checkpoint=None, stateful=False, local=local, flow=flow)
+            if choice.place == TASKS:
+                imports.at_start()
+            at_start(lambda: sink.check(arrow_schema(write.df)), deadline, sink.target, flow)
+            owned, starts, targets = _take_over(write, startup, kafka, deadline)
+            startup.session.transactions.renew(deadline)
+        unless_used.pop_all()
     followed = owned.progress if owned.progress.batch_id > kafka.batch_id else None
-    told = report(startup, spark, write.options, sink=sink, followed=followed)
-    startup.used()
-    return Run(
-        flow=flow,
-        spark=spark,
-        writer=writer,
-        sink=batches,
-        state=None,
-        location=location,
-        watch=watch_sources(startup, batches),
-        until=sources.until,
-        report=told,
-    )
+    return PreparedExternal(spark, startup, write, query, choice, owned, starts, targets, imports, programs, followed)
 
 
 def _check_query(spark: SparkSession, startup: Startup, write: ExternalWrite) -> ImportCheck:

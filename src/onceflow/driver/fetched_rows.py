@@ -32,11 +32,13 @@ class FetchedRows:
         sparkSession: named as that of a DataFrame.
         parts: in the order in which they are written.
         query: makes rows of them.
+        meanwhile: called while it is being decided whether the batch is committed.
     """
 
     sparkSession: SparkSession
     parts: Sequence[Fetched]
     query: QueryRows
+    meanwhile: Callable[[], None] | None = None
 
     def batches(self, run_step: RunStep | None = None) -> Generator[pa.RecordBatch, None, None]:
         """The rows, as the sink or the process step of the query takes them.

@@ -1,9 +1,9 @@
 """The first batches of a flow whose place another version has taken (`onceflow promote`).
 
 The earlier version had read further than the new one, and has written the outputs of these records. So the new version
-processes them without writing outputs: only its state changes. Spark is told to plan exactly this range as the first
-batch. A batch without records follows, in which those timers fire that have fired in the earlier version. From then on,
-outputs are written. Each of these batches is one transaction, so after a crash the next start does what is left.
+processes them without writing outputs: only its state changes. Exactly this range is the first batch. A batch without
+records follows, in which those timers fire that have fired in the earlier version. From then on, outputs are written.
+Each of these batches is one transaction, so after a crash the next start does what is left.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.batch_properties import set_property
-from onceflow.driver.fetched_rows import Rows
+from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.errors import (
     BadRecordError,
     DeadlineExceededError,
@@ -214,12 +214,15 @@ class Joins:
         """
         if not self._specs:
             return
-        spark = rows.sparkSession
-        shared = is_local(spark) and all(spec.store.on_disk for spec in self._every)
-        # A task for each core: Spark then gives every executor at least one.
-        tasks = 1 if shared else max(1, cores())
         task = CopiesTask(CopiesOrder(self._every, self.ends, self._settings))
-        found = spark.sparkContext.parallelize(range(tasks), tasks).map(task).collect()
+        if isinstance(rows, FetchedRows):
+            found = [task(0)]
+        else:
+            spark = rows.sparkSession
+            shared = is_local(spark) and all(spec.store.on_disk for spec in self._every)
+            # A task for each core: Spark then gives every executor at least one.
+            tasks = 1 if shared else max(1, cores())
+            found = spark.sparkContext.parallelize(range(tasks), tasks).map(task).collect()
         for problem in found:
             if isinstance(problem, OnceflowError):
                 raise problem

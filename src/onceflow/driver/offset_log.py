@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onceflow.errors import ProgressConflictError
@@ -48,23 +48,6 @@ class SourceRange:
         for (topic, _), count in self._counts():
             found[topic] += count
         return found
-
-    def capped(self, until: Mapping[str, Mapping[int, int]]) -> SourceRange:
-        """The part of the range before these offsets, for a flow whose reads end (`Flow.read`, ``until``).
-
-        Spark's source reads up to the end of a topic. The rows behind the bound are dropped by a filter, and do not
-        count as read. A partition without a bound was added since the start: nothing of it is read.
-        """
-        if not until:
-            return self
-
-        def cap(offsets: TopicOffsets) -> TopicOffsets:
-            return {
-                topic: {p: min(offset, until[topic][p]) for p, offset in partitions.items() if p in until[topic]}
-                for topic, partitions in offsets.items()
-            }
-
-        return replace(self, start=cap(self.start), end=cap(self.end))
 
     def news(self) -> list[tuple[str, int]]:
         """Topics and partitions that have offsets in the range."""
@@ -105,19 +88,10 @@ class Sources:
     Args:
         starts: where partitions that progress does not know may start.
         partitions: the number of partitions.
-        until: where partitions end; empty: nowhere.
     """
 
     starts: TopicOffsets
     partitions: Mapping[str, int]
-    until: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-
-    def never_before(self, starts: Mapping[str, Mapping[int, int]]) -> Sources:
-        """The same, where no partition ends before its start: what is behind its end was read already."""
-        raised = {
-            topic: {p: max(end, starts[topic][p]) for p, end in ends.items()} for topic, ends in self.until.items()
-        }
-        return replace(self, until=raised)
 
 
 def has_reached(offsets: Mapping[str, Mapping[int, int]], ends: Mapping[str, Mapping[int, int]]) -> bool:
@@ -219,7 +193,7 @@ def _parse(line: str, name: str, topics: Collection[str] | None) -> TopicOffsets
     try:
         raw = json.loads(line)
         if isinstance(raw, int) and not isinstance(raw, bool):
-            return None  # Spark's rate source, for example the clock that wakes a flow with timers up
+            return None  # Spark's rate source
         if topics is not None and not (isinstance(raw, dict) and raw and set(raw) <= set(topics)):
             return None
         return {

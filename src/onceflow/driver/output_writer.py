@@ -42,7 +42,6 @@ from onceflow.task.row_writer import WriteTask, write_rows
 # Connecting and finding a leader may take longer than a short transaction timeout. The broker enforces the timeout.
 _MIN_PATIENCE_S = 30.0
 _MAX_METADATA_AGE_S = 30.0
-_SMALL_BATCH_ROWS = 8_000
 # A larger batch is never written by the driver, even if it has few rows.
 _DRIVER_BYTES_MAX = 8_000_000
 _TASK_BYTES = 16_000_000
@@ -123,39 +122,56 @@ class OutputWriter:
         if isinstance(rows, RangeRows):
             with sent(self._flow):
                 return self._write_ranges(rows, attempt)
-        return self._write_frame(rows, attempt)
+        return self._write_micro_batch(rows, attempt)
 
-    def _write_frame(self, df: DataFrame, attempt: Attempt) -> list[Part]:
-        source, summary = attempt.source, attempt.summary
-        expected_rows = self._expected_rows(source)
+    def _write_micro_batch(self, df: DataFrame, attempt: Attempt) -> list[Part]:
+        """A micro-batch of Spark: the driver writes it if few rows are expected, else tasks do."""
+        expected_rows = self._expected_rows(attempt.source)
         expected_bytes = expected_rows * (self._row_bytes or _GUESSED_ROW_BYTES)
-        outgoing = Outgoing(df, self._columns, self._options.topic)
+        on_driver = (
+            expected_rows <= self._options.driver_rows
+            and expected_bytes <= _DRIVER_BYTES_MAX
+            and attempt.summary.attempts == 1
+        )
+        cores = 1 if on_driver else self._cores()
+        if not math.isfinite(expected_rows):
+            expected_bytes = float(cores * _TASK_BYTES)  # not known: use all cores
+        return self._write_outgoing(self._outgoing(df), attempt, self._tasks_for(expected_bytes, cores), on_driver)
+
+    def _write_frame(self, rows: RangeRows, tasks: int, attempt: Attempt) -> list[Part]:
+        """Rows that tasks read, and which Spark brings to others."""
+        df, source = rows.frame(tasks), attempt.source
+        outgoing = self._outgoing(df)
         if self._state is not None:
             order = self._order(attempt, outgoing.topic, self._targets)
-            may = summary.attempts == 1 and expected_bytes <= 2 * _DRIVER_BYTES_MAX
-            place = self._state.place(df, rows=source.max_rows, driver_may=may)
-            if place.way != "two-stage":
-                little, empty = self._options.reads_little, not source.max_rows
-                summary.path, parts = self._state.write(
-                    df, place, order, self._cluster, empty=empty, reads_little=little
-                )
+            place = self._state.place(source.max_rows)
+            if place.way == "fused":
+                attempt.summary.path, parts = self._state.write(df, place, order, self._cluster)
                 return parts
             outgoing = self._state.outgoing(df, place, order)
-        return self._write_outgoing(outgoing, attempt, expected_rows, expected_bytes)
+        expected_bytes = source.max_rows * self._rows_out * (self._row_bytes or _GUESSED_ROW_BYTES)
+        return self._write_outgoing(outgoing, attempt, self._tasks_for(expected_bytes, self._cores()), on_driver=False)
+
+    def _outgoing(self, df: DataFrame) -> Outgoing:
+        return Outgoing(df, self._columns, self._options.topic)
+
+    def _tasks_for(self, nbytes: float, cores: int) -> int:
+        return max(1, min(cores, round(nbytes / _TASK_BYTES + 0.5)))
 
     def _write_fetched(self, rows: FetchedRows, attempt: Attempt) -> list[Part]:
         """Rows of the direct engine: the driver writes them, or runs the process step itself."""
         attempt.summary.path = "driver"
         topic, state = self._options.topic, self._state
         if state is not None and state.written_as_is:
-            return state.write_fetched(rows, self._order(attempt, topic, self._targets), self._cluster)
+            order = self._order(attempt, topic, self._targets)
+            return state.write_fetched(rows, order, self._cluster, attempt.companion)
         targets = self._targets if topic is not None else self._every_target()
         hash_key = self._columns.key and self._options.partitioner == "key"
         order = self._order(attempt, topic, targets, Routing("key", 1, hash_key))
         if state is not None:
-            return state.write_fetched(rows, order, self._cluster)
+            return state.write_fetched(rows, order, self._cluster, attempt.companion)
         with closing(rows.batches()) as batches:  # also after an error: Spark may have more of them
-            return [Part(write_rows(order, DRIVER, batches, self._cluster).written, None, False)]
+            return [Part(write_rows(order, DRIVER, batches, self._cluster, attempt.companion).written, None, False)]
 
     def _write_ranges(self, rows: RangeRows, attempt: Attempt) -> list[Part]:
         """Rows that tasks read by themselves. If these tasks cannot also write them, Spark moves the rows to others.
@@ -179,7 +195,7 @@ class OutputWriter:
         else:
             tasks = task_count([*read, *written], cores)
         if tasks is None or (tasks == 1 and cores > 1 and not stay):
-            return self._write_frame(rows.frame(min(cores, max(read))), attempt)
+            return self._write_frame(rows, min(cores, max(read)), attempt)
         attempt.summary.path = f"{tasks} reading tasks" if tasks > 1 else "1 reading task"
         if self._state is not None:
             return self._state.write_ranges(rows, tasks, self._order(attempt, topic, targets), self._cluster)
@@ -191,18 +207,7 @@ class OutputWriter:
         """Learn from a failed attempt."""
         self._rows_elsewhere = self._rows_elsewhere or isinstance(problem, NotCopartitionedError)
 
-    def _write_outgoing(
-        self, outgoing: Outgoing, attempt: Attempt, expected_rows: float, expected_bytes: float
-    ) -> list[Part]:
-        small = self._options.small_batch_rows
-        on_driver = (
-            expected_rows <= (_SMALL_BATCH_ROWS if small is None else small)
-            and expected_bytes <= _DRIVER_BYTES_MAX
-            and attempt.summary.attempts == 1
-        )
-        cores = 1 if on_driver else self._cores()
-        if not math.isfinite(expected_rows):
-            expected_bytes = float(cores * _TASK_BYTES)  # not known: use all cores
+    def _write_outgoing(self, outgoing: Outgoing, attempt: Attempt, max_tasks: int, on_driver: bool) -> list[Part]:
         targets = self._targets if outgoing.topic == self._options.topic else self._every_target()
         prepared = prepare(
             outgoing.df,
@@ -211,7 +216,7 @@ class OutputWriter:
             topic=outgoing.topic,
             targets=targets,
             source=self._source_partitions,
-            max_tasks=max(1, min(cores, round(expected_bytes / _TASK_BYTES + 0.5))),
+            max_tasks=max_tasks,
             on_driver=on_driver,
             read_tasks=self._read_tasks(attempt.source),
             # One task for all partitions of Spark's state would be slow, even if few rows come out of them.
@@ -219,7 +224,7 @@ class OutputWriter:
         )
         order = self._order(attempt, outgoing.topic, targets, prepared.routing)
         if on_driver:
-            rows = collect(prepared.df, interpreted=self._options.reads_little and not outgoing.in_front)
+            rows = collect(prepared.df, interpreted=self._options.reads_little)
             parts = [Part(write_rows(order, DRIVER, rows, self._cluster).written, None, False)]
         else:
             collected = prepared.df.mapInArrow(WriteTask(order), REPORT_SPARK_SCHEMA).collect()

@@ -1,14 +1,15 @@
 """Before a batch writes anything, large local copies are brought up to date with what is committed.
 
-The timeout of a transaction starts with the first record that is written, so this cannot make it time out. The work is
-done in tasks: they use all cores, and a damaged copy can only kill a Python worker. Small copies are left to the batch,
-because they take it little time. All of this needs a local master: on a cluster it is not known on which host a task
-will run.
+The timeout of a transaction starts with the first that is written, records or source offsets, so this cannot make it
+time out. The work is done in tasks: they use all cores, and a damaged copy can only kill a Python worker. Small copies
+are left to the batch, because they take it little time. All of this needs a local master: on a cluster it is not known
+on which host a task will run.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,10 +64,15 @@ def prepare(table: TableState, order: PrepareOrder, context: SparkContext, *, ag
     table.prepared([each for each in found if isinstance(each, Prepared)])
 
 
-def settle_copies(table: TableState) -> None:
-    """When the flow ends, settle the copies on this machine: apply the pending changes of the last batch."""
+def settle_copies(table: TableState, partitions: Iterable[int] | None = None) -> None:
+    """Settle the copies on this machine: apply the pending changes of the last batch.
+
+    Args:
+        partitions: None: all that are known.
+    """
     spec = table.spec
-    for partition, commit in table.last.items():
+    for partition in [*table.last] if partitions is None else partitions:
+        commit = table.last[partition]
         try:
             settle(spec.folder(partition), spec.store, commit)
         except Exception as error:  # no harm: readers or the next run settle it

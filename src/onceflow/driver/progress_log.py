@@ -24,7 +24,7 @@ from onceflow.client.topics import create_own_topic, topic_config
 from onceflow.client.transactions import Transactions
 from onceflow.errors import DeadlineExceededError, ProgressConflictError, UnknownTopicError, located
 from onceflow.protocol import progress as records
-from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
+from onceflow.protocol.batches import EncodedBatch, ProducerIdAndEpoch, encode_single
 from onceflow.protocol.names import Names, TopicPartition
 from onceflow.protocol.progress import (
     PROGRESS_TOPIC,
@@ -259,6 +259,12 @@ def named(progress: Progress, names: Names) -> Progress:
     return replace(progress, transactional_id=names.transactional_id)
 
 
+def record_of(progress: Progress, names: Names, identity: ProducerIdAndEpoch, sequence: int = 0) -> EncodedBatch:
+    """The progress record as a batch of records, see `named`."""
+    key, value = records.encode(named(progress, names))
+    return encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=sequence)
+
+
 def write_progress(
     cluster: Cluster,
     transactions: Transactions | None,
@@ -269,6 +275,7 @@ def write_progress(
     *,
     producer: tuple[ProducerIdAndEpoch, int] = (_PLAIN, 0),
     sequence: int = 0,
+    written: int | None = None,
 ) -> int:
     """Step ``progress``: the record (see `named`), then the group offsets that point to it. Returns its offset.
 
@@ -278,17 +285,17 @@ def write_progress(
             which the query does not read any more and which may no longer exist.
         producer: without transactions, the producer of the record, and its next sequence number there.
         sequence: with transactions, how many records the transaction already has in the record's partition.
+        written: its offset, if it was written ahead (see `record_of`).
     """
     partition = partition_of(progress.flow)
-    if transactions is not None and not transactions.version_2:
-        transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
-    transactional_id = None if transactions is None else transactions.transactional_id
-    identity, sequence = producer if transactions is None else (transactions.identity, sequence)
-    key, value = records.encode(named(progress, names))
-    sender = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
-    batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=sequence)
-    sender.send(PROGRESS_TOPIC, partition, batch)
-    written = sender.flush()[PROGRESS_TOPIC, partition].base_offset
+    if written is None:
+        if transactions is not None and not transactions.version_2:
+            transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
+        transactional_id = None if transactions is None else transactions.transactional_id
+        identity, sequence = producer if transactions is None else (transactions.identity, sequence)
+        sender = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
+        sender.send(PROGRESS_TOPIC, partition, record_of(progress, names, identity, sequence))
+        written = sender.flush()[PROGRESS_TOPIC, partition].base_offset
     metadata = hint(progress.flow, written)
     if offsets and transactions is None:
         kafka_offsets.commit_offsets(cluster, names.group_id, offsets, deadline, metadata=metadata)

@@ -36,6 +36,7 @@ class RangeSource:
         deadline_s: how long a task may wait without getting any records.
         spark: the session of the query.
         node: the root of its analyzed plan.
+        all_batches: whether tasks also run batches without records, because the state is where they run.
     """
 
     flow: str
@@ -46,11 +47,17 @@ class RangeSource:
     deadline_s: float
     spark: SparkSession
     node: Any
+    all_batches: bool = False
 
     @cached_property
     def frames(self) -> SparkSession:
         """The session in which rows become DataFrames."""
         return clone_of(self.spark)
+
+    @cached_property
+    def other_times(self) -> bool:
+        """See `batch_plan.has_other_times`."""
+        return batch_plan.has_other_times(self.spark, self.node)
 
 
 @dataclass(frozen=True)
@@ -106,17 +113,15 @@ class RangeRows:
         for path, node in plans.leaves(source.node):
             if not node.isStreaming():
                 continue  # the static side of a join
-            read = plan_columns.source_node(node).topic
-            if read is None:  # the clock, whose rows only wake Spark's engine up
-                new[path] = plans.named_as(source.frames.createDataFrame([], plans.struct_of(node)), node)
-                continue
+            read = str(plan_columns.source_node(node).topic)
             headers = "headers" in plan_columns.output_names(node)
             plain = replace(plan.reads[read], include_headers=headers)
             order = self._order(QueryRows(DirectPlan((plain,), plain.source_columns)), tasks)
             schema = plans.struct_of(node)
             new[path] = plans.named_as(numbers.mapInArrow(ReadTask(order), schema), node)
         made = plans.grafted(source.frames, source.node, new)
-        return plans.frame(source.frames, batch_plan.of_batch(source.frames, made, self.now_us))
+        made = batch_plan.of_batch(source.frames, made, self.now_us, other_times=source.other_times)
+        return plans.frame(source.frames, made)
 
     def _order(self, query: QueryRows, tasks: int) -> ReadOrder:
         source, topics = self.source, {each.topic for each in query.plan.sources}
@@ -136,5 +141,5 @@ def sent(flow: str) -> Iterator[None]:
             detail=str(error).splitlines()[0][:300],
             next_step="the driver has called it, and its variables have other values since then: keep connections and "
             "the like in self, set in open(), or in a module that tasks can import; or let the driver read all "
-            "batches, with a very large small_batch_rows",
+            "batches, with engine='driver'",
         ) from error

@@ -28,8 +28,10 @@ from onceflow.errors import (
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.transaction import Transaction
+from onceflow.spark import driver_jvm
 from onceflow.spark.import_errors import cannot_import
 from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.task.row_writer import Companion
 
 log = logging.getLogger("onceflow.sink")
 
@@ -46,6 +48,11 @@ _WORTH_A_RERUN = (
 _EXPECTED: tuple[type[Exception], ...] = (OnceflowError, *SPARK_ERRORS)
 
 
+def _of_jvm(rows: Rows, problem: BaseException) -> OnceflowError | None:
+    """The clear error, if an attempt has failed because Spark's JVM has ended."""
+    return driver_jvm.ended(rows.sparkSession, problem) if driver_jvm.cannot_answer(problem) else None
+
+
 @dataclass
 class Attempt:
     """One attempt of a batch.
@@ -53,6 +60,7 @@ class Attempt:
     Args:
         producer: the producer id and epoch it writes under; none yet at first.
         muted: whether its outputs are not written, see ``handover.py``.
+        companion: what the driver sends beside the rows that it writes itself.
         begun_at: when its transaction had begun (monotonic seconds); None: it has not.
     """
 
@@ -62,6 +70,7 @@ class Attempt:
     producer: ProducerIdAndEpoch = field(default_factory=lambda: ProducerIdAndEpoch(-1, -1))
     begun_at: float | None = None
     muted: bool = False
+    companion: Companion | None = None
 
     @property
     def open_s(self) -> float:
@@ -162,6 +171,9 @@ class Retries:
             except Exception as problem:  # neither onceflow's nor Spark's: no further attempt, but abort this one
                 if self._machine.may_abort:
                     self._steps.abort(problem, batch)
+                ended = _of_jvm(rows, problem)
+                if ended is not None:
+                    raise ended from None
                 raise
         raise batch_errors.given_up(self._flow, batch, self._options.max_attempts, last)
 
@@ -188,7 +200,10 @@ class Retries:
         if cause is not None and attempt.begun_at is None and isinstance(problem, DeadlineExceededError):
             problem = batch_errors.after(problem, cause)  # it could not begin, because of the error before
         self._steps.abort(problem, attempt.batch)
-        clear = None if isinstance(problem, OnceflowError) else cannot_import(problem) or batch_errors.of_task(problem)
+        clear: OnceflowError | None = None
+        if not isinstance(problem, OnceflowError):
+            clear = cannot_import(problem) or batch_errors.of_task(problem)
+            clear = clear or _of_jvm(rows, problem)
         if clear is not None:
             raise clear from None  # another attempt does not help
         if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):

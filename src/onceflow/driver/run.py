@@ -10,11 +10,10 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-from onceflow.clock import clock_ms
 from onceflow.driver import handover
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.batches import Batches
-from onceflow.driver.checkpoint_location import CheckpointLocation, kept_location, scratch_location
+from onceflow.driver.checkpoint_location import CheckpointLocation, kept_location
 from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import delivery
 from onceflow.driver.joins import Joins
@@ -24,7 +23,7 @@ from onceflow.driver.startup import Startup
 from onceflow.driver.state_step import StateStep
 from onceflow.driver.streamed_query import StreamedQuery, divide
 from onceflow.driver.watching import Watch
-from onceflow.engine_query import DIRECT, SPARK
+from onceflow.engine_query import DIRECT
 from onceflow.errors import UnsupportedQueryError, located
 from onceflow.planning import engine, process, step_query
 from onceflow.planning.bounded import bounded
@@ -35,9 +34,7 @@ from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import CheckedWrite, check_output
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.spark import logs, plan_columns, queries, query_listener, query_session, shipping
-from onceflow.spark.checkpoint_files import LocalFolder
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
-from onceflow.spark.kafka_source import put_first_batch
 from onceflow.spark.master import current_cores, is_local
 from onceflow.spark.queries import PlanFacts
 from onceflow.spark.row_program import RowPrograms
@@ -72,7 +69,7 @@ class RunOfEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(RunOfEngine):
-    """One run of Spark's engine.
+    """One run of a query with a checkpoint, by Spark's micro-batches.
 
     Args:
         writer: Spark's writer, ready to be started.
@@ -81,7 +78,6 @@ class Run(RunOfEngine):
     flow: str
     spark: SparkSession
     writer: DataStreamWriter
-    location: CheckpointLocation
 
     def start(self) -> SparkQuery:
         """Start the query in Spark.
@@ -100,11 +96,6 @@ class Run(RunOfEngine):
                 detail=str(error).splitlines()[0],
                 next_step="see Spark's Structured Streaming guide for what output_mode the query's operators allow",
             ) from error
-
-    def close(self) -> None:
-        """See `RunOfEngine.close`."""
-        super().close()
-        self.location.close()
 
 
 @dataclass(frozen=True)
@@ -150,7 +141,7 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
         progress = replace(startup.prepare_run(deadline), letters=letters)
         location = _kept_location(spark, write.run, progress, flow)
         written = startup.prepare_outputs(options, deadline)
-    programs = RowPrograms(spark, wanted=write.run.engine != SPARK and write.run.checkpoint is None)
+    programs = RowPrograms(spark, wanted=write.run.checkpoint is None)
     with contextlib.ExitStack() as unless_used:
         unless_used.callback(programs.close)
         query, choice = _divided(spark, startup, write, progress, programs)
@@ -163,7 +154,6 @@ def _divided(
     spark: SparkSession, startup: Startup, write: CheckedWrite, progress: Progress, programs: RowPrograms
 ) -> tuple[StreamedQuery, EngineChoice]:
     """The query, and the engine that runs it."""
-    maps = {name: each.apply for name, each in startup.maps.items()}
     query = divide(
         write.df,
         write.sink,
@@ -172,10 +162,9 @@ def _divided(
         progress,
         flow=startup.flow,
         source_partitions=startup.source_partitions,
-        clock=not write.run.once,
-        functions=Functions(startup.flow, maps, startup.functions, programs.evaluate),
+        functions=functions_of_run(startup, programs),
     )
-    direct, used = _sources_used(query.direct, startup)
+    direct, used = sources_used(query.direct, startup)
     handover.check_sources(progress, used, flow=startup.flow)
     choice = engine.choose(
         write.run.engine,
@@ -183,13 +172,18 @@ def _divided(
         checkpoint=write.run.checkpoint is not None,
         stateful=query.state is not None,
         local=is_local(spark),
-        small_batch_rows=write.sink.small_batch_rows,
         flow=startup.flow,
     )
     return query, choice
 
 
-def _sources_used(direct: DirectPlan | str, startup: Startup) -> tuple[DirectPlan | str, Collection[str]]:
+def functions_of_run(startup: Startup, programs: RowPrograms) -> Functions:
+    """What a run has for the operators of its query."""
+    maps = {name: each.apply for name, each in startup.maps.items()}
+    return Functions(startup.flow, maps, startup.functions, programs.evaluate)
+
+
+def sources_used(direct: DirectPlan | str, startup: Startup) -> tuple[DirectPlan | str, Collection[str]]:
     """The plan, or why there is none; and the topics that the query uses. The flow may have read others, too."""
     if isinstance(direct, str):
         return direct, startup.sources
@@ -199,31 +193,30 @@ def _sources_used(direct: DirectPlan | str, startup: Startup) -> tuple[DirectPla
 
 
 def spark_run(prepared: PreparedQuery) -> Run:
-    """Put a run of Spark's engine together. After this only Spark can reject the query."""
+    """Put a run of Spark's micro-batches together. After this only Spark can reject the query."""
     spark, startup, write = prepared.spark, prepared.startup, prepared.write
-    query, progress, flow = prepared.query, prepared.progress, startup.flow
+    query, location, flow = prepared.query, prepared.location, startup.flow
+    if location is None:
+        raise RuntimeError("the query has no checkpoint")
     prepared.imports.at_start()
-    location = prepared.location or scratch_location(flow)
-    _plan_first_batch(query, location, progress)
-    reads_little = not write.run.facts.others and queries.reads_little(write.df)
-    merges_tasks = query.state is None and queries.may_merge_tasks(write.df)
-    options = replace(query.options, reads_little=reads_little, merges_tasks=merges_tasks)
-    query = replace(query, options=options)
-    commit = batch_commit(prepared, query.options, location)
-    tables = list if query.state is None else query.state.facts
-    sink = BatchSink(commit, query.options, before_first=prepared.imports.finish, tables=tables)
-    writer = writer_of(spark, query.df, sink, location, write.run, flow)
+    options = replace(
+        query.options,
+        reads_little=not write.run.facts.others and queries.reads_little(write.df),
+        merges_tasks=queries.may_merge_tasks(write.df),
+    )
+    commit = batch_commit(prepared, options, location)
+    sink = BatchSink(commit, options, before_first=prepared.imports.finish)
     query_listener.watch(spark)  # a query without Flow.read has not done it yet
-    kept = None if location.numbering is None else location.address
-    told = report(startup, spark, query.options, outputs=prepared.written, checkpoint=kept, choice=prepared.choice)
+    told = report(
+        startup, spark, options, outputs=prepared.written, checkpoint=location.address, choice=prepared.choice
+    )
     startup.used()
     return Run(
         flow=flow,
         spark=spark,
-        writer=writer,
+        writer=_writer_of(spark, query.df, sink, location, write.run, flow),
         sink=sink,
-        state=query.state,
-        location=location,
+        state=None,
         watch=watch_sources(startup, sink),
         until=startup.until,
         report=told,
@@ -285,13 +278,6 @@ def _kept_location(spark: SparkSession, run: RunOptions, progress: Progress, flo
     )
 
 
-def _plan_first_batch(query: StreamedQuery, location: CheckpointLocation, progress: Progress) -> None:
-    """After a promotion: make Spark plan the first batch up to where the earlier version has read."""
-    ends = handover.first_range_end(progress)
-    if ends is not None and isinstance(location.folder, LocalFolder) and location.numbering is None:
-        put_first_batch(query.df, location.folder.path, ends, clock_ms())
-
-
 def batch_commit(prepared: PreparedQuery, options: SinkOptions, location: CheckpointLocation | None) -> BatchCommit:
     """The steps of the batches of a run.
 
@@ -314,7 +300,7 @@ def batch_commit(prepared: PreparedQuery, options: SinkOptions, location: Checkp
         progress=progress,
         driver=startup.driver,
         options=options,
-        columns=query.columns,
+        columns=prepared.write.columns,
         cores=current_cores(prepared.spark),
         checkpoint=None if location is None else location.folder,
         numbering=None if location is None else location.numbering,
@@ -324,7 +310,7 @@ def batch_commit(prepared: PreparedQuery, options: SinkOptions, location: Checkp
     )
 
 
-def writer_of(
+def _writer_of(
     spark: SparkSession, df: DataFrame, sink: BatchSink, location: CheckpointLocation, run: RunOptions, flow: str
 ) -> DataStreamWriter:
     """Spark's writer, which calls the sink for each batch."""

@@ -106,6 +106,10 @@ class SourceWatch:
         }
         self._check_logs(view, read, source.end, deadline)
 
+    def looks_again(self, source: SourceRange) -> bool:
+        """Whether `was_read` asks leaders: what progress knows of them may change then."""
+        return bool(self._unwatched(source))
+
     def epochs(self, source: SourceRange, before: Epochs) -> Epochs:
         """What progress knows of the leaders after the batch.
 

@@ -14,9 +14,9 @@ from pyspark.sql import SparkSession
 
 from onceflow.client.addresses import parse_servers
 from onceflow.driver.startup import Startup
-from onceflow.engine_query import DIRECT, SPARK
+from onceflow.engine_query import DIRECT
 from onceflow.external.sink import ExternalSink
-from onceflow.planning.engine import EngineChoice
+from onceflow.planning.engine import AUTO, DRIVER, TASKS, EngineChoice
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import DriverProcess, Progress
@@ -63,7 +63,7 @@ class StartReport:
             no changelog.
         kafka: namespace of the cluster's topics. dataset, target: of an external sink.
         checkpoint: address of the checkpoint with Spark's state.
-        engine, engine_reason: see `EngineChoice`.
+        engine, engine_reason, place: see `EngineChoice`.
     """
 
     flow: str
@@ -81,10 +81,10 @@ class StartReport:
     target: str | None
     dataset: Dataset | None
     checkpoint: str | None
-    small_batch_rows: int | None
     spark: str
-    engine: str = SPARK
-    engine_reason: str = ""
+    engine: str
+    engine_reason: str
+    place: str
 
     def lines(self, now_ms: int) -> Iterator[str]:
         """For people, the most important line first."""
@@ -108,8 +108,7 @@ class StartReport:
             yield f"state in Spark: checkpoint {self.checkpoint}"
         to = self.target or ", ".join(self.outputs) or "the topics of its rows"
         yield f"writes {to}: {self._engine()}; {self.spark}"
-        if self.engine_reason:
-            yield f"engine {self.engine}: {self.engine_reason}"
+        yield f"engine {self.engine}: {self.engine_reason}"
 
     def facts(self) -> dict[str, Any]:
         """For log lines as JSON."""
@@ -152,19 +151,15 @@ class StartReport:
 
     def _engine(self) -> str:
         if self.engine == DIRECT:
-            return self._direct()
-        if self.small_batch_rows is None:
-            return "small batches by the driver, others by tasks"
-        if self.small_batch_rows <= 0:
-            return "all batches by tasks"
-        return f"batches of up to {self.small_batch_rows:,} rows by the driver, others by tasks"
+            return _PLACES[self.place]
+        return "all batches by tasks" if self.place == TASKS else "small batches by the driver, others by tasks"
 
-    def _direct(self) -> str:
-        if self.small_batch_rows is None:
-            return "the driver reads and writes; with a large backlog, tasks do"
-        if self.small_batch_rows <= 0:
-            return "tasks read and write"
-        return f"the driver reads and writes; with a backlog of more than {self.small_batch_rows:,} records, tasks do"
+
+_PLACES = {
+    AUTO: "the driver reads and writes; with a large backlog, tasks do",
+    DRIVER: "the driver reads and writes",
+    TASKS: "tasks read and write",
+}
 
 
 def report(
@@ -176,7 +171,7 @@ def report(
     sink: ExternalSink | None = None,
     followed: Progress | None = None,
     checkpoint: str | None = None,
-    choice: EngineChoice | None = None,
+    choice: EngineChoice,
 ) -> StartReport:
     """The report of a start that is done, before its query runs.
 
@@ -215,10 +210,10 @@ def report(
         target=None if sink is None else sink.target,
         dataset=None if sink is None else sink.dataset,
         checkpoint=checkpoint,
-        small_batch_rows=options.small_batch_rows,
         spark=f"Spark {spark.version}, {spark.sparkContext.master}",
-        engine=SPARK if choice is None else choice.engine,
-        engine_reason="" if choice is None else choice.reason,
+        engine=choice.engine,
+        engine_reason=choice.reason,
+        place=choice.place,
     )
 
 

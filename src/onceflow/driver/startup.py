@@ -116,7 +116,7 @@ class Startup:
     def sources_read(self) -> Sources:
         """The topics that are read, for the batches of a query."""
         starts = {name: dict(source.earliest) for name, source in self.sources.items()}
-        return Sources(starts, {name: len(offsets) for name, offsets in starts.items()}, self.until)
+        return Sources(starts, {name: len(offsets) for name, offsets in starts.items()})
 
     @property
     def own_topics(self) -> OwnTopics:
@@ -335,7 +335,6 @@ class Startup:
             spec=spec,
             lateness_ms=None if lateness is None else duration_ms(lateness),
             idle_s=duration_ms(options.idle_timeout) / 1000,
-            source_keys=options.source_keys,
         )
 
     # ---- commit --------------------------------------------------------------------------------------

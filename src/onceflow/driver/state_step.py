@@ -1,7 +1,7 @@
 """The driver's part of ``Flow.process`` in a batch: the orders of tasks, their reports, and what is learnt from them.
 
-``planning/placement.py`` decides where a batch runs. Each of the three ways is a module of its own:
-``step_on_driver.py``, ``step_fused.py`` and ``step_two_stage.py``.
+The driver runs a step on rows that it has fetched (``step_on_driver.py``, and ``step_chain.py`` for several operators).
+Where steps run whose records tasks read, ``planning/placement.py`` decides: ``step_fused.py``, ``step_two_stage.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.preparing import prepare, settle_copies
 from onceflow.driver.range_rows import RangeRows
-from onceflow.driver.step_input import read_partitions
 from onceflow.driver.step_on_driver import BY_KEY
 from onceflow.driver.step_two_stage import Stages, runs_step_once
 from onceflow.messages import (
@@ -31,6 +30,7 @@ from onceflow.messages import (
     StateOrder,
     TaskReport,
     WriteOrder,
+    Writes,
 )
 from onceflow.planning import placement
 from onceflow.planning.options import BatchSummary
@@ -47,6 +47,7 @@ from onceflow.state.local.format import Commit
 from onceflow.state.spec import Moment, StateReport
 from onceflow.state.table_facts import TableFacts
 from onceflow.state.table_state import TableState
+from onceflow.task.row_writer import Companion
 
 log = logging.getLogger("onceflow.state")
 
@@ -77,14 +78,6 @@ class StateStep:
         self._owner = ""
         self._stages: Stages | None = None
         self._done: dict[str, TaskReport] = {}
-
-    @property
-    def co_partitioned(self) -> bool | None:
-        """Whether tasks process source partitions without a shuffle; None: not known yet."""
-        learnt = self.learnt
-        if not self._shape.co_partitionable or learnt.keys_elsewhere or learnt.partitions_mixed:
-            return False
-        return True if learnt.partitions_kept else None
 
     @property
     def topics(self) -> set[str]:
@@ -163,67 +156,49 @@ class StateStep:
             self._moments[name] = moment
             self._due[name] = frozenset(table.due(moment.now_ms) if until is None else range(table.partitions))
 
-    def place(self, df: DataFrame, *, rows: int, driver_may: bool) -> Placement:
-        """Where the steps of this attempt run.
+    def place(self, rows: int) -> Placement:
+        """Where the steps of this attempt run, if tasks read its records.
 
         Args:
             rows: most source records that it can have.
-            driver_may: whether the driver may process the batch itself, if it has few records.
         """
-        batch = BatchFacts(rows, driver_may, due=self._due)
-        if not placement.on_driver(self._shape, self.learnt, batch):  # the fastest batches do without calls to Spark
-            batch = replace(batch, cores=self._cores())
-            if placement.must_look(self._shape, self.learnt, batch):
-                batch = replace(batch, read=read_partitions(df))
-                self.learnt = self.learnt.looked(batch.read, clock=self._shape.clock)
-        self._batch = batch
-        return placement.place(self._shape, self.learnt, batch)
+        self._batch = BatchFacts(rows, self._cores())
+        return placement.place(self._shape, self.learnt, self._batch)
 
-    def write(
-        self, df: DataFrame, place: Placement, order: WriteOrder, cluster: Cluster, *, empty: bool, reads_little: bool
-    ) -> tuple[str, list[Part]]:
-        """Process the batch and write what comes out, by the driver or fused. Returns how, as a text, and the reports.
-
-        Args:
-            empty: whether the batch is known to have no rows.
-            reads_little: see ``queries.reads_little``.
-        """
+    def write(self, df: DataFrame, place: Placement, order: WriteOrder, cluster: Cluster) -> tuple[str, list[Part]]:
+        """Process rows that tasks have read, and write what comes out, fused. Returns how, as a text, and the
+        reports."""
         (table,) = self._by_name
-        state = self._order(table, place, order)
-        if place.way == "driver":
-            done, part = step_on_driver.run(df, state, cluster, empty=empty, interpreted=reads_little)
-            path, parts = "driver", [part]
-        else:
-            done, parts, tasks = step_fused.run(df, state, place.steps[table], cluster)
-            path = f"{tasks} tasks"
+        done, parts, tasks = step_fused.run(df, self._order(table, place.writes, order), place.steps[table], cluster)
         self._done = {table: done}
-        return path, parts
+        return f"{tasks} tasks", parts
 
     @property
     def written_as_is(self) -> bool:
         """Whether the only step writes what it yields."""
         return self._query.written_as_is
 
-    def write_fetched(self, rows: FetchedRows, order: WriteOrder, cluster: Cluster) -> list[Part]:
+    def write_fetched(
+        self, rows: FetchedRows, order: WriteOrder, cluster: Cluster, companion: Companion | None = None
+    ) -> list[Part]:
         """Process rows of the direct engine, and write what comes out, by the driver.
 
         Args:
-            order: of the sink.
+            order: of the sink. companion: what is sent beside the rows.
         """
         if not self.written_as_is:
-            place = Placement("driver", "side outputs")
 
             def order_of(table: str) -> StateOrder:
-                state = self._order(table, place, order)
+                state = self._order(table, "side outputs", order)
                 # With side outputs in the topic of the query, a record that names it may be a dead letter.
                 return replace(state, topic=None) if self._query.topic_has_side_outputs else state
 
-            self._done, part = step_chain.run(rows, order_of, order, cluster)
+            self._done, part = step_chain.run(rows, order_of, order, cluster, companion)
             return [part]
         (table,) = self._by_name
-        state = self._order(table, Placement("driver", "everything"), order)
+        state = self._order(table, "everything", order)
         with closing(rows.batches()) as batches:
-            done, part = step_on_driver.run_rows(batches, state, cluster)
+            done, part = step_on_driver.run(batches, state, cluster, companion)
         self._done = {table: done}
         return [part]
 
@@ -240,14 +215,14 @@ class StateStep:
     def write_ranges(self, rows: RangeRows, tasks: int, order: WriteOrder, cluster: Cluster) -> list[Part]:
         """Tasks read rows, process them, and write what comes out."""
         (table,) = self._by_name
-        state = replace(self._order(table, Placement("fused", "everything"), order), modulus=tasks, by_number=True)
+        state = replace(self._order(table, "everything", order), modulus=tasks, by_number=True)
         done = rows.run(state, tasks)
         self._done = {table: done}
         return step_on_driver.parts_of(done, tasks, order, cluster, shuffled=False)
 
     def outgoing(self, df: DataFrame, place: Placement, order: WriteOrder) -> Outgoing:
         """The rows that the sink is to write, in two stages."""
-        stages = self._stages = Stages(self._query, place, df, lambda table: self._order(table, place, order))
+        stages = self._stages = Stages(self._query, place, df, lambda table: self._order(table, place.writes, order))
         outgoing = stages.outgoing(order.flow)
         if self._query.written_as_is or place.exchanged or self.learnt.step_seen:
             return outgoing
@@ -328,12 +303,17 @@ class StateStep:
         self._stages, self._done = None, {}
         return any(news)
 
-    def settle(self) -> None:
-        """When the flow ends, apply the pending changes of the last batch, if the stores are on this machine."""
+    def settle(self, *, changed: bool = False) -> None:
+        """Apply pending changes of committed batches, if the stores are on this machine: when the flow ends, or when
+        there is time for it.
+
+        Args:
+            changed: only where the last batch has left some.
+        """
         if not self._shape.local:
             return
-        for table in self.tables:
-            settle_copies(table)
+        for name, table in self._by_name.items():
+            settle_copies(table, [each.partition for each in self._reports(name) if each.changed] if changed else None)
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -344,13 +324,13 @@ class StateStep:
     def _reports(self, table: str) -> Sequence[StateReport]:
         return self._done.get(table, _NOTHING).states
 
-    def _order(self, table: str, place: Placement, write: WriteOrder) -> StateOrder:
+    def _order(self, table: str, writes: Writes, write: WriteOrder) -> StateOrder:
         """The order of a step's tasks; how they get their rows is filled in when that is known."""
         return StateOrder(
             spec=self._by_name[table].spec,
             moment=self._moments[table],
             write=replace(write, topic=None, routing=BY_KEY),
-            writes=place.writes,
+            writes=writes,
             topic=self._query.topic,
             modulus=1,
             due=self._due[table],

@@ -1,4 +1,4 @@
-"""A small batch of a query with operators behind its process step, or with several steps: the driver runs all of it.
+"""A query with operators behind its process step, or with several steps, in a batch that the driver reads and runs.
 
 Rows flow from one to the next; nothing goes through a topic in between. The steps and the sink share one writer,
 because in a transaction a partition has one writer (I4). State is left as pending when Kafka has acknowledged
@@ -20,24 +20,28 @@ from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.errors import OnceflowError
 from onceflow.messages import DRIVER, StateOrder, TaskReport, WriteOrder
 from onceflow.protocol.names import TopicPartition
-from onceflow.task.row_writer import RowWriter, reports_of
+from onceflow.task.row_writer import Companion, RowWriter, reports_of
 from onceflow.task.state_tasks import StateWork
 
 
 def run(
-    rows: FetchedRows, order_of: Callable[[str], StateOrder], order: WriteOrder, cluster: Cluster
+    rows: FetchedRows,
+    order_of: Callable[[str], StateOrder],
+    order: WriteOrder,
+    cluster: Cluster,
+    companion: Companion | None = None,
 ) -> tuple[dict[str, TaskReport], Part]:
     """Process the batch, and write what comes out.
 
     Args:
         order_of: that of the step of a table.
-        order: of the sink.
+        order: of the sink. companion: what is sent beside the rows.
 
     Returns:
         The reports of the steps by their tables, and what was written in all.
     """
     started = time.monotonic()
-    writer = RowWriter(order, DRIVER, cluster)
+    writer = RowWriter(order, DRIVER, cluster, companion)
     with contextlib.ExitStack() as open_steps:
         works: dict[str, StateWork] = {}
 

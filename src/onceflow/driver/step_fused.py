@@ -10,7 +10,6 @@ from onceflow.driver.step_input import placed
 from onceflow.driver.step_on_driver import parts_of
 from onceflow.messages import REPORT_SPARK_SCHEMA, StateOrder, TaskReport, from_rows
 from onceflow.planning.placement import StepPlacement
-from onceflow.spark import jvm
 from onceflow.task.state_tasks import FusedTask
 
 
@@ -18,5 +17,4 @@ def run(df: DataFrame, order: StateOrder, step: StepPlacement, cluster: Cluster)
     """Process the batch and write what comes out. Returns the report, what is to be audited, and how many tasks ran."""
     moved, tasks, order = placed(df, order, step)
     report = from_rows(moved.mapInArrow(FusedTask(order), REPORT_SPARK_SCHEMA).collect())
-    shuffled = not order.co_partitioned or jvm.has_shuffle(df)
-    return report, parts_of(report, tasks, order.write, cluster, shuffled=shuffled), tasks
+    return report, parts_of(report, tasks, order.write, cluster, shuffled=True), tasks

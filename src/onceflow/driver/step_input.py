@@ -7,34 +7,16 @@ from dataclasses import replace
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from onceflow.errors import OptionError
 from onceflow.messages import StateOrder
 from onceflow.planning.placement import StepPlacement
 from onceflow.planning.step_frames import partition_of_key
-from onceflow.spark import jvm
 from onceflow.spark.task_shuffle import repartition_by_task
 
 
 def placed(df: DataFrame, order: StateOrder, step: StepPlacement) -> tuple[DataFrame, int, StateOrder]:
     """The rows, moved to the tasks of their table partitions, the number of tasks, and their order."""
-    order = replace(order, modulus=step.modulus)
-    if step.move == "co-partitioned":
-        order = replace(order, co_partitioned=True)
-        moved = df.coalesce(step.tasks)
-        if not step.read:
-            return moved, jvm.task_total(moved), order
-        merged = jvm.coalesced_tasks(moved)
-        taken = {task: tuple(step.read[number] for number in numbers) for task, numbers in enumerate(merged)}
-        return moved, len(taken), replace(order, taken=taken)
+    order = replace(order, modulus=step.tasks)
     if step.move == "one task":
         return df.coalesce(1), 1, order
     task: Column = partition_of_key(df, order.spec.topics.partitions) % F.lit(step.tasks)
     return repartition_by_task(df, step.tasks, task.cast("int")), step.tasks, order
-
-
-def read_partitions(df: DataFrame) -> tuple[int, ...] | None:
-    """The source partition that each task of a batch reads, in task order; None: tasks do not read one each."""
-    try:
-        return tuple(partition for _, partition in jvm.source_partitions(df))
-    except OptionError:
-        return None

@@ -1,4 +1,4 @@
-"""What the driver does itself: a small batch of a process step, and the rows that its tasks have returned."""
+"""What the driver does itself: a process step for rows that it has fetched, and rows that tasks have returned."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pyarrow as pa
-from pyspark.sql import DataFrame
 
 from onceflow.client.cluster import Cluster
 from onceflow.driver.audit import Part
 from onceflow.messages import DRIVER, Routing, StateOrder, TaskReport, WriteOrder
-from onceflow.spark.collect import collect
-from onceflow.task.row_writer import write_rows
+from onceflow.task.row_writer import Companion, write_rows
 from onceflow.task.state_tasks import run_fused
 from onceflow.task.step_outputs import unpacked, written_rows
 
@@ -21,20 +19,14 @@ BY_KEY = Routing("key", 1, True)
 
 
 def run(
-    df: DataFrame, order: StateOrder, cluster: Cluster, *, empty: bool, interpreted: bool
+    rows: Iterable[pa.RecordBatch], order: StateOrder, cluster: Cluster, companion: Companion | None = None
 ) -> tuple[TaskReport, Part]:
-    """Process the batch, and write what comes out, with the code of a task.
+    """Process a batch, and write what comes out, with the code of a task.
 
     Args:
-        empty: whether the batch is known to have no rows.
-        interpreted: see ``collect``.
+        companion: what is sent beside the rows.
     """
-    return run_rows([] if empty else collect(df, interpreted=interpreted), order, cluster)
-
-
-def run_rows(rows: Iterable[pa.RecordBatch], order: StateOrder, cluster: Cluster) -> tuple[TaskReport, Part]:
-    """As `run`, for rows that are here already."""
-    report = run_fused(order, DRIVER, rows, cluster)
+    report = run_fused(order, DRIVER, rows, cluster, companion)
     return report, Part(report.written, None, False)
 
 

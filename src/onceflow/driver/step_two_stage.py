@@ -1,8 +1,8 @@
 """A batch in two stages: process steps yield rows, operators may follow, and write tasks write the result.
 
 Dead letters, late records and records that name a topic of their own are side outputs: no operator after a step ever
-sees them. The step's tasks write them when they are co-partitioned, the driver when they are few. Otherwise they go to
-the write tasks, past the operators.
+sees them. The step's tasks write those to partitions that they own, the driver writes few others. Otherwise they go
+to the write tasks, past the operators.
 """
 
 from __future__ import annotations

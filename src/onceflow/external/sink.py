@@ -172,7 +172,7 @@ class ExternalSink(ABC):
 
     It is pickled and sent to the tasks, so connections are made where they are used. The driver calls ``check``,
     ``progress_row`` and ``open`` at a start, then ``begin`` and ``commit`` (or ``abort``) for each attempt of a batch,
-    and ``close`` at the end. Tasks, and the driver for small batches, call ``write`` in between.
+    and ``close`` at the end. Tasks, or the driver for batches that it has read, call ``write`` in between.
 
     ``flow`` is the identity of a flow: its transactional id, ``@``, and the id of its Kafka cluster. So flows of one
     name with different prefixes, or on different clusters, do not share a progress row. It has letters, digits, ``.``,

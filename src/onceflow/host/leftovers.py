@@ -7,19 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_SCRATCH = re.compile(r"onceflow-.+-pid(\d+)-\w+")
-
-
-def scratch_of_ended_processes() -> Iterator[Path]:
-    """Scratch checkpoints of drivers of any flow that have ended, as ``driver.checkpoint_location`` names them. None of
-    them if the system has no ``/proc``."""
-    if not Path("/proc").exists():
-        return
-    for path in sorted(Path(tempfile.gettempdir()).glob("onceflow-*-pid*")):
-        match = _SCRATCH.fullmatch(path.name)
-        if match and not Path(f"/proc/{match[1]}").exists():
-            yield path
-
 
 def of_ended_processes(prefix: str, ending: str) -> Iterator[Path]:
     """Temporary files and folders named ``<prefix><process id><ending>`` whose process has ended. None of them if the

@@ -1,4 +1,7 @@
-"""Which engine runs a query: the direct engine, which reads the sources by itself, or Spark's."""
+"""Which loop runs a query: onceflow's own, which reads the sources by itself, or Spark's micro-batches.
+
+Spark's micro-batches run what has a checkpoint with Spark's state, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from onceflow.engine_query import DIRECT, SPARK
 from onceflow.errors import UnsupportedQueryError
 from onceflow.task.direct_plan import DirectPlan
 
-AUTO = "auto"
-ENGINES = (AUTO, DIRECT, SPARK)
+#: Values of ``engine=``: what reads, processes and writes batches.
+AUTO, DRIVER, TASKS = "auto", "driver", "tasks"
+ENGINES = (AUTO, DRIVER, TASKS)
 
 
 @dataclass(frozen=True)
@@ -19,58 +23,57 @@ class EngineChoice:
     Args:
         engine: ``direct`` or ``spark``. reason: why, for logs.
         plan: of the direct engine.
+        place: one of ``ENGINES``: what reads, processes and writes the batches of the direct engine.
     """
 
     engine: str
     reason: str
     plan: DirectPlan | None = None
+    place: str = AUTO
 
 
 def choose(
-    wanted: str,
-    plan: DirectPlan | str,
-    *,
-    checkpoint: bool,
-    stateful: bool,
-    local: bool,
-    small_batch_rows: int | None,
-    flow: str,
+    wanted: str, plan: DirectPlan | str, *, checkpoint: bool | None, stateful: bool, local: bool, flow: str
 ) -> EngineChoice:
     """Decide.
 
     Args:
         wanted: one of ``ENGINES``.
         plan: the query as the direct engine runs it, or why it cannot.
-        checkpoint: whether there is one. stateful: whether the query has a process step.
+        checkpoint: whether there is one; None: there cannot be one. stateful: whether the query has a process step.
         local: whether tasks run on this machine.
-        small_batch_rows: as given to ``Flow.write``.
 
     Raises:
-        UnsupportedQueryError: the direct engine was asked for, and cannot run the query.
+        UnsupportedQueryError: the query cannot be run in this way.
     """
-    if wanted == SPARK:
-        return EngineChoice(SPARK, f"engine={SPARK!r}")
     if checkpoint:
-        why = "checkpoint= keeps Spark's own state and offsets"
-    elif isinstance(plan, str):
-        why = plan
-    elif wanted == AUTO and small_batch_rows == 0:
-        return EngineChoice(SPARK, "small_batch_rows=0: tasks write all batches")
-    elif wanted == AUTO and stateful and not local:
-        return EngineChoice(SPARK, "its state is where tasks run, on other machines; engine='direct' moves it")
-    else:
-        return EngineChoice(DIRECT, (f"engine={DIRECT!r}: " if wanted == DIRECT else "") + _how(plan), plan)
-    if wanted == DIRECT:
+        if wanted == DRIVER:
+            raise UnsupportedQueryError(
+                f"engine={DRIVER!r} cannot be combined with checkpoint=: Spark's state is where tasks run",
+                flow=flow,
+                next_step="leave one of them out",
+            )
+        return EngineChoice(SPARK, "checkpoint= keeps Spark's own state and offsets", place=wanted)
+    if isinstance(plan, str):
+        may_keep = checkpoint is not None and not stateful
+        kept = "give checkpoint=, a folder that is kept: Spark's micro-batches run the query then; or change it"
+        divided = "change the query, or divide it into two flows: one writes a topic that the other one reads"
         raise UnsupportedQueryError(
-            f"The direct engine cannot run the query: {why}",
+            f"The query cannot be run{' without checkpoint=' if may_keep else ''}: {plan}",
             flow=flow,
-            next_step="leave engine out, then Spark runs it"
-            + ("" if checkpoint else "; or compute columns with Flow.map or in Flow.process"),
+            next_step=kept if may_keep else divided,
         )
-    return EngineChoice(SPARK, why)
+    if wanted == AUTO and stateful and not local:
+        why = "its state is where tasks run, on other machines; engine='driver' moves it"
+        return EngineChoice(DIRECT, f"tasks run all batches: {why}", plan, TASKS)
+    return EngineChoice(DIRECT, ("" if wanted == AUTO else f"engine={wanted!r}: ") + _how(plan, wanted), plan, wanted)
 
 
-def _how(plan: DirectPlan) -> str:
+def _how(plan: DirectPlan, place: str) -> str:
+    if place == TASKS:
+        return "each of its batches is a Spark job; one takes 0.1 seconds or more, however few records it has"
     if plan.job:
-        return f"each of its batches is a small Spark job, because of {plan.job}"
-    return "Spark evaluates its rows in the driver, without a job" if plan.by_spark else "its plan needs no Spark job"
+        return f"each of its batches is a small Spark job, because of {plan.job}; one takes 0.1 seconds or more"
+    if plan.by_spark:
+        return "Spark evaluates its rows in the driver, without a job; that takes some 10 ms a batch, 50 with Python"
+    return "its plan needs no Spark job"

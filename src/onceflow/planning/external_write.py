@@ -8,7 +8,8 @@ from pyspark.sql import DataFrame
 
 from onceflow.errors import OptionError, UnsupportedQueryError
 from onceflow.external.sink import ExternalSink
-from onceflow.planning.options import SinkOptions, check_whole
+from onceflow.planning.engine import AUTO, ENGINES
+from onceflow.planning.options import SinkOptions, check_known
 from onceflow.planning.record_order import check_order
 from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import trigger_seconds
@@ -38,8 +39,8 @@ class ExternalOptions:
     trigger: str | None = None
     dead_letter_topic: str | None = None
     max_dead_letters: float | None = None
-    small_batch_rows: int | None = None
     once: bool = False
+    engine: str = AUTO
 
 
 def check_external(df: DataFrame, sink: ExternalSink, given: ExternalOptions, flow: str) -> ExternalWrite:
@@ -54,7 +55,7 @@ def check_external(df: DataFrame, sink: ExternalSink, given: ExternalOptions, fl
             flow=flow,
             next_step='give an instance, for example onceflow.PostgresSink(dsn, "ledger")',
         )
-    check_whole("small_batch_rows", given.small_batch_rows, 0, "the default", flow)
+    check_known("engine", given.engine, ENGINES, flow)
     trigger_s = trigger_seconds(given.trigger, once=given.once, flow=flow)
     check_limit(given.max_dead_letters, flow)
     if given.max_dead_letters is not None and given.dead_letter_topic is None:
@@ -82,8 +83,6 @@ def check_external(df: DataFrame, sink: ExternalSink, given: ExternalOptions, fl
         "source",
         "none",
         _TIMEOUT_S,
-        0 if given.small_batch_rows is None and queries.may_make_many(df) else given.small_batch_rows,
-        reads_little=queries.reads_little(df),
         trigger_s=trigger_s or 0.0,
     )
     run = RunOptions(
@@ -93,5 +92,6 @@ def check_external(df: DataFrame, sink: ExternalSink, given: ExternalOptions, fl
         output_mode="append",
         on_conflict="refuse",
         facts=facts,
+        engine=given.engine,
     )
     return ExternalWrite(df, sink, options, run, given.dead_letter_topic, given.max_dead_letters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ GUARANTEES = (EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE)
 #: What happens when Spark drops rows as later than its watermark.
 DROP, FAIL = "drop", "fail"
 LATE = (DROP, FAIL)
+#: See `SinkOptions.driver_rows`.
+DRIVER_ROWS = 8_000
 
 
 def check_whole(name: str, value: Any, least: int, none_means: str, flow: str) -> None:
@@ -31,6 +34,16 @@ def check_whole(name: str, value: Any, least: int, none_means: str, flow: str) -
         )
 
 
+def check_known(name: str, value: Any, known: Sequence[str], flow: str) -> None:
+    """Check an argument that is one of several words.
+
+    Raises:
+        OptionError: it is none of them.
+    """
+    if value not in known:
+        raise OptionError(f"{name}={value!r} is unknown", flow=flow, next_step=f"use one of {', '.join(known)}")
+
+
 @dataclass(frozen=True)
 class SinkOptions:
     """Options of ``Flow.write`` that the sink needs, and facts from the query's plan.
@@ -40,6 +53,7 @@ class SinkOptions:
         late: ``drop`` or ``fail``: what happens when Spark drops rows of a batch as late; None: it drops none.
         trigger_s: how often a batch is to begin; 0: as soon as the last one is done.
         timers_s: how long batches that only fire timers may delay the next batch with records.
+        driver_rows: the driver writes a micro-batch of Spark that is expected to have at most so many rows.
         reads_little: whether few source records mean little work for Spark, see ``queries.reads_little``.
         merges_tasks: whether one task may read several source partitions, see ``queries.may_merge_tasks``.
     """
@@ -48,7 +62,7 @@ class SinkOptions:
     partitioner: str
     compression: str
     transaction_timeout_s: float
-    small_batch_rows: int | None = None
+    driver_rows: int = DRIVER_ROWS
     max_attempts: int = 4
     guarantee: str = "exactly_once"
     stateful: bool = False

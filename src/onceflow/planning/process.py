@@ -37,23 +37,11 @@ MOVES = (
 
 @dataclass(frozen=True)
 class Step:
-    """One ``Flow.process`` of a flow.
-
-    Args:
-        source_keys: whether its rows have the keys of their source, although the plan does not show it.
-    """
+    """One ``Flow.process`` of a flow."""
 
     spec: ProcessSpec
     lateness_ms: int | None
     idle_s: float
-    source_keys: bool = False
-
-
-def needs_clock(spec: ProcessSpec) -> bool:
-    """Whether a step also needs batches when there are no data, because timers fire or rows expire."""
-    processor = spec.processor
-    has_timers = isinstance(processor, Processor) and overrides(processor.on_timer, Processor.on_timer)
-    return has_timers or spec.default_ttl_ms is not None
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,6 @@ class StepOptions:
     max_dead_letters: int | float | None = None
     changelog: bool = True
     duplicates_topic: str | None = None
-    source_keys: bool = False
 
 
 def check_options(

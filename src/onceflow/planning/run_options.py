@@ -16,7 +16,7 @@ class RunOptions:
     Args:
         trigger: as a text that Spark understands; None: a batch begins as soon as the previous one is done.
         once: process what is in the sources now, then stop (Spark's availableNow).
-        checkpoint: a folder that is kept; None: a scratch folder.
+        checkpoint: a folder that is kept, for Spark's micro-batches; None: the direct engine runs the query.
         output_mode: one of ``OUTPUT_MODES``.
         on_conflict: one of ``checkpoints.ON_CONFLICT``.
         facts: facts from the query's plan.

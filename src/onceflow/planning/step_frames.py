@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from onceflow.column_names import check_reserved, is_case_sensitive
 from onceflow.errors import SchemaError
 from onceflow.planning.ownership import HEADERS, Columns, is_headers
-from onceflow.spark import expressions, queries
+from onceflow.spark import expressions
 from onceflow.state.api.deduplication import SOURCE_COLUMNS
 
 _OPTIONAL: dict[str, type[T.DataType]] = {
@@ -103,26 +103,6 @@ def partition_of_key(df: DataFrame, partitions: int) -> Column:
     """The partition of a row's key, as Kafka's default partitioner chooses it; 0 for rows without a key."""
     hashed = expressions.murmur2(df.sparkSession, F.col("key")).bitwiseAND(F.lit(0x7FFFFFFF))
     return F.coalesce(hashed % F.lit(partitions), F.lit(0)).cast("int")
-
-
-def ticking(spark: SparkSession, flow: str) -> DataFrame:
-    """A stream with a row each second (Spark's ``rate`` source), marked as the flow's own."""
-    reader = spark.readStream.format("rate").option("rowsPerSecond", "1").option("numPartitions", "1")
-    return reader.option(queries.MARK, flow).load()
-
-
-def with_clock(df: DataFrame, flow: str) -> DataFrame:
-    """The same rows, with a clock: a batch can run every second even without data, so that timers fire.
-
-    The clock is a source with a new row every second. A filter removes these rows, and then the optimizer may remove
-    the source from the plan of a batch.
-    """
-    nothing = (
-        ticking(df.sparkSession, flow)
-        .where(F.lit(False))
-        .select(*[F.lit(None).cast(field.dataType).alias(field.name) for field in df.schema.fields])
-    )
-    return df.unionByName(nothing)
 
 
 def with_default_topic(df: DataFrame, topic: str | None) -> DataFrame:

@@ -14,8 +14,8 @@ from onceflow.column_names import is_case_sensitive
 from onceflow.durations import option_seconds
 from onceflow.errors import OptionError, UnsupportedQueryError
 from onceflow.planning import checkpoints
-from onceflow.planning.engine import ENGINES
-from onceflow.planning.options import EXACTLY_ONCE, FAIL, GUARANTEES, LATE, SinkOptions, check_whole
+from onceflow.planning.engine import ENGINES, TASKS
+from onceflow.planning.options import DRIVER_ROWS, EXACTLY_ONCE, FAIL, GUARANTEES, LATE, SinkOptions, check_known
 from onceflow.planning.ownership import Columns, check_columns
 from onceflow.planning.record_order import check_order
 from onceflow.planning.run_options import OUTPUT_MODES, RunOptions
@@ -43,7 +43,6 @@ class WriteOptions:
     on_checkpoint_conflict: str
     transaction_timeout: str
     compression: str
-    small_batch_rows: int | None
     late: str
     once: bool
     engine: str = "auto"
@@ -97,7 +96,8 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
         given.partitioner,
         given.compression,
         timeout_s,
-        given.small_batch_rows,
+        # If few rows may become any number of rows, no batch counts as small.
+        0 if given.engine == TASKS or queries.may_make_many(df) else DRIVER_ROWS,
         guarantee=given.guarantee,
         stateful=facts.stateful,
         trigger_s=trigger_s or 0.0,
@@ -128,12 +128,9 @@ def _check_values(given: WriteOptions, flow: str) -> None:
         "engine": ENGINES,
     }
     for name, known in known_values.items():
-        value = getattr(given, name)
-        if value not in known:
-            raise OptionError(f"{name}={value!r} is unknown", flow=flow, next_step=f"use one of {', '.join(known)}")
+        check_known(name, getattr(given, name), known, flow)
     if given.checkpoint is not None and not str(given.checkpoint).strip():
         raise OptionError("checkpoint= is empty", flow=flow, next_step="give a folder, or leave it out")
-    check_whole("small_batch_rows", given.small_batch_rows, 0, "the default", flow)
     compression_code(given.compression)
 
 

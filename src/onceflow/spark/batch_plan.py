@@ -19,6 +19,8 @@ _CATALYST = "org.apache.spark.sql.catalyst"
 _EXPRESSIONS = f"{_CATALYST}.expressions"
 #: Expressions of the time, and the types that they have; empty: a point in time.
 _CLOCKS = {"CurrentTimestamp": "", "Now": "", "CurrentDate": "DateType", "LocalTimestamp": "TimestampNTZType"}
+#: Types for which Spark takes such texts as times (SpecialDatetimeValues).
+_TIMES = ("date", "timestamp", "timestamp_ntz")
 _SPECIAL = {"now", "today", "tomorrow", "yesterday"}
 _RANDOM = "EXPRESSION_WITH_RANDOM_SEED"
 
@@ -55,11 +57,12 @@ def with_variable_time(spark: SparkSession, plan: Any, variable: Any) -> tuple[A
     return _timed(spark, plan, time)
 
 
-def of_batch(spark: SparkSession, plan: Any, now_us: int) -> Any:
+def of_batch(spark: SparkSession, plan: Any, now_us: int, *, other_times: bool = False) -> Any:
     """The plan for one attempt of a batch.
 
     Args:
         now_us: the time of the batch, in microseconds of the epoch.
+        other_times: whether it may have some, see `has_other_times`. ``current_time()`` is left to the optimizer.
     """
     make = JavaFunctions(spark)
 
@@ -68,6 +71,8 @@ def of_batch(spark: SparkSession, plan: Any, now_us: int) -> Any:
         return make.static(f"{_EXPRESSIONS}.Literal")(now_us, kind)
 
     plan, _ = _timed(spark, plan, time)
+    if other_times:
+        plan = _with_texts(spark, plan, now_us)
     if not is_random(spark, plan):
         return plan
     seeded = make.java_class(f"{_EXPRESSIONS}.ExpressionWithRandomSeed")
@@ -97,6 +102,28 @@ def has_other_times(spark: SparkSession, plan: Any) -> bool:
     return False
 
 
+def _with_texts(spark: SparkSession, plan: Any, now_us: int) -> Any:
+    """The plan with a time in place of each text such as ``now``."""
+    make = JavaFunctions(spark)
+    util = make.static(f"{_CATALYST}.util.DateTimeUtils")
+    zone = util.getZoneId(str(spark.conf.get("spark.sql.session.timeZone")))
+    seconds, micros = divmod(now_us, 1_000_000)
+    now = make.static("java.time.Instant").ofEpochSecond(seconds, micros * 1000).atZone(zone)
+    today = now.toLocalDate()
+    days = {"today": today, "tomorrow": today.plusDays(1), "yesterday": today.minusDays(1)}
+
+    def changed(expression: Any) -> Any:
+        if not _is_special(expression):
+            return None
+        name = str(expression.child().value()).strip().lower()
+        text = now.toOffsetDateTime() if name == "now" else days[name]
+        return expression.withNewChildren(
+            plans.sequence(spark, [make.object(f"{_EXPRESSIONS}.Literal").apply(str(text))])
+        )
+
+    return plans.mapped(spark, plan, _pattern(make, "CAST"), changed)
+
+
 def _is_current_time(expression: Any) -> bool:
     return jvm.kind(expression) == "CurrentTime"
 
@@ -104,7 +131,9 @@ def _is_current_time(expression: Any) -> bool:
 def _is_special(expression: Any) -> bool:
     if jvm.kind(expression) != "Cast" or jvm.kind(expression.child()) != "Literal":
         return False
-    return str(expression.child().value()).strip().lower() in _SPECIAL
+    if str(expression.child().value()).strip().lower() not in _SPECIAL:
+        return False
+    return str(expression.dataType().typeName()) in _TIMES
 
 
 def _timed(spark: SparkSession, plan: Any, time: Callable[[], Any]) -> tuple[Any, bool]:

@@ -6,8 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from py4j.java_gateway import JavaClass
+from py4j.protocol import Py4JError, Py4JNetworkError
 from pyspark import SparkContext
+from pyspark.sql import SparkSession
 
+from onceflow.errors import EnvironmentUnusableError
 from onceflow.spark.jvm import has_class
 
 
@@ -24,6 +28,33 @@ def is_started() -> bool:
 def started() -> None:
     """Connect to the JVM that `is_started`."""
     SparkContext._ensure_initialized()
+
+
+def cannot_answer(error: BaseException) -> bool:
+    """Whether py4j fails so if the JVM has ended. (User code that connects to something may fail like this, too.)"""
+    return isinstance(error, (Py4JNetworkError, ConnectionError)) or type(error) is Py4JError
+
+
+def ended_error(error: BaseException) -> EnvironmentUnusableError:
+    """What to say of the end of the JVM, in place of py4j's error."""
+    return EnvironmentUnusableError(
+        "Spark's JVM has ended, and the query with it",
+        detail=str(error),
+        next_step="start the driver again: the flow continues where its progress ends. If it repeats, check "
+        "whether the kernel killed the JVM (dmesg), and set spark.driver.memory to a value that fits",
+    )
+
+
+def ended(spark: SparkSession, error: BaseException) -> EnvironmentUnusableError | None:
+    """`ended_error`, if an error is because the JVM has ended: it does not answer any more."""
+    if not cannot_answer(error):
+        return None
+    gateway: Any = spark.sparkContext._gateway
+    try:
+        JavaClass("java.lang.System", gateway._gateway_client).nanoTime()
+    except (Py4JError, ConnectionError):
+        return ended_error(error)
+    return None
 
 
 def settings() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Checks that tasks can load what a query sends them, before a batch depends on it.
 
-A small batch runs in the driver's own process, which has all modules of the program. A large one runs in Python
-workers. If only the driver could find a module, small batches would succeed, and the first large one would fail.
+A batch that the driver reads runs in its own process, which has all modules of the program. One that tasks read runs in
+Python workers. If only the driver could find a module, the first batch of a backlog would fail.
 """
 
 from __future__ import annotations

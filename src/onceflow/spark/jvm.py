@@ -274,12 +274,6 @@ def task_total(df: DataFrame) -> int:
     return int(df._jdf.queryExecution().toRdd().getNumPartitions())
 
 
-def coalesced_tasks(df: DataFrame) -> list[list[int]]:
-    """For each task of a DataFrame after a ``coalesce``, the numbers of the tasks that were merged into it."""
-    rdd = _followed(df._jdf.queryExecution().toRdd(), "CoalescedRDD")
-    return [[int(number) for number in partition.parentsIndices()] for partition in rdd.partitions()]
-
-
 def _followed(rdd: Any, kind: str) -> Any:
     """The RDD of this class from which an RDD is made, through one-to-one dependencies only."""
     while rdd.getClass().getSimpleName() != kind:

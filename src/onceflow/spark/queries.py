@@ -369,13 +369,6 @@ def may_make_many(df: DataFrame) -> bool:
     return False
 
 
-def has_source_keys(df: DataFrame) -> bool:
-    """Whether the column ``key`` is that of the source, and not made from other columns."""
-    plan = df._jdf.queryExecution().analyzed()
-    key = attribute(plan, "key")
-    return any(node.children().isEmpty() and attribute(node, "key") == key for node in jvm.nodes(plan))
-
-
 def attribute(plan: Any, name: str) -> int | None:
     """Expression id of an output column of a plan. Spark keeps it as long as the column is passed on unchanged."""
     output = plan.output()

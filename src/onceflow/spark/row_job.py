@@ -41,6 +41,7 @@ class RowJob:
         self._schema = struct.json()
         self._given = arrow_schema_of(spark, _by_number(struct), "which rows of a batch cannot have")
         self.needed = frozenset(range(len(struct)))
+        self._other_times = batch_plan.has_other_times(spark, node)
         self._utils = JavaFunctions(spark).static("org.apache.spark.sql.api.python.PythonSQLUtils")
         self._file = MemoryFile()
 
@@ -58,9 +59,12 @@ class RowJob:
         """See `row_program.RowProgram.rows`."""
         given = plans.named_as(self._frame(columns), plans.at(self._node, self._base))
         plan = plans.grafted(self._spark, self._node, {self._base: given})
-        df = plans.frame(self._spark, batch_plan.of_batch(self._spark, plan, self._now_us()))
+        df = plans.frame(self._spark, self._of_batch(plan))
         for made in collect(df, interpreted=False):
             yield made.columns, made.num_rows
+
+    def _of_batch(self, plan: Any) -> Any:
+        return batch_plan.of_batch(self._spark, plan, self._now_us(), other_times=self._other_times)
 
     def _frame(self, columns: Sequence[pa.Array | None]) -> DataFrame:
         arrays = [_cast(column, field.type) for column, field in zip(columns, self._given, strict=True)]

@@ -71,7 +71,9 @@ def planned(make: JavaFunctions, spark: SparkSession, node: Any, base: plans.Pat
         NoProgramError: they need a job.
     """
     leaf = plans.at(node, base)
-    struct = T.StructType([*plans.struct_of(leaf).fields, T.StructField(_ROW, T.LongType())])
+    # Each may be null, because those that are not used are. Spark would read a null as the value it cannot be.
+    fields = [T.StructField(each.name, each.dataType) for each in plans.struct_of(leaf)]
+    struct = T.StructType([*fields, T.StructField(_ROW, T.LongType())])
     given = _leaf(make, spark, struct, file)
     row = plans.items(plans.analyzed(given).output())[-1:]
     named = plans.renamed(spark, plans.analyzed(given), plans.items(leaf.output()), row)

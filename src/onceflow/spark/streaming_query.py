@@ -7,14 +7,14 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from py4j.protocol import Py4JError, Py4JNetworkError
+from py4j.protocol import Py4JError
 from pyspark.errors import StreamingQueryException
 from pyspark.errors.exceptions.captured import convert_exception
 from pyspark.sql.streaming.query import StreamingQuery
 
 from onceflow.engine_query import SPARK
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.spark import query_listener
+from onceflow.spark import driver_jvm, query_listener
 from onceflow.spark.query_progress import left
 
 
@@ -168,11 +168,6 @@ def jvm_needed() -> Iterator[None]:
     try:
         yield
     except (Py4JError, ConnectionError) as error:
-        if isinstance(error, (Py4JNetworkError, ConnectionError)) or type(error) is Py4JError:
-            raise EnvironmentUnusableError(
-                "Spark's JVM has ended, and the query with it",
-                detail=str(error),
-                next_step="start the driver again: the flow continues where its progress ends. If it repeats, check "
-                "whether the kernel killed the JVM (dmesg), and set spark.driver.memory to a value that fits",
-            ) from error
+        if driver_jvm.cannot_answer(error):
+            raise driver_jvm.ended_error(error) from error
         raise

@@ -138,7 +138,7 @@ class CallRows:
                 if found is not None:
                     at = found.schema.get_field_index("topic")
                     yield output_rows(found.set_column(at, "topic", pc.fill_null(found.column(at), self.order.topic)))
-        if self.order.reports is not None:
+        if self.order.reports is not None and moment.attempt:  # else nobody asks for them
             self.order.reports.add({(moment.attempt, moment.task, moment.task_attempt): [report]})
 
     def _written(

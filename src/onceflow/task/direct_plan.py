@@ -401,6 +401,40 @@ class SinkForm:
         return pa.RecordBatch.from_arrays(list(made.values()), names=list(made))
 
 
+@dataclass(frozen=True)
+class TableForm:
+    """What an external sink takes of the rows of a query: all columns, with the types that Spark's tasks give them.
+
+    Args:
+        schema: the columns.
+    """
+
+    schema: pa.Schema
+    by_source = False
+
+    def rows(self, rows: pa.RecordBatch, source_partition: int) -> pa.RecordBatch:
+        """The rows as the sink takes them. ``source_partition`` is not used."""
+        pairs = zip(rows.columns, self.schema.types, strict=True)
+        made = [column if column.type == kind else column.cast(kind) for column, kind in pairs]
+        return pa.RecordBatch.from_arrays(made, schema=self.schema)
+
+
+def nullable(schema: pa.Schema) -> pa.Schema:
+    """The schema with fields that may all be null, also those inside of others."""
+    return pa.schema([pa.field(field.name, _nullable(field.type)) for field in schema])
+
+
+def _nullable(kind: Any) -> Any:
+    if pa.types.is_list(kind):
+        return pa.list_(_nullable(kind.value_type))
+    if pa.types.is_map(kind):
+        return pa.map_(_nullable(kind.key_type), _nullable(kind.item_type))
+    if pa.types.is_struct(kind):
+        fields = [kind.field(at) for at in range(kind.num_fields)]
+        return pa.struct([pa.field(field.name, _nullable(field.type)) for field in fields])
+    return kind
+
+
 _KINDS: dict[type, str] = {
     Select: "select",
     MapRows: "map to",

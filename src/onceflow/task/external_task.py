@@ -1,4 +1,4 @@
-"""Brings the rows of one task to an external sink, and reports. For a small batch, the driver calls the same code."""
+"""Brings rows to an external sink, and reports: in a task, or in the driver for a batch that it has read."""
 
 from __future__ import annotations
 
@@ -56,17 +56,9 @@ class ExternalTask:
 def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch]) -> TaskReport:
     """Write rows and report. Errors of onceflow are reported, not raised: so the driver gets the original class."""
     started = time.monotonic()
-    rows = nbytes = 0
+    rows = _Rows(batches)
     receipt = b""
     error: OnceflowError | None = None
-
-    def counted() -> Iterator[pa.RecordBatch]:
-        nonlocal rows, nbytes
-        for batch in batches:
-            rows += batch.num_rows
-            nbytes += batch.nbytes
-            yield batch
-
     attempt = order.attempt
     try:
         if place.attempt > 0:
@@ -78,7 +70,7 @@ def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.
                 next_step="none: the batch is run again",
             )
         # The stage too: after lost shuffle files Spark may run a task again in another one.
-        receipt = order.sink.write(attempt, f"{place.stage}-{place.task}", counted())
+        receipt = _written(order, f"{place.stage}-{place.task}", rows)
         _check_receipt(receipt, order)
         if place.where == "task":  # the driver announces the step itself
             hooks.at("write", where="task", flow=order.flow, batch=attempt.batch, task=place.task)
@@ -91,14 +83,47 @@ def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.
         topic=order.sink.target,
         partition=place.task,
         base_offset=-1,
-        count=rows,
-        nbytes=nbytes,
-        rows=rows,
+        count=rows.count,
+        nbytes=rows.nbytes,
+        rows=rows.count,
         seconds=time.monotonic() - started,
         rss_kib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         error=error,
     )
     return TaskReport((report,), returned=(receipt,))
+
+
+class _Rows:
+    """Rows on their way to a sink.
+
+    Attributes:
+        count, nbytes: how many it has taken, and their size. failed: why the next one could not be made.
+    """
+
+    def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
+        self._batches = batches
+        self.count = self.nbytes = 0
+        self.failed: Exception | None = None
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        try:
+            for batch in self._batches:
+                self.count += batch.num_rows
+                self.nbytes += batch.nbytes
+                yield batch
+        except Exception as problem:
+            self.failed = problem
+            raise
+
+
+def _written(order: ExternalOrder, name: str, rows: _Rows) -> bytes:
+    """The receipt of the sink. If a row cannot be made, that is the error, not what the sink makes of it."""
+    try:
+        return order.sink.write(order.attempt, name, iter(rows))
+    except Exception as problem:
+        if rows.failed is not None and problem is not rows.failed:
+            raise rows.failed from problem
+        raise
 
 
 def _check_receipt(receipt: object, order: ExternalOrder) -> None:

@@ -14,8 +14,8 @@ import resource
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +31,7 @@ from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError, UnknownTopicError, located
 from onceflow.messages import NotCopartitionedError, Report, Target, TaskPlace, TaskReport, WriteOrder, report_row
 from onceflow.protocol import timestamps
-from onceflow.protocol.batches import encode_batches, next_sequence
+from onceflow.protocol.batches import EncodedBatch, encode_batches, next_sequence
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.protocol.topic_rules import TopicRules
@@ -77,10 +77,43 @@ def place_of_task(order: WriteOrder) -> TaskPlace:
     return TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
 
 
-def write_rows(order: WriteOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster) -> TaskReport:
+class Companion(Protocol):
+    """What the driver sends beside the rows that it writes itself.
+
+    Args:
+        place: of its record.
+    """
+
+    @property
+    def place(self) -> TopicPartition: ...
+
+    def before_rows(self) -> None:
+        """Rows are about to be sent. Called once."""
+        ...
+
+    def record(self, topics: Collection[str]) -> EncodedBatch | None:
+        """The record that goes with the last rows; None: there is none.
+
+        Args:
+            topics: to which rows were written.
+        """
+        ...
+
+    def acknowledged(self, offset: int) -> None:
+        """Where its record is."""
+        ...
+
+
+def write_rows(
+    order: WriteOrder,
+    place: TaskPlace,
+    batches: Iterable[pa.RecordBatch],
+    cluster: Cluster,
+    companion: Companion | None = None,
+) -> TaskReport:
     """Write rows and report. Errors of onceflow are reported, not raised: so the driver gets the original class."""
     started = time.monotonic()
-    writer = RowWriter(order, place, cluster)
+    writer = RowWriter(order, place, cluster, companion)
     error: OnceflowError | None = None
     acknowledged: Mapping[TopicPartition, Acknowledged] = {}
     try:
@@ -153,10 +186,13 @@ def refused_topic(topic: str, why: str, rows: pa.RecordBatch) -> BadRecordError:
 class RowWriter:
     """Chooses topic and partition of Arrow rows, encodes the rows, and sends them with the producer."""
 
-    def __init__(self, order: WriteOrder, place: TaskPlace, cluster: Cluster) -> None:
+    def __init__(
+        self, order: WriteOrder, place: TaskPlace, cluster: Cluster, companion: Companion | None = None
+    ) -> None:
         self._order = order
         self._place = place
         self._cluster = cluster
+        self._companion = companion
         self._clock: Deadline | None = None
         self._targets = dict(order.targets)
         self._producer: Producer | None = None
@@ -191,7 +227,15 @@ class RowWriter:
 
     def finish(self) -> Mapping[TopicPartition, Acknowledged]:
         """Wait for all acknowledgements. Returns what was written, by topic and partition."""
-        return {} if self._producer is None else self._producer.flush()
+        companion = self._companion
+        record = None if companion is None else companion.record({topic for topic, _ in self._sequences})
+        if companion is None or record is None:
+            return {} if self._producer is None else self._producer.flush()
+        self._producer = self._producer or self._new_producer()
+        self._producer.send(*companion.place, record)
+        found = self._producer.flush()
+        companion.acknowledged(found.pop(companion.place).base_offset)
+        return found
 
     # ---- routing -------------------------------------------------------------------------------------
 
@@ -327,15 +371,18 @@ class RowWriter:
 
     # ---- writing -------------------------------------------------------------------------------------
 
+    def _new_producer(self) -> Producer:
+        return Producer(
+            self._cluster,
+            transactional_id=self._order.transactional_id,
+            deadline=self._deadline,
+            gathered_bytes=_GATHERED_BYTES,
+            transaction_version=self._order.transaction_version,
+            before=None if self._companion is None else self._companion.before_rows,
+        )
+
     def _encode(self, topic: str, partition: int, rows: pa.RecordBatch, target: Target) -> None:
-        if self._producer is None:
-            self._producer = Producer(
-                self._cluster,
-                transactional_id=self._order.transactional_id,
-                deadline=self._deadline,
-                gathered_bytes=_GATHERED_BYTES,
-                transaction_version=self._order.transaction_version,
-            )
+        self._producer = self._producer or self._new_producer()
         transactional_id = self._order.transactional_id
         if (topic, partition) not in self._sequences and self._order.transaction_version < 2 and transactional_id:
             # With transaction version 1, a partition must be added to the transaction before it is written to.

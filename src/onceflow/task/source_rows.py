@@ -14,7 +14,7 @@ from onceflow.errors import data_loss, located
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.protocol.timestamps import LATEST_MS, NO_TIMESTAMP
-from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, SinkForm
+from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, SinkForm, TableForm
 
 log = logging.getLogger("onceflow")
 
@@ -32,7 +32,7 @@ class QueryRows:
     """
 
     plan: DirectPlan
-    form: SinkForm | None = None
+    form: SinkForm | TableForm | None = None
 
     def of(self, parts: Sequence[tuple[TopicPartition, RecordColumns]]) -> Iterator[pa.RecordBatch]:
         """The rows that become of records of one topic.

@@ -34,7 +34,7 @@ from onceflow.state.run import StateRun
 from onceflow.state.spec import StateReport
 from onceflow.task import task_logs
 from onceflow.task.preparing import is_owner
-from onceflow.task.row_writer import RowWriter, extra_attempt, place_of_task, reports_of, worker_cluster
+from onceflow.task.row_writer import Companion, RowWriter, extra_attempt, place_of_task, reports_of, worker_cluster
 from onceflow.task.step_outputs import TaskOutputs, output_rows, packed
 
 
@@ -100,9 +100,15 @@ class RowsTask:
         self.collected.add([encoded(work.report())])
 
 
-def run_fused(order: StateOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster) -> TaskReport:
+def run_fused(
+    order: StateOrder,
+    place: TaskPlace,
+    batches: Iterable[pa.RecordBatch],
+    cluster: Cluster,
+    companion: Companion | None = None,
+) -> TaskReport:
     """Process rows and write the outputs."""
-    writer = RowWriter(order.write, place, cluster)
+    writer = RowWriter(order.write, place, cluster, companion)
     with contextlib.closing(StateWork(order, place, cluster, writer)) as work:
         for _ in work.rows(batches):
             raise RuntimeError("a task that writes its outputs itself has returned rows")
@@ -128,13 +134,7 @@ class StateWork:
         self._writer = writer
         self._outputs: TaskOutputs | None = None
         if order.writes != "nothing":
-            self._outputs = TaskOutputs(
-                self._writer,
-                topic=order.topic,
-                modulus=order.modulus,
-                co_partitioned=order.co_partitioned,
-                turn=order.write.batch,
-            )
+            self._outputs = TaskOutputs(self._writer, topic=order.topic, modulus=order.modulus, turn=order.write.batch)
         self._waiting: list[pa.RecordBatch] = []
         self._error: OnceflowError | None = None
         self._states: list[StateReport] = []
@@ -271,28 +271,17 @@ class StateWork:
         if not batch.num_rows:
             return
         rows = engine_rows(batch)
-        if not (self._order.co_partitioned or self._order.by_number):
+        if not self._order.by_number:
             run.feed(rows, null_keys_to=max(0, self._place.task))
             return
-        partitions = self._order.spec.topics.partitions
-        placed = key_partitions(batch.column("key"), partitions)
-        if self._order.by_number:
-            placed = np.where(placed < 0, np.int32(self._place.task), placed)  # rows without a key are bad records
-            if (placed % self._order.modulus != self._place.task).any():
-                raise self._elsewhere()
-            run.feed_placed(rows, placed)
-            return
-        source = batch.column("partition").to_numpy(zero_copy_only=False)
-        # If the table does not have a source partition, that partition was added while the flow runs.
-        if ((placed >= 0) & (placed != source) | (source >= partitions)).any():
-            raise self._elsewhere()
-        run.feed_placed(rows, source)
-
-    def _elsewhere(self) -> NotCopartitionedError:
-        return NotCopartitionedError(
-            f"Keys of the source are not where Kafka's default partitioner puts them for {self._order.spec.table}",
-            next_step="none: the batch runs again, with a shuffle",
-        )
+        placed = key_partitions(batch.column("key"), self._order.spec.topics.partitions)
+        placed = np.where(placed < 0, np.int32(self._place.task), placed)  # rows without a key are bad records
+        if (placed % self._order.modulus != self._place.task).any():
+            raise NotCopartitionedError(
+                f"Keys of the source are not where Kafka's default partitioner puts them for {self._order.spec.table}",
+                next_step="none: the batch runs again, with a shuffle",
+            )
+        run.feed_placed(rows, placed)
 
 
 def engine_rows(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -57,14 +57,12 @@ class TaskOutputs:
     Args:
         topic: topic of records that name none; None: such a record is refused.
         modulus: a partition belongs to the task whose number is ``partition % modulus``.
-        co_partitioned: use the number of the table's partition in place of the task's number.
     """
 
-    def __init__(self, writer: RowWriter, *, topic: str | None, modulus: int, co_partitioned: bool, turn: int) -> None:
+    def __init__(self, writer: RowWriter, *, topic: str | None, modulus: int, turn: int) -> None:
         self._writer = writer
         self._topic = topic
         self._modulus = modulus
-        self._co_partitioned = co_partitioned
         self._returned: list[pa.RecordBatch] = []
         self._returned_rows = self._returned_bytes = 0
         self._turn = turn
@@ -76,7 +74,7 @@ class TaskOutputs:
             NotColocatedError: too many records belong to partitions of other tasks.
             BadRecordError: a record names no topic. (The engine has already refused records with a forbidden topic.)
         """
-        residue = partition if self._co_partitioned else partition % self._modulus
+        residue = partition % self._modulus
         for topic, rows in self._by_topic(batch):
             target = self._writer.target(topic)
             if target.partitions % self._modulus:

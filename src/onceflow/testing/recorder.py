@@ -7,14 +7,15 @@ checks whether what consumers see agrees with what the drivers did.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,9 @@ from onceflow.state.api.record import Header, Record
 from onceflow.testing.final import read_final
 from onceflow.testing.history import History, Op, OutputsOf, Tag, Verdict, check
 from onceflow.testing.observed import FAIL, HEADER, INVOKE, OK, TopicOffsets
+
+if TYPE_CHECKING:
+    from onceflow import Flow
 
 #: The local property from which the tasks of a batch know their attempt (driver/commit.py).
 PROPERTY = "onceflow.transaction"
@@ -120,12 +124,12 @@ def _attempt(producer_id: int, producer_epoch: int) -> str:
 # ---- tags ------------------------------------------------------------------------------------------------
 
 
-def tagged(df: DataFrame, flow: str, *, n: str | None = None) -> DataFrame:
+def tagged(df: DataFrame, flow: Flow, *, n: str | None = None) -> DataFrame:
     """Rows of ``Flow.read``, or made from them, with tags: columns key, value and headers, for ``Flow.write``.
 
     Args:
         df: with key, value, topic, partition and offset, the last three as they were read; headers are kept.
-        flow: name of the flow that writes them.
+        flow: writes them.
         n: column that numbers the rows of one source record from 0, when there may be several.
     """
     wanted = [F.col(name).cast("binary").alias(name) for name in ("key", "value")]
@@ -133,25 +137,11 @@ def tagged(df: DataFrame, flow: str, *, n: str | None = None) -> DataFrame:
     wanted.append((F.lit(0) if n is None else F.col(n)).cast("long").alias("n"))
     if "headers" in df.columns:
         wanted.append(F.col("headers"))
-    return df.select(*wanted).mapInArrow(_Tagging(flow), TAGGED_SCHEMA)
-
-
-class _Tagging:
-    """The function given to ``mapInArrow``."""
-
-    def __init__(self, flow: str) -> None:
-        self.flow = flow
-        # Its name in the query's plan. The prefix says that it makes one row from each row (``queries.may_make_many``).
-        self.__name__ = "onceflow_tags"
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        begun = _of_task(self.flow)
-        for rows in batches:
-            yield _with_tags(rows, begun)
+    return flow.map(df.select(*wanted), functools.partial(tagged_rows, flow=flow.name), schema=TAGGED_SCHEMA)
 
 
 def tagged_rows(rows: pa.RecordBatch, flow: str) -> pa.RecordBatch:
-    """The same as ``tagged`` for a function of ``Flow.map``, whose schema is ``TAGGED_SCHEMA``.
+    """Rows with tags: a function for ``Flow.map``, whose schema is ``TAGGED_SCHEMA``.
 
     Args:
         rows: with key and value, both binary, topic, partition, offset and n, and maybe headers.
