@@ -421,18 +421,7 @@ class TableForm:
 
 def nullable(schema: pa.Schema) -> pa.Schema:
     """The schema with fields that may all be null, also those inside of others."""
-    return pa.schema([pa.field(field.name, _nullable(field.type)) for field in schema])
-
-
-def _nullable(kind: Any) -> Any:
-    if pa.types.is_list(kind):
-        return pa.list_(_nullable(kind.value_type))
-    if pa.types.is_map(kind):
-        return pa.map_(_nullable(kind.key_type), _nullable(kind.item_type))
-    if pa.types.is_struct(kind):
-        fields = [kind.field(at) for at in range(kind.num_fields)]
-        return pa.struct([pa.field(field.name, _nullable(field.type)) for field in fields])
-    return kind
+    return pa.schema([pa.field(field.name, _made_anew(field.type, lambda kind: kind)) for field in schema])
 
 
 _KINDS: dict[type, str] = {
@@ -487,20 +476,27 @@ def _plain(column: pa.Array) -> pa.Array:
 
 
 def _plain_type(kind: Any) -> Any:
+    return _made_anew(kind, _plain_leaf)
+
+
+def _plain_leaf(kind: Any) -> Any:
     if pa.types.is_timestamp(kind):
         return kind if kind.tz is None else SOURCE_TYPES["timestamp"]
     if pa.types.is_large_string(kind):
         return pa.string()
-    if pa.types.is_large_binary(kind):
-        return pa.binary()
+    return pa.binary() if pa.types.is_large_binary(kind) else kind
+
+
+def _made_anew(kind: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The type with others in place of those that contain none, and with fields that may be null."""
     if pa.types.is_list(kind):
-        return pa.list_(_plain_type(kind.value_type))
+        return pa.list_(_made_anew(kind.value_type, leaf))
     if pa.types.is_map(kind):
-        return pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+        return pa.map_(_made_anew(kind.key_type, leaf), _made_anew(kind.item_type, leaf))
     if pa.types.is_struct(kind):
         fields = [kind.field(at) for at in range(kind.num_fields)]
-        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in fields])
-    return kind
+        return pa.struct([pa.field(field.name, _made_anew(field.type, leaf)) for field in fields])
+    return leaf(kind)
 
 
 def _batch(columns: _Arrays, names: Sequence[str], rows: int) -> pa.RecordBatch:
