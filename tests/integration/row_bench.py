@@ -14,7 +14,7 @@ from onceflow.spark.collect import arrow_schema, collect
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.row_job import RowJob
 from onceflow.spark.row_program import RowProgram, RowPrograms
-from onceflow.task import direct_plan
+from onceflow.task import row_operators
 
 NOW_US = 1_700_000_000_123_456
 
@@ -30,7 +30,7 @@ class Bench:
     def program(self, rows: DataFrame, query: DataFrame) -> RowProgram | RowJob:
         """The program for what a query does with the rows of a DataFrame without operators."""
         node, base = plans.analyzed(query), plans.analyzed(rows)
-        made = self.programs.evaluate(node, next(path for path, each in _nodes(node) if each.equals(base)))
+        made = self.programs.evaluate(node, (), next(path for path, each in _nodes(node) if each.equals(base)))
         assert isinstance(made, RowProgram | RowJob)
         return made
 
@@ -81,7 +81,7 @@ def _comparable(rows: pa.RecordBatch | pa.Table, count: int) -> list[Any]:
         return rows.to_pylist()
     # Before Spark 4.2, times have the time zone of the session. As texts NaN is like NaN.
     columns = [each.chunk(0) if isinstance(each, pa.ChunkedArray) else each for each in rows.columns]
-    texts = [list(map(repr, direct_plan._plain(each).to_pylist())) for each in columns]
+    texts = [list(map(repr, row_operators.plain(each).to_pylist())) for each in columns]
     return list(zip(*texts, strict=True))
 
 

@@ -10,9 +10,9 @@ import pytest
 from pyspark.sql import functions as F
 
 from onceflow.spark import collect as module
-from onceflow.spark import queries
 from onceflow.spark.collect import collect
 from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.spark.query_facts import facts_of
 
 pytestmark = pytest.mark.integration
 
@@ -80,8 +80,8 @@ def test_the_setting_is_of_one_job_and_the_users_wins(onceflow_spark: Any) -> No
 
 def test_which_queries_read_little(onceflow_spark: Any) -> None:
     stream = onceflow_spark.readStream.format("rate").load()
-    assert queries.reads_little(stream.where("value > 1").selectExpr("cast(value as string) as value"))
-    assert queries.reads_little(stream.union(stream))
-    assert not queries.reads_little(stream.groupBy("value").count())
-    assert not queries.reads_little(stream.join(onceflow_spark.range(10), F.col("value") == F.col("id")))
-    assert not queries.reads_little(stream.select("value").union(onceflow_spark.range(10)))
+    assert facts_of(stream.where("value > 1").selectExpr("cast(value as string) as value")).reads_little
+    assert facts_of(stream.union(stream)).reads_little
+    assert not facts_of(stream.groupBy("value").count()).reads_little
+    assert not facts_of(stream.join(onceflow_spark.range(10), F.col("value") == F.col("id"))).reads_little
+    assert not facts_of(stream.select("value").union(onceflow_spark.range(10))).reads_little

@@ -13,20 +13,25 @@ from pyspark.sql import functions as F
 
 from onceflow.calls.concurrently import concurrently
 from onceflow.client.settings import ClientSettings
+from onceflow.driver.driver_program import DriverProgram, Functions, driver_program
 from onceflow.planning.calls import enrich_frame
-from onceflow.planning.direct_query import Functions, direct_plan
+from onceflow.planning.direct_plan import DirectPlan, DirectSource
+from onceflow.planning.direct_query import direct_plan
 from onceflow.planning.maps import map_of
 from onceflow.planning.ownership import HEADERS, check_columns, prepare
 from onceflow.planning.read_options import ReadOptions, source_options
 from onceflow.planning.step_frames import state_columns
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches
-from onceflow.spark import jvm, plans, queries
+from onceflow.spark import function_names, jvm, plans
 from onceflow.spark.collect import collect
 from onceflow.spark.kafka_source import load_source
+from onceflow.spark.query_facts import facts_of
 from onceflow.task.call_rows import CallOrder, CallRows
-from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, DirectSource, SinkForm, reinterpreted
 from onceflow.task.map_rows import RowsMap
+from onceflow.task.row_operators import SOURCE_TYPES, reinterpreted
+from onceflow.task.sink_form import SinkForm
 from onceflow.task.state_tasks import StepPlaceholder, engine_rows
+from onceflow.task.task_program import TaskProgram, TopicRead
 
 pytestmark = [pytest.mark.integration, pytest.mark.short_form]
 
@@ -55,36 +60,35 @@ class NoRows:
         yield from ()
 
 
-def planned(df: DataFrame, maps: Any = None, programs: list[Any] | None = None) -> DirectPlan | str:
+def planned(df: DataFrame, maps: Any = None) -> DirectPlan | str:
+    return direct_plan(facts_of(df).root, FLOW, [*(maps or {})])
+
+
+def direct(df: DataFrame, maps: Any = None, programs: list[Any] | None = None) -> TaskProgram:
     """Args: programs: gets the operators of each program: the last one, and what the first one stands on."""
 
-    def evaluate(node: Any, base: plans.Path) -> NoRows:
+    def evaluate(plan: Any, path: plans.Path, base: plans.Path) -> NoRows:
         if programs is not None:
-            programs.append((jvm.kind(node), jvm.kind(plans.at(node, base))))
+            programs.append(tuple(jvm.kind(plans.at(plan, each)) for each in (path, path + base)))
         return NoRows()
 
-    functions = {name: found.apply for name, found in (maps or {}).items()}
-    return direct_plan(plans.analyzed(df), Functions(FLOW, functions, {}, evaluate))
-
-
-def direct(df: DataFrame) -> DirectPlan:
-    found = planned(df)
-    assert isinstance(found, DirectPlan), found
-    return found
+    plan = planned(df, maps)
+    assert isinstance(plan, DirectPlan), plan
+    functions = Functions({name: found.apply for name, found in (maps or {}).items()}, {}, evaluate)
+    found = driver_program(plan, plans.analyzed(df), functions, None)
+    assert isinstance(found, DriverProgram), found
+    return found.query.program
 
 
 def test_how_topics_are_read(onceflow_spark: Any) -> None:
     one = read(onceflow_spark, "a", most=7)
     other = read(onceflow_spark, "b", fail_on_data_loss=False, include_headers=False, options={"groupIdPrefix": "g"})
-    assert direct(one) == DirectPlan((DirectSource("a", True, True, 7),), tuple(SOURCE_TYPES))
+    assert planned(one) == DirectPlan((DirectSource(TopicRead("a", True, True, 7)),), tuple(SOURCE_TYPES))
     both = direct(one.select("value").union(other.select("key")))
-    assert [(each.topic, each.include_headers, each.fail_on_data_loss, each.max_records) for each in both.sources] == [
-        ("a", True, True, 7),
-        ("b", False, False, None),
-    ]
-    assert [each.needed for each in both.sources] == [("value",), ("key",)]
+    assert [each.read for each in both.topics] == [TopicRead("a", True, True, 7), TopicRead("b", False, False, None)]
+    assert [each.needed for each in both.topics] == [("value",), ("key",)]
     assert both.columns == ("value",)
-    assert [each.columns for each in both.sources] == [("value",)] * 2, "Spark, too, names a union by its first"
+    assert [each.columns for each in both.topics] == [("value",)] * 2, "Spark, too, names a union by its first"
 
 
 #: Direct queries of one topic, and the source columns that each needs.
@@ -135,7 +139,7 @@ DIRECT: dict[str, tuple[Build, tuple[str, ...]]] = {
 def test_spark_makes_the_same_rows(onceflow_spark: Any, name: str) -> None:
     build, needed = DIRECT[name]
     plan = direct(build(read(onceflow_spark)))
-    (source,) = plan.sources
+    (source,) = plan.topics
     assert source.needed == needed
     assert_same(plan, build(rows_in_spark(onceflow_spark)))
 
@@ -150,8 +154,8 @@ def test_the_sink_gets_the_same_from_both(onceflow_spark: Any, name: str) -> Non
             of_spark, columns, partitioner="key", topic=topic, targets={}, source={}, max_tasks=1, on_driver=True
         )
         (expected,) = collect(prepared.df, interpreted=False)
-        plan = direct(build(read(onceflow_spark))).only(columns.taken)
-        made = SinkForm(columns.taken, columns.cast).rows(applied(plan, records()), 0)
+        program = direct(build(read(onceflow_spark)).select(*columns.taken))
+        made = SinkForm(columns.taken, columns.cast).rows(applied(program, records()), 0)
         assert made.schema.names == expected.schema.names
         for own, theirs in zip(made.columns, expected.columns, strict=True):
             assert comparable(own) == comparable(theirs)
@@ -185,7 +189,7 @@ def test_unions_are_by_position_or_by_name(onceflow_spark: Any) -> None:
 
     for build, topics in ((by_name, "ab"), (three, "abc"), (missing, "ab")):
         plan = direct(build(*[read(spark, topic) for topic in topics]))
-        assert [source.topic for source in plan.sources] == list(topics)
+        assert [source.read.topic for source in plan.topics] == list(topics)
         frames = [rows_in_spark(spark) if topic == "a" else none_in_spark(spark) for topic in topics]
         for topic in topics:  # the rows of each topic alone
             frames = [rows_in_spark(spark) if each == topic else none_in_spark(spark) for each in topics]
@@ -220,8 +224,7 @@ def test_functions_make_the_same_rows(onceflow_spark: Any) -> None:
         return maps.map(renamed, _twice, "key string, value binary").select(F.lit(1).alias("n"), "value", "key")
 
     maps, of_spark = Maps(), Maps()
-    plan = planned(build(read(onceflow_spark), read(onceflow_spark, "b"), maps), maps)
-    assert isinstance(plan, DirectPlan), plan
+    plan = direct(build(read(onceflow_spark), read(onceflow_spark, "b"), maps), maps)
     assert plan.needed("a") == ("key", "value", "timestamp", "headers")
     assert plan.needed("b") == ("value", "timestamp")
     rows, none = rows_in_spark(onceflow_spark).where("partition < 3"), none_in_spark(onceflow_spark)
@@ -236,8 +239,7 @@ def test_functions_make_the_same_rows(onceflow_spark: Any) -> None:
 
 def test_what_is_needed_without_a_function_that_uses_it(onceflow_spark: Any) -> None:
     maps = Maps()
-    mapped = planned(maps.map(read(onceflow_spark), _with_value).select("value"), maps)
-    assert isinstance(mapped, DirectPlan)
+    mapped = direct(maps.map(read(onceflow_spark), _with_value).select("value"), maps)
     assert mapped.needed("a") == tuple(SOURCE_TYPES), "a function may use every column that it gets"
 
 
@@ -293,9 +295,10 @@ def test_what_spark_evaluates(onceflow_spark: Any, name: str) -> None:
     """It is one program, whatever the number of operators; it begins at the topic."""
     programs: list[tuple[str, str]] = []
     df = EVALUATED[name](onceflow_spark)
-    plan = planned(df, programs=programs)
+    plan = planned(df)
     assert isinstance(plan, DirectPlan), plan
     assert plan.by_spark
+    direct(df, programs=programs)
     assert [base for _, base in programs] == ["StreamingRelationV2"]
 
 
@@ -315,8 +318,8 @@ def test_a_topic_that_is_used_several_times_is_read_once(onceflow_spark: Any) ->
         return read(onceflow_spark, **given).select("key", "value")
 
     plan = direct(one_of(include_headers=False, most=9).union(one_of(fail_on_data_loss=False, most=5)))
-    assert len(plan.sources) == 2
-    assert plan.reads == {"a": DirectSource("a", True, True, 5)}
+    assert len(plan.topics) == 2
+    assert plan.reads == {"a": TopicRead("a", True, True, 5)}
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -339,7 +342,7 @@ def test_functions_and_steps_that_are_not_direct(onceflow_spark: Any) -> None:
     assert isinstance(step, DirectPlan)
     assert [(each.table, each.columns) for each in step.steps] == [("t", ("value",))]
     assert (step.sources, list(step.reads)) == ((), ["a"])
-    _batches.__name__, before = queries.join_name("t"), _batches.__name__
+    _batches.__name__, before = function_names.join_name("t"), _batches.__name__
     try:
         joined = df.mapInArrow(_batches, df.schema)
         assert planned(joined) == f"the query has a join with a table (Flow.join_table), {EARLIER}"
@@ -395,12 +398,12 @@ def none_in_spark(spark: Any) -> DataFrame:
     return found
 
 
-def applied(plan: DirectPlan, rows: pa.RecordBatch, topic: str = "a") -> pa.RecordBatch:
+def applied(plan: TaskProgram, rows: pa.RecordBatch, topic: str = "a") -> pa.RecordBatch:
     (made,) = plan.rows(topic, dict(zip(rows.schema.names, rows.columns, strict=True)), rows.num_rows)
     return made
 
 
-def assert_same(plan: DirectPlan, of_spark: DataFrame, topic: str = "a") -> None:
+def assert_same(plan: TaskProgram, of_spark: DataFrame, topic: str = "a") -> None:
     made = applied(plan, records(), topic)
     expected = pa.Table.from_batches(collect(of_spark, interpreted=False)).combine_chunks()
     assert list(plan.columns) == expected.schema.names

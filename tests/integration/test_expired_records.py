@@ -17,9 +17,9 @@ from onceflow import DataLossError
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.task.direct_plan import DirectPlan, DirectSource
 from onceflow.task.range_reader import RangeReader, ReadOrder
 from onceflow.task.source_rows import QueryRows
+from onceflow.task.task_program import TaskProgram, TopicProgram, TopicRead
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
 
@@ -151,8 +151,8 @@ def test_a_task_says_what_has_expired(
     independent.fill(onceflow_broker, topic, [(b"k", b"%d" % n) for n in range(50)])
     delete_before(onceflow_broker, topic, 30)
     settings = ClientSettings(onceflow_broker)
-    source = DirectSource(topic, include_headers=False, fail_on_data_loss=fail, max_records=None)
-    query = QueryRows(DirectPlan((source,), ("key", "value")))
+    read = TopicRead(topic, include_headers=False, fail_on_data_loss=fail, max_records=None)
+    query = QueryRows(TaskProgram((TopicProgram(read),), ("key", "value")))
     found = []
     with contextlib.closing(Cluster(settings)) as cluster:
         ids = {topic: cluster.topics([topic], Deadline(30, "the test"))[topic].topic_id}

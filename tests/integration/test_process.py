@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 import onceflow
 from onceflow.driver import output_writer, preparing, step_fused
 from onceflow.planning import placement, step_tree
+from onceflow.spark.query_facts import facts_of
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until
@@ -161,8 +162,8 @@ def test_operators_that_change_nothing(make_state_pipe: Any, by_tasks: Any, engi
         output = flow.process(source, pipe.ledger.Ledger(), table=pipe.table, state_dir=pipe.state_dir)
 
         def is_whole(df: Any) -> bool:
-            tree, _ = step_tree.tree_of(df, {pipe.table: None}, flow.name) or pytest.fail("it has a step")
-            return step_tree.stripped(pipe.spark, tree).step is not None
+            tree, _ = step_tree.tree_of(facts_of(df), [pipe.table], flow.name) or pytest.fail("it has a step")
+            return step_tree.stripped(tree).step is not None
 
         output.createOrReplaceTempView("outputs")
         nothing = {

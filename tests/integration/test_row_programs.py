@@ -327,7 +327,7 @@ def test_a_join_with_the_time_of_the_batch(bench: Bench) -> None:
 
 def test_types_that_arrow_lacks_are_a_reason(bench: Bench) -> None:
     rows = bench.spark.range(3).selectExpr("id")
-    found = bench.programs.evaluate(plans.analyzed(rows.selectExpr("make_interval(1) AS i")), (0,))
+    found = bench.programs.evaluate(plans.analyzed(rows.selectExpr("make_interval(1) AS i")), (), (0,))
     assert isinstance(found, str)
     assert "interval" in found
 

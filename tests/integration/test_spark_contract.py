@@ -20,7 +20,8 @@ from pyspark.sql import functions as F
 import onceflow.spark
 from onceflow.host.jars import installed_spark_version
 from onceflow.protocol.partitioners import murmur2
-from onceflow.spark import expressions, jvm, plans, queries, versions
+from onceflow.spark import expressions, jvm, plans, versions
+from onceflow.spark.query_facts import facts_of
 from onceflow.spark.task_shuffle import key_of_task, repartition_by_task
 
 pytestmark = [pytest.mark.integration, pytest.mark.short_form]
@@ -394,7 +395,7 @@ def test_operators_have_the_names_that_queries_are_checked_by(onceflow_spark: An
     stream = onceflow_spark.readStream.format("rate").load()
     copied = stream.select("value").mapInArrow(_copied, "value long")
     assert "MapInArrow" in {jvm.kind(node) for node in jvm.nodes(plans.analyzed(copied))}
-    assert queries.may_make_many(copied)
+    assert facts_of(copied).may_make_many
     for df, name in [
         (stream.groupBy("value").count(), "Aggregate"),
         (stream.withWatermark("timestamp", "1 minute"), "EventTimeWatermark"),
@@ -410,10 +411,10 @@ def test_queries_whose_source_partitions_may_share_a_task(onceflow_spark: Any) -
     stream.createOrReplaceTempView("rates")
     named = "WITH few AS (SELECT * FROM rates WHERE value > 3) SELECT f.value, upper('x') AS name FROM few AS f"
     for df in (stream.where("value > 3").select("value"), stream.union(stream), onceflow_spark.sql(named)):
-        assert queries.may_merge_tasks(df)
+        assert facts_of(df).may_merge_tasks
     for df in (stream.repartition(2), stream.coalesce(2), stream.groupBy("value").count(), stream.dropDuplicates()):
-        assert not queries.may_merge_tasks(df)
-    assert not queries.may_merge_tasks(stream.select("value").mapInArrow(_copied, "value long"))
+        assert not facts_of(df).may_merge_tasks
+    assert not facts_of(stream.select("value").mapInArrow(_copied, "value long")).may_merge_tasks
 
 
 def test_partition_of_a_key_is_kafkas(onceflow_spark: Any) -> None:

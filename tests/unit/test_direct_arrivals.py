@@ -13,13 +13,13 @@ from onceflow.client.column_chunks import ColumnChunk
 from onceflow.direct.arrivals import Arrivals, Limits, Taken
 from onceflow.direct.fetched import FetchedPart
 from onceflow.protocol.record_columns import RecordColumns
-from onceflow.task.direct_plan import DirectPlan, DirectSource
 from onceflow.task.source_rows import QueryRows
+from onceflow.task.task_program import TaskProgram, TopicProgram, TopicRead
 
 QUERY = QueryRows(
-    DirectPlan(
+    TaskProgram(
         tuple(
-            DirectSource(name, include_headers=False, fail_on_data_loss=True, max_records=None)
+            TopicProgram(TopicRead(name, include_headers=False, fail_on_data_loss=True, max_records=None))
             for name in ("in", "other")
         ),
         ("key", "value"),

@@ -43,6 +43,7 @@ from onceflow.direct.loop import DirectLoop
 from onceflow.direct.pacing import BatchSize
 from onceflow.direct.query import DirectQuery
 from onceflow.direct.source_reader import SourceReader
+from onceflow.driver.driver_program import DriverProgram
 from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.range_rows import RangeRows
@@ -53,8 +54,8 @@ from onceflow.protocol.progress import HandOver, Progress
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.spark.row_program import RowPrograms
 from onceflow.state.watermark import Watermark
-from onceflow.task.direct_plan import DirectPlan, DirectSource
 from onceflow.task.source_rows import QueryRows
+from onceflow.task.task_program import TaskProgram, TopicProgram, TopicRead
 
 TOPIC = "in"
 EVERYTHING = Limits({}, 10**9, 10**12)
@@ -163,15 +164,16 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SourceReader]:
         monkeypatch.setattr(source_reader, "Cluster", Cluster)
         monkeypatch.setattr(source_reader, "LongPoll", lambda cluster, topics, positions, **_: Poll(logs, positions))
         monkeypatch.setattr(source_reader, "list_offsets", ends)
-        source = DirectSource(TOPIC, include_headers=False, fail_on_data_loss=fail_on_data_loss, max_records=most)
-        query = QueryRows(DirectPlan((source,), QUERY.plan.columns))
-        return SourceReader(ClientSettings("nowhere:1"), query, {TOPIC: starts}, topic_ids={TOPIC: was}, flow="copy")
+        read = TopicRead(TOPIC, include_headers=False, fail_on_data_loss=fail_on_data_loss, max_records=most)
+        return SourceReader(
+            ClientSettings("nowhere:1"), {TOPIC: read}, {TOPIC: starts}, topic_ids={TOPIC: was}, flow="copy"
+        )
 
     return make
 
 
-_SOURCE = DirectSource(TOPIC, include_headers=False, fail_on_data_loss=True, max_records=None)
-QUERY = QueryRows(DirectPlan((_SOURCE,), ("value",)))
+_READ = TopicRead(TOPIC, include_headers=False, fail_on_data_loss=True, max_records=None)
+QUERY = QueryRows(TaskProgram((TopicProgram(_READ),), ("value",)))
 
 
 def offsets_of(parts: Any) -> dict[int, list[int]]:
@@ -399,7 +401,7 @@ def loop_of(
     backlog = ByRecords(rows_max)
     batches: Any = written
     spark: Any = SimpleNamespace(sparkContext=context)
-    tasks: Any = SimpleNamespace(spark=spark, query=QUERY, all_batches=False)
+    tasks: Any = SimpleNamespace(spark=spark, program=DriverProgram(QUERY), all_batches=False)
     return DirectLoop(
         batches,
         reader,
@@ -685,7 +687,7 @@ def test_all_that_is_available_is_written_not_only_taken(
     monkeypatch.setattr(DirectQuery, "_source_ends", lambda _: {TOPIC: {0: 50}})
     batches: Any = written
     loop = loop_of(written, reader_of(logs, {0: 0}), 0, most=50, until={0: 50})
-    query = DirectQuery(loop, batches, DirectPlan((), ()), ClientSettings("nowhere:1"))
+    query = DirectQuery(loop, batches, lambda _: "", ClientSettings("nowhere:1"))
     written.progress = replace(written.progress, batch_id=0, offsets={TOPIC: {0: 50}})
     waiting = threading.Thread(target=query.processAllAvailable, daemon=True)
     waiting.start()
@@ -859,7 +861,7 @@ def test_a_query_that_reads_a_backlog_does_not_wait(reader_of: Callable[..., Sou
     logs = Logs({0: 30})
     batches: Any = Written(logs, {0: 0})
     loop = loop_of(batches, reader_of(logs, {0: 0}), 10**9, most=20, until={0: 30})
-    query = DirectQuery(loop, batches, DirectPlan((), ()), ClientSettings("nowhere:1"))
+    query = DirectQuery(loop, batches, lambda _: "", ClientSettings("nowhere:1"))
     loop.waiting = True
     assert query.lag == {TOPIC: {0: 30}}, "known before anything is fetched"
     assert not query.waits
@@ -900,7 +902,7 @@ def test_a_backlog_of_which_nothing_can_be_read_does_not_stop_the_others(
 def test_a_query_that_never_begins_ends(reader_of: Callable[..., SourceReader]) -> None:
     batches: Any = Written(logs := Logs({0: 50}), {0: 0})
     loop = loop_of(batches, reader_of(logs, {0: 0}), 0, most=50, until={0: 50})
-    query, ended = DirectQuery(loop, batches, DirectPlan((), ()), ClientSettings("nowhere:1")), []
+    query, ended = DirectQuery(loop, batches, lambda _: "", ClientSettings("nowhere:1")), []
     query.when_ended(lambda: ended.append(True))
     assert query.isActive
     query.stop()

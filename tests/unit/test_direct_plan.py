@@ -10,30 +10,24 @@ import pytest
 from pyspark.sql import types as T
 
 from onceflow import SchemaError
+from onceflow.driver.driver_program import DriverProgram, Functions, driver_program
+from onceflow.planning.direct_plan import DirectPlan, DirectSource
 from onceflow.planning.ownership import check_columns
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.protocol.timestamps import LATEST_MS
-from onceflow.task.direct_plan import (
-    SOURCE_TYPES,
-    Attribute,
-    Constant,
-    DirectPlan,
-    DirectSource,
-    MapRows,
-    Select,
-    SinkForm,
-    reinterpreted,
-)
+from onceflow.task.row_operators import SOURCE_TYPES, Attribute, Constant, MapRows, Select, reinterpreted
+from onceflow.task.sink_form import SinkForm
 from onceflow.task.source_rows import QueryRows, joined
 from onceflow.task.state_tasks import engine_rows
+from onceflow.task.task_program import TaskProgram, TopicProgram, TopicRead
 
 NAMES = tuple(SOURCE_TYPES)
 #: Bytes that are no text in UTF-8.
 NO_TEXT = b"\xff\xc3\x28"
 
 
-def source(*operators: Select | MapRows, topic: str = "in", headers: bool = False) -> DirectSource:
-    return DirectSource(topic, headers, True, None, operators)
+def source(*operators: Select | MapRows, topic: str = "in", headers: bool = False) -> TopicProgram:
+    return TopicProgram(TopicRead(topic, headers, True, None), operators)
 
 
 def records(count: int = 3, *, only: tuple[str, ...] = NAMES) -> pa.RecordBatch:
@@ -50,7 +44,7 @@ def records(count: int = 3, *, only: tuple[str, ...] = NAMES) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array(columns[n], SOURCE_TYPES[n]) for n in only], names=list(only))
 
 
-def applied(plan: DirectSource, rows: pa.RecordBatch) -> pa.RecordBatch:
+def applied(plan: TopicProgram, rows: pa.RecordBatch) -> pa.RecordBatch:
     (made,) = plan.apply(dict(zip(rows.schema.names, rows.columns, strict=True)), rows.num_rows)
     return made
 
@@ -92,11 +86,15 @@ def test_a_column_that_nobody_needs_is_not_cast() -> None:
 
 
 def test_columns_that_a_query_needs_of_a_plan() -> None:
-    plan = DirectPlan((source(), source(topic="other")), NAMES[:-1])
+    reads = [TopicRead(topic, False, True, None) for topic in ("in", "other")]
+    plan = DirectPlan(tuple(map(DirectSource, reads)), NAMES[:-1])
     less = plan.only(["value", "key"])
     assert less.columns == ("value", "key")
-    assert [each.needed for each in less.sources] == [("key", "value")] * 2
-    assert applied(less.sources[1], records(only=("key", "value"))) == records(only=("value", "key"))
+    program = driver_program(less, None, Functions({}, {}, None), None)
+    assert isinstance(program, DriverProgram)
+    assert program.needed == {"in": ("key", "value"), "other": ("key", "value")}
+    (_, other) = program.query.program.topics
+    assert applied(other, records(only=("key", "value"))) == records(only=("value", "key"))
     assert plan.only(NAMES[:-1]) is plan
 
 
@@ -116,7 +114,7 @@ def test_constants() -> None:
 def test_a_query_that_needs_no_column_makes_a_row_of_each_record(form: SinkForm | None, operators: int) -> None:
     constants = select(key=["all", pa.string()], value=[b"1", pa.binary()])
     function = MapRows(("key", "value"), ("key", "value"), lambda batch: batch)
-    plan = DirectPlan((source(constants, *[function] * operators),), ("key", "value"))
+    plan = TaskProgram((source(constants, *[function] * operators),), ("key", "value"))
     assert plan.needed("in") == ()
     values, stamps = pa.array([b"a", None, b"c"]), np.arange(3)
     given = RecordColumns(values, values, stamps, stamps, np.zeros(3, np.int32))
@@ -142,7 +140,7 @@ def test_columns_of_a_function_have_the_types_of_the_others() -> None:
 
 def test_a_time_that_no_row_can_have_is_the_latest_that_it_can_have() -> None:
     """So a record whose client has counted in other units, or has no time, stops no flow."""
-    plan, values = DirectPlan((source(),), NAMES[:-1]), pa.array([b"a"] * 5)
+    plan, values = TaskProgram((source(),), NAMES[:-1]), pa.array([b"a"] * 5)
     stamps = np.array([5, 20_000_000_000_000_000, 2**63 - 1, -1, -(2**63)])
     given = RecordColumns(values, values, np.arange(5), stamps, np.zeros(5, np.int32))
     (made,) = QueryRows(plan).of([(("in", 3), given)])

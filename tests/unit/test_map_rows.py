@@ -19,7 +19,7 @@ from onceflow.errors import (
     StorageUnavailableError,
     data_loss,
 )
-from onceflow.spark import queries
+from onceflow.spark import function_names
 from onceflow.task.map_rows import RowsMap
 
 SCHEMA = pa.schema([("key", pa.binary()), ("n", pa.int64())])
@@ -39,14 +39,16 @@ def returned(**columns: Any) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
 
 def test_names_in_plans() -> None:
     name = rows_map(lambda batch: batch).__name__
-    assert name == queries.map_name(1, "clean")
-    assert queries.is_map(name)
-    assert queries.function_of_map(name) == "clean"
-    assert not queries.is_ours(name), "its code is the user's: its imports are checked, and it may make many rows"
-    assert queries.function_of_map(queries.map_name(12, "<lambda>")) == "<lambda>"
-    assert queries.function_of_map("my_function") == "my_function"
-    assert not queries.is_map(queries.step_name("map_1"))
-    assert not queries.is_step(name)
+    assert name == function_names.map_name(1, "clean")
+    assert function_names.is_map(name)
+    assert function_names.function_of_map(name) == "clean"
+    assert not function_names.is_ours(name), (
+        "its code is the user's: its imports are checked, and it may make many rows"
+    )
+    assert function_names.function_of_map(function_names.map_name(12, "<lambda>")) == "<lambda>"
+    assert function_names.function_of_map("my_function") == "my_function"
+    assert not function_names.is_map(function_names.step_name("map_1"))
+    assert not function_names.is_step(name)
 
 
 def test_columns_may_come_in_another_order_and_rows_in_any_number() -> None:

@@ -22,7 +22,8 @@ from onceflow.planning.placement import (
     place,
 )
 from onceflow.planning.step_tree import changes_nothing
-from onceflow.spark.plans import Operator
+from onceflow.spark.plan_columns import ComputedColumn, TakenColumn
+from onceflow.spark.query_facts import Node
 
 FIRST = StepShape("first", 8)
 SECOND = StepShape("second", 6, from_stream=False)
@@ -103,12 +104,13 @@ def test_the_decision_knows_nothing_of_spark() -> None:
 # ---- operators that change nothing -------------------------------------------------------------------
 
 STEP = (("key", 1), ("value", 2), ("topic", 3), ("headers", 4), ("timestamp", 5))
-KEEP_ALL = Operator("Filter", STEP, keeps_all=True)
+KEEP_ALL = Node("Filter", (), STEP, keeps_all=True)
 
 
-def project(*columns: tuple[str, int, int | None]) -> Operator:
+def project(*columns: tuple[str, int, int | None]) -> Node:
     """Of name, id, and the id of what each column is."""
-    return Operator("Project", tuple((n, i) for n, i, _ in columns), tuple(taken for *_, taken in columns))
+    made = tuple(ComputedColumn(n) if taken is None else TakenColumn(n, taken, None) for n, _, taken in columns)
+    return Node("Project", (), tuple((n, i) for n, i, _ in columns), projected=made)
 
 
 SAME = project(*((name, number, number) for name, number in STEP))
@@ -126,15 +128,15 @@ NO_TOPIC = project(*((name, number, number) for name, number in STEP if name != 
         ([NAMED_ANEW], True),
         ([TURNED], True),
         ([NO_TOPIC], True),  # it is null in every row
-        ([Operator("SubqueryAlias", STEP)], True),
-        ([SAME, Operator("SubqueryAlias", STEP), KEEP_ALL, NAMED_ANEW], True),
-        ([Operator("View", STEP)], True),
-        ([Operator("View", ((("key", 99)), *STEP[1:]))], False),
-        ([Operator("Filter", STEP)], False),
-        ([SAME, Operator("Filter", STEP), SAME], False),
-        ([Operator("Repartition", STEP)], False),
-        ([Operator("Union", STEP)], False),
-        ([Operator("MapInArrow", STEP)], False),
+        ([Node("SubqueryAlias", (), STEP)], True),
+        ([SAME, Node("SubqueryAlias", (), STEP), KEEP_ALL, NAMED_ANEW], True),
+        ([Node("View", (), STEP)], True),
+        ([Node("View", (), ((("key", 99)), *STEP[1:]))], False),
+        ([Node("Filter", (), STEP)], False),
+        ([SAME, Node("Filter", (), STEP), SAME], False),
+        ([Node("Repartition", (), STEP)], False),
+        ([Node("Union", (), STEP)], False),
+        ([Node("MapInArrow", (), STEP)], False),
         ([project(("key", 1, 1), ("value", 2, 2))], False),  # headers and timestamps are wanted
         ([project(*((n, i, i) for n, i in STEP if n != "value"), ("value", 9, None))], False),
         ([project(*((n, i, i) for n, i in STEP), ("more", 9, None))], False),  # it may fail
@@ -152,5 +154,5 @@ NO_TOPIC = project(*((name, number, number) for name, number in STEP if name != 
         ),
     ],
 )
-def test_operators_that_change_nothing(above: list[Operator], expected: bool) -> None:
+def test_operators_that_change_nothing(above: list[Node], expected: bool) -> None:
     assert changes_nothing(STEP, above) is expected

@@ -10,17 +10,18 @@ from pyspark.sql import SparkSession
 from pyspark.sql import types as T
 
 from onceflow.direct.backlog import Backlog
+from onceflow.driver.driver_program import DriverProgram
 from onceflow.driver.range_rows import RangeSource
 from onceflow.driver.startup import Startup
 from onceflow.driver.streamed_query import StreamedQuery
 from onceflow.errors import EnvironmentUnusableError, OptionError
+from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.engine import TASKS, EngineChoice
 from onceflow.spark.imports import ImportCheck
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.master import current_cores, is_local
 from onceflow.spark.pickling import pickled
 from onceflow.state.table_facts import TableFacts
-from onceflow.task.source_rows import QueryRows
 
 log = logging.getLogger("onceflow")
 
@@ -34,20 +35,22 @@ def range_source(
     startup: Startup,
     query: StreamedQuery,
     choice: EngineChoice,
-    read: QueryRows,
+    plan: DirectPlan,
+    program: DriverProgram,
     topic_ids: Mapping[str, str],
 ) -> RangeSource:
     """What tasks are told that read by themselves.
 
     Args:
-        read: makes rows as the sink or the process step takes them.
+        plan: of the query. program: of the driver.
     """
     return RangeSource(
         flow=startup.flow,
         settings=startup.settings,
         topic_ids=topic_ids,
-        query=read,
-        schema=T.StructType([query.df.schema[name] for name in read.plan.columns if name in query.df.columns]),
+        plan=plan,
+        program=program,
+        schema=T.StructType([query.df.schema[name] for name in plan.columns if name in query.df.columns]),
         deadline_s=max(query.options.transaction_timeout_s, _PATIENCE_S),
         spark=spark,
         node=query.node,

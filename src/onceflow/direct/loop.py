@@ -266,9 +266,9 @@ class DirectLoop:
             self._reader.fetch_ahead()
         started_ms = clock_ms()
         self._programs.now_us = started_ms * 1000  # the same for all attempts
-        query = self._tasks.query
+        program = self._tasks.program
         meanwhile = self._take_arrived if backlog else None
-        rows: FetchedRows | RangeRows = FetchedRows(self._spark, merged(taken.parts, query), query, meanwhile)
+        rows: FetchedRows | RangeRows = FetchedRows(self._spark, merged(taken.parts, program.query), program, meanwhile)
         if self._tasks.all_batches and not taken.source.max_rows:  # timers
             rows = RangeRows(self._tasks, taken.source, started_ms * 1000)
         self._batches(rows, taken.source, backlog=backlog, quiet=quiet)

@@ -20,7 +20,6 @@ from onceflow.driver.offset_log import has_reached
 from onceflow.engine_query import DIRECT, as_spark
 from onceflow.errors import OnceflowError
 from onceflow.spark.query_progress import ProgressReports
-from onceflow.task.direct_plan import DirectPlan, described
 
 _LOOK_S = 30.0
 _WAIT_S = 0.05
@@ -32,13 +31,15 @@ class DirectQuery:
 
     Args:
         loop: not started yet.
-        plan: what is done with the records.
+        plan: returns what is done with the records, as a text; called with whether more is to be said.
         settings: how to connect, to ask where the sources end.
     """
 
     engine = DIRECT
 
-    def __init__(self, loop: DirectLoop, batches: Batches, plan: DirectPlan, settings: ClientSettings) -> None:
+    def __init__(
+        self, loop: DirectLoop, batches: Batches, plan: Callable[[bool], str], settings: ClientSettings
+    ) -> None:
         self._loop = loop
         self._batches = batches
         self._plan = plan
@@ -133,7 +134,7 @@ class DirectQuery:
         return None if error is None else as_spark(error, self)
 
     def explain(self, extended: bool = False) -> None:
-        print(described(self._plan, extended=extended))
+        print(self._plan(extended))
 
     def when_ended(self, call: Callable[[], None]) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from onceflow.direct.by_tasks import backlog_of, range_source
 from onceflow.direct.loop import DirectLoop
 from onceflow.direct.query import DirectQuery
 from onceflow.direct.source_reader import SourceReader
+from onceflow.driver.driver_program import DriverProgram
 from onceflow.driver.external_run import PreparedExternal
 from onceflow.driver.offset_log import TopicOffsets
 from onceflow.driver.run import PreparedQuery, RunOfEngine, batch_commit, watch_sources
@@ -23,14 +24,12 @@ from onceflow.driver.start_report import StartReport, report
 from onceflow.driver.startup import Startup
 from onceflow.driver.streamed_query import StreamedQuery
 from onceflow.driver.targets import load_targets
+from onceflow.planning.direct_plan import DirectPlan, described
 from onceflow.planning.engine import EngineChoice
-from onceflow.planning.ownership import Columns, check_source_partitions
+from onceflow.planning.ownership import check_source_partitions
 from onceflow.protocol.progress import Progress
-from onceflow.spark.collect import arrow_schema
 from onceflow.spark.imports import ImportCheck
 from onceflow.spark.row_program import RowPrograms
-from onceflow.task.direct_plan import DirectPlan, SinkForm, TableForm, nullable
-from onceflow.task.source_rows import QueryRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +37,13 @@ class DirectRun(RunOfEngine):
     """One run of the direct engine."""
 
     loop: DirectLoop
-    plan: DirectPlan
+    described: Callable[[bool], str]
     settings: ClientSettings
     programs: RowPrograms
 
     def start(self) -> DirectQuery:
         """Start the loop."""
-        return DirectQuery(self.loop, self.sink, self.plan, self.settings)
+        return DirectQuery(self.loop, self.sink, self.described, self.settings)
 
     def close(self) -> None:
         """See `RunOfEngine.close`."""
@@ -62,7 +61,6 @@ class RunParts:
     Args:
         starts: where the topics that the query uses are read from.
         progress: where the flow is.
-        read: makes rows as the sink or the process step takes them.
         once: whether the run ends when it has read what is there now.
     """
 
@@ -74,7 +72,6 @@ class RunParts:
     programs: RowPrograms
     starts: TopicOffsets
     progress: Progress
-    read: QueryRows
     once: bool
 
     def run(self, batches: Callable[[], DirectBatches], told: Callable[[], StartReport]) -> DirectRun:
@@ -83,11 +80,12 @@ class RunParts:
         Args:
             batches: makes what runs the batches, told: what the start has found, when the sources can be read.
         """
-        startup, plan, query, starts = self.startup, self.read.plan, self.query, self.starts
+        startup, query, starts = self.startup, self.query, self.starts
+        plan, program = planned(query)
         deadline = startup.deadline()
         topic_ids = {topic: startup.sources[topic].topic_id for topic in starts}
         reader = SourceReader(
-            startup.settings, self.read, starts, topic_ids=topic_ids, epochs=self.progress.epochs, flow=startup.flow
+            startup.settings, plan.reads, starts, topic_ids=topic_ids, epochs=self.progress.epochs, flow=startup.flow
         )
         try:
             sink = batches()
@@ -99,7 +97,7 @@ class RunParts:
                 records_per_batch={t: s.max_records for t, s in plan.reads.items() if s.max_records is not None},
                 until=_end_of_run(startup, starts, deadline) if self.once else None,
                 backlog=backlog_of(self.spark, startup, query, self.choice, self.imports),
-                tasks=range_source(self.spark, startup, query, self.choice, self.read, topic_ids),
+                tasks=range_source(self.spark, startup, query, self.choice, plan, program, topic_ids),
                 programs=self.programs,
             )
             found = told()
@@ -109,7 +107,7 @@ class RunParts:
             raise
         return DirectRun(
             loop=loop,
-            plan=plan,
+            described=lambda extended: described(plan, program.needed if extended else {}),
             settings=startup.settings,
             programs=self.programs,
             sink=sink,
@@ -128,9 +126,8 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
     """
     startup, query, options = prepared.startup, prepared.query, prepared.query.options
     with closed_if_failed(prepared.programs):
-        plan = plan_of(prepared.choice)
-        by_source = options.partitioner == "source"
-        if by_source:
+        plan, _ = planned(query)
+        if options.partitioner == "source":
             targets = load_targets(startup.session.cluster, options.topic, startup.deadline())
             check_source_partitions(options.topic, targets, startup.sources_read.partitions)
         parts = RunParts(
@@ -143,7 +140,6 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
             # The flow may have read topics that this query does not use.
             starts={topic: dict(prepared.progress.offsets[topic]) for topic in plan.reads},
             progress=prepared.progress,
-            read=_rows_of(query, prepared.write.columns, plan, by_source=by_source),
             once=prepared.write.run.once,
         )
         tables = list if query.state is None else query.state.facts
@@ -161,7 +157,7 @@ def external_run(prepared: PreparedExternal) -> DirectRun:
     """
     spark, startup, choice, options = prepared.spark, prepared.startup, prepared.choice, prepared.query.options
     with closed_if_failed(prepared.programs):
-        plan = plan_of(choice)
+        plan, _ = planned(prepared.query)
         parts = RunParts(
             spark=spark,
             startup=startup,
@@ -171,7 +167,6 @@ def external_run(prepared: PreparedExternal) -> DirectRun:
             programs=prepared.programs,
             starts={topic: dict(prepared.starts[topic]) for topic in plan.reads},
             progress=prepared.owned.progress,
-            read=QueryRows(plan, TableForm(nullable(arrow_schema(prepared.write.df)))),
             once=prepared.write.run.once,
         )
         commit = prepared.commit()
@@ -194,18 +189,11 @@ def closed_if_failed(programs: RowPrograms) -> Iterator[None]:
         raise
 
 
-def plan_of(choice: EngineChoice) -> DirectPlan:
-    """The plan of the direct engine."""
-    if choice.plan is None:
-        raise RuntimeError("the query has no plan for the direct engine")
-    return choice.plan
-
-
-def _rows_of(query: StreamedQuery, columns: Columns, plan: DirectPlan, *, by_source: bool) -> QueryRows:
-    """What the sink, or the process step, takes."""
-    if query.state is not None and query.state.written_as_is:
-        return QueryRows(plan)
-    return QueryRows(plan.only(columns.taken), SinkForm(columns.taken, columns.cast, by_source))
+def planned(query: StreamedQuery) -> tuple[DirectPlan, DriverProgram]:
+    """The plan of the direct engine, and its program."""
+    if isinstance(query.plan, str) or query.program is None:
+        raise RuntimeError("the query has no program for the direct engine")
+    return query.plan, query.program
 
 
 def _end_of_run(startup: Startup, starts: TopicOffsets, deadline: Deadline) -> TopicOffsets:

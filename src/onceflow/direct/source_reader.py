@@ -24,7 +24,8 @@ from onceflow.driver.offset_log import TopicOffsets, has_reached
 from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, OnceflowError, UnknownTopicError
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import Epochs
-from onceflow.task.source_rows import QueryRows, expired
+from onceflow.task.source_rows import expired
+from onceflow.task.task_program import TopicRead
 
 log = logging.getLogger("onceflow")
 
@@ -44,7 +45,7 @@ class SourceReader:
 
     Args:
         starts: the offset at which each partition is read first, by topic.
-        query: makes rows of the records.
+        reads: how each topic is read.
         topic_ids: of the sources, as they were when these offsets were chosen.
         epochs: what progress knows of their leaders.
 
@@ -55,7 +56,7 @@ class SourceReader:
     def __init__(
         self,
         settings: ClientSettings,
-        query: QueryRows,
+        reads: Mapping[str, TopicRead],
         starts: Mapping[str, Mapping[int, int]],
         *,
         topic_ids: Mapping[str, str],
@@ -63,7 +64,7 @@ class SourceReader:
         flow: str,
     ) -> None:
         self._flow = flow
-        self._sources = query.plan.reads
+        self._sources = reads
         self._most = {topic: source.max_records for topic, source in self._sources.items() if source.max_records}
         self._topic_ids = topic_ids
         self._bounds: TopicOffsets | None = None

@@ -29,7 +29,7 @@ def set_property(rows: Rows, name: str, value: str | None) -> None:
 def described_jobs(rows: Rows, flow: str, batch: int) -> Iterator[None]:
     """Let Spark's UI show the flow and the batch of the jobs that this thread starts. Spark itself does it for its
     micro-batches."""
-    if isinstance(rows, DataFrame) or (isinstance(rows, FetchedRows) and not rows.query.plan.job):
+    if isinstance(rows, DataFrame) or (isinstance(rows, FetchedRows) and not rows.program.job):
         yield  # there are none, and a call of the JVM would cost more than nothing
         return
     context: Any = rows.sparkSession.sparkContext

@@ -218,4 +218,4 @@ def _no_rows(rows: Rows, nothing: SourceRange) -> Rows:
         raise RuntimeError("a query with timers has no micro-batches")
     if isinstance(rows, RangeRows) and rows.source.all_batches:
         return replace(rows, range=nothing, read={})
-    return FetchedRows(rows.sparkSession, (), rows.query)  # the driver fires timers itself, whoever reads the records
+    return FetchedRows(rows.sparkSession, (), rows.program)  # the driver fires timers itself, whoever reads the records

@@ -39,6 +39,7 @@ from onceflow.spark.collect import arrow_schema
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
 from onceflow.spark.master import current_cores, is_local
 from onceflow.spark.row_program import RowPrograms
+from onceflow.task.sink_form import TableForm, nullable
 
 log = logging.getLogger("onceflow")
 
@@ -102,13 +103,15 @@ def prepare_external(spark: SparkSession, startup: Startup, write: ExternalWrite
         with located(flow=flow):
             kafka = startup.prepare_run(deadline)
             _check_not_promoted(kafka)
-            query = whole(write.df, options, functions_of_run(startup, programs))
-            plan, _ = sources_used(query.direct, startup)
-            local = is_local(spark)
-            choice = choose(run.engine, plan, checkpoint=None, stateful=False, local=local, flow=flow)
+            schema = arrow_schema(write.df)
+            form = TableForm(nullable(schema))
+            query = whole(write.df, run.facts, options, form, functions_of_run(startup, programs), flow)
+            plan, _ = sources_used(query.plan, startup)
+            job = "" if query.program is None else query.program.job
+            choice = choose(run.engine, plan, job, checkpoint=None, stateful=False, local=is_local(spark), flow=flow)
             if choice.place == TASKS:
                 imports.at_start()
-            at_start(lambda: sink.check(arrow_schema(write.df)), deadline, sink.target, flow)
+            at_start(lambda: sink.check(schema), deadline, sink.target, flow)
             owned, starts, targets = _take_over(write, startup, kafka, deadline)
             startup.session.transactions.renew(deadline)
         unless_used.pop_all()
@@ -119,7 +122,7 @@ def prepare_external(spark: SparkSession, startup: Startup, write: ExternalWrite
 def _check_query(spark: SparkSession, startup: Startup, write: ExternalWrite) -> ImportCheck:
     """Check what may have changed since the first check of the query, and what needs the complete query."""
     flow = startup.flow
-    check_read_now(startup, write.df, write.run.facts)
+    check_read_now(startup, write.run.facts)
     queries.check_session(spark, flow)
     if write.dead_letter_topic is not None:
         check_side_topics([write.dead_letter_topic], startup.own_topics, flow)

@@ -9,6 +9,7 @@ from typing import Protocol
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
+from onceflow.driver.driver_program import DriverProgram
 from onceflow.driver.range_rows import RangeRows
 from onceflow.task.source_rows import QueryRows, joined
 
@@ -31,13 +32,13 @@ class FetchedRows:
     Args:
         sparkSession: named as that of a DataFrame.
         parts: in the order in which they are written.
-        query: makes rows of them.
+        program: makes rows of them.
         meanwhile: called while it is being decided whether the batch is committed.
     """
 
     sparkSession: SparkSession
     parts: Sequence[Fetched]
-    query: QueryRows
+    program: DriverProgram
     meanwhile: Callable[[], None] | None = None
 
     def batches(self, run_step: RunStep | None = None) -> Generator[pa.RecordBatch, None, None]:
@@ -46,17 +47,17 @@ class FetchedRows:
         Args:
             run_step: for process steps whose rows are rows of the query. Each is run, also if it gets no rows.
         """
-        return joined(self._rows(self.query, run_step))
+        return joined(self._rows(self.program, run_step))
 
-    def _rows(self, query: QueryRows, run_step: RunStep | None) -> Iterator[pa.RecordBatch]:
+    def _rows(self, program: DriverProgram, run_step: RunStep | None) -> Iterator[pa.RecordBatch]:
         for part in self.parts:
-            yield from part.rows(query)
-        for step in query.plan.steps:
+            yield from part.rows(program.query)
+        for step in program.steps:
             if run_step is None:
                 raise RuntimeError(f"nothing runs the process step of table {step.table}")
-            for rows in run_step(step.table, joined(self._rows(QueryRows(step.input), run_step))):
+            for rows in run_step(step.table, joined(self._rows(step.input, run_step))):
                 for made in step.apply(rows):
-                    yield query.formed(made)
+                    yield program.query.formed(made)
 
 
 Rows = DataFrame | FetchedRows | RangeRows

@@ -13,16 +13,19 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
 from onceflow.client.settings import ClientSettings
+from onceflow.driver.driver_program import DriverProgram
 from onceflow.driver.offset_log import SourceRange
 from onceflow.errors import OptionError
 from onceflow.messages import StateOrder, TaskReport, WriteOrder, decoded
+from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.range_tasks import dealt
-from onceflow.spark import batch_plan, plan_columns, plans
+from onceflow.spark import batch_plan, plans
+from onceflow.spark.query_facts import Node, SourceNode, node_of
 from onceflow.spark.query_session import clone_of
-from onceflow.task.direct_plan import DirectPlan
 from onceflow.task.range_reader import ReadOrder
 from onceflow.task.range_tasks import RangeTask, ReadTask
 from onceflow.task.source_rows import QueryRows
+from onceflow.task.task_program import TaskProgram, TopicProgram
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class RangeSource:
 
     Args:
         settings: how to connect. topic_ids: of the sources.
-        query: makes rows of the records, as the sink or the process step takes them.
+        plan: of the query.
+        program: makes rows of the records, as the sink or the process step takes them.
         schema: of the rows for Spark.
         deadline_s: how long a task may wait without getting any records.
         spark: the session of the query.
@@ -42,7 +46,8 @@ class RangeSource:
     flow: str
     settings: ClientSettings
     topic_ids: Mapping[str, str]
-    query: QueryRows
+    plan: DirectPlan
+    program: DriverProgram
     schema: T.StructType
     deadline_s: float
     spark: SparkSession
@@ -53,6 +58,11 @@ class RangeSource:
     def frames(self) -> SparkSession:
         """The session in which rows become DataFrames."""
         return clone_of(self.spark)
+
+    @cached_property
+    def reads(self) -> list[tuple[Node, SourceNode]]:
+        """The sources in the query's plan."""
+        return [(node, node.source) for node in node_of(self.spark, self.node).nodes() if node.source is not None]
 
     @cached_property
     def other_times(self) -> bool:
@@ -81,20 +91,20 @@ class RangeRows:
         return self.source.spark
 
     @property
-    def query(self) -> QueryRows:
-        """What makes rows of the records."""
-        return self.source.query
+    def program(self) -> DriverProgram:
+        """What makes rows of the records, if the driver does."""
+        return self.source.program
 
     @property
     def needs_frame(self) -> bool:
         """See `DirectPlan.needs_frame`."""
-        return self.query.plan.needs_frame
+        return self.source.plan.needs_frame
 
     def run(self, order: WriteOrder | StateOrder, tasks: int) -> TaskReport:
         """Read, process and write in tasks. Each partition of a target belongs to the task that its number gives, see
         ``planning/range_tasks.py``."""
         context = self.sparkSession.sparkContext
-        task = RangeTask(self._order(self.source.query, tasks), order)
+        task = RangeTask(self._order(self.program.query, tasks), order)
         report = decoded(context.parallelize(range(tasks), tasks).mapPartitions(task).collect())
         self.read.clear()
         self.read.update(report.read)
@@ -105,26 +115,25 @@ class RangeRows:
         self.read.clear()
         for topic, _, start, end in self.range.places():
             self.read[topic] = self.read.get(topic, 0) + end - start
-        source, plan = self.source, self.source.query.plan
+        source = self.source
         numbers = source.frames.range(0, tasks, 1, tasks)
         if not self.needs_frame:
-            return numbers.mapInArrow(ReadTask(self._order(QueryRows(plan), tasks)), source.schema)
+            return numbers.mapInArrow(
+                ReadTask(self._order(QueryRows(self.program.query.program), tasks)), source.schema
+            )
         new = {}
-        for path, node in plans.leaves(source.node):
-            if not node.isStreaming():
-                continue  # the static side of a join
-            read = str(plan_columns.source_node(node).topic)
-            headers = "headers" in plan_columns.output_names(node)
-            plain = replace(plan.reads[read], include_headers=headers)
-            order = self._order(QueryRows(DirectPlan((plain,), plain.source_columns)), tasks)
-            schema = plans.struct_of(node)
-            new[path] = plans.named_as(numbers.mapInArrow(ReadTask(order), schema), node)
+        for node, read in source.reads:
+            plain = replace(source.plan.reads[str(read.topic)], include_headers="headers" in node.names)
+            program = TaskProgram((TopicProgram(plain),), plain.columns)
+            leaf = plans.at(source.node, node.path)
+            rows = numbers.mapInArrow(ReadTask(self._order(QueryRows(program), tasks)), plans.struct_of(leaf))
+            new[node.path] = plans.named_as(rows, leaf)
         made = plans.grafted(source.frames, source.node, new)
         made = batch_plan.of_batch(source.frames, made, self.now_us, other_times=source.other_times)
         return plans.frame(source.frames, made)
 
     def _order(self, query: QueryRows, tasks: int) -> ReadOrder:
-        source, topics = self.source, {each.topic for each in query.plan.sources}
+        source, topics = self.source, query.program.reads
         shares = dealt([place for place in self.range.places() if place[0] in topics], tasks)
         return ReadOrder(source.flow, source.settings, shares, source.topic_ids, query, source.deadline_s)
 

@@ -16,6 +16,7 @@ from onceflow.driver.batches import Batches
 from onceflow.driver.checkpoint_location import CheckpointLocation, kept_location
 from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import delivery
+from onceflow.driver.driver_program import Functions
 from onceflow.driver.joins import Joins
 from onceflow.driver.row_calls import RowCalls
 from onceflow.driver.start_report import StartReport, report
@@ -27,19 +28,18 @@ from onceflow.engine_query import DIRECT
 from onceflow.errors import UnsupportedQueryError, located
 from onceflow.planning import engine, process, step_query
 from onceflow.planning.bounded import bounded
-from onceflow.planning.direct_query import Functions
+from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.engine import EngineChoice
 from onceflow.planning.options import SinkOptions
 from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import CheckedWrite, check_output
 from onceflow.protocol.progress import Offsets, Progress
-from onceflow.spark import logs, plan_columns, queries, query_listener, query_session, shipping
+from onceflow.spark import logs, queries, query_listener, query_session, shipping
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
 from onceflow.spark.master import current_cores, is_local
-from onceflow.spark.queries import PlanFacts
+from onceflow.spark.query_facts import QueryFacts
 from onceflow.spark.row_program import RowPrograms
 from onceflow.spark.streaming_query import SparkQuery
-from onceflow.task.direct_plan import DirectPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
         progress = replace(startup.prepare_run(deadline), letters=letters)
         location = _kept_location(spark, write.run, progress, flow)
         written = startup.prepare_outputs(options, deadline)
-    programs = RowPrograms(spark, wanted=write.run.checkpoint is None)
+    programs = RowPrograms(spark)
     with contextlib.ExitStack() as unless_used:
         unless_used.callback(programs.close)
         query, choice = _divided(spark, startup, write, progress, programs)
@@ -156,19 +156,21 @@ def _divided(
     """The query, and the engine that runs it."""
     query = divide(
         write.df,
+        write.run.facts,
         write.sink,
         write.columns,
         startup.steps,
         progress,
         flow=startup.flow,
         source_partitions=startup.source_partitions,
-        functions=functions_of_run(startup, programs),
+        functions=functions_of_run(startup, programs if write.run.checkpoint is None else None),
     )
-    direct, used = sources_used(query.direct, startup)
+    plan, used = sources_used(query.plan, startup)
     handover.check_sources(progress, used, flow=startup.flow)
     choice = engine.choose(
         write.run.engine,
-        direct,
+        plan,
+        "" if query.program is None else query.program.job,
         checkpoint=write.run.checkpoint is not None,
         stateful=query.state is not None,
         local=is_local(spark),
@@ -177,19 +179,23 @@ def _divided(
     return query, choice
 
 
-def functions_of_run(startup: Startup, programs: RowPrograms) -> Functions:
-    """What a run has for the operators of its query."""
+def functions_of_run(startup: Startup, programs: RowPrograms | None) -> Functions:
+    """What a run has for the operators of its query.
+
+    Args:
+        programs: None: the driver runs no program.
+    """
     maps = {name: each.apply for name, each in startup.maps.items()}
-    return Functions(startup.flow, maps, startup.functions, programs.evaluate)
+    return Functions(maps, startup.functions, None if programs is None else programs.evaluate)
 
 
-def sources_used(direct: DirectPlan | str, startup: Startup) -> tuple[DirectPlan | str, Collection[str]]:
+def sources_used(plan: DirectPlan | str, startup: Startup) -> tuple[DirectPlan | str, Collection[str]]:
     """The plan, or why there is none; and the topics that the query uses. The flow may have read others, too."""
-    if isinstance(direct, str):
-        return direct, startup.sources
-    used = set(direct.reads)
+    if isinstance(plan, str):
+        return plan, startup.sources
+    used = set(plan.reads)
     old = sorted(used - startup.sources.keys())
-    return (f"topic {old[0]} was read for an earlier run of the flow" if old else direct), used
+    return (f"topic {old[0]} was read for an earlier run of the flow" if old else plan), used
 
 
 def spark_run(prepared: PreparedQuery) -> Run:
@@ -199,11 +205,8 @@ def spark_run(prepared: PreparedQuery) -> Run:
     if location is None:
         raise RuntimeError("the query has no checkpoint")
     prepared.imports.at_start()
-    options = replace(
-        query.options,
-        reads_little=not write.run.facts.others and queries.reads_little(write.df),
-        merges_tasks=queries.may_merge_tasks(write.df),
-    )
+    facts = write.run.facts
+    options = replace(query.options, reads_little=facts.reads_little, merges_tasks=facts.may_merge_tasks)
     commit = batch_commit(prepared, options, location)
     sink = BatchSink(commit, options, before_first=prepared.imports.finish)
     query_listener.watch(spark)  # a query without Flow.read has not done it yet
@@ -223,7 +226,7 @@ def spark_run(prepared: PreparedQuery) -> Run:
     )
 
 
-def check_read_now(startup: Startup, df: DataFrame, facts: PlanFacts) -> None:
+def check_read_now(startup: Startup, facts: QueryFacts) -> None:
     """Check that the query reads from where the flow is now, and up to where the run ends.
 
     Raises:
@@ -236,7 +239,7 @@ def check_read_now(startup: Startup, df: DataFrame, facts: PlanFacts) -> None:
             flow=startup.flow,
             next_step="call Flow.read again before starting the flow again",
         )
-    for topic, ends in plan_columns.ends_of_reads(df, startup.flow):
+    for topic, ends in facts.ends_of_reads(startup.flow):
         until = startup.until.get(topic)
         if ends != (None if until is None else tuple(until.get(n, 0) for n in range(max(until) + 1))):
             raise UnsupportedQueryError(
@@ -260,9 +263,9 @@ def watch_sources(startup: Startup, sink: Batches) -> Watch:
 def _check_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> ImportCheck:
     """Check what may have changed since the first check of the query, and what needs the complete query."""
     flow = startup.flow
-    check_read_now(startup, write.df, write.run.facts)
+    check_read_now(startup, write.run.facts)
     queries.check_session(spark, flow)
-    step_query.check_goes_with(write.df, startup.steps, write.sink.guarantee, write.run.checkpoint, flow=flow)
+    step_query.check_goes_with(write.run.facts, startup.steps, write.sink.guarantee, write.run.checkpoint, flow=flow)
     check_output(write.sink.topic, startup.own_topics, flow)  # sources may have been read since Flow.write
     process.check_side_topics(process.side_topics(startup.steps), startup.own_topics, flow)
     shipping.share_modules(spark)  # also modules that were imported since

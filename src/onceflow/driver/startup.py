@@ -46,8 +46,8 @@ from onceflow.protocol.progress import PROGRESS_TOPIC, DriverProcess, Progress
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinSpec, JoinTable
 from onceflow.task.call_rows import CallOrder
-from onceflow.task.direct_plan import ArrowFunction
 from onceflow.task.map_rows import RowsMap
+from onceflow.task.row_operators import ArrowFunction
 
 log = logging.getLogger("onceflow")
 

@@ -18,7 +18,7 @@ from onceflow.planning.ownership import Outgoing, check_columns
 from onceflow.planning.placement import Placement
 from onceflow.planning.step_frames import sink_columns, with_default_topic
 from onceflow.planning.step_tree import StepNode, StepQuery, Tree, branch_frames
-from onceflow.spark import jvm, plans, queries
+from onceflow.spark import function_names, plans
 from onceflow.state.api.deduplication import SOURCE_COLUMNS
 from onceflow.task.state_tasks import RowsTask
 from onceflow.task.step_outputs import rows_schema
@@ -71,11 +71,11 @@ class Stages:
             return self._inputs[tree.branch]
         if tree.step is not None:
             return self._rows(tree.step)
-        spark = self._inputs[0].sparkSession
-        new = {node.path: plans.named_as(self._rows(node), plans.at(tree.plan, node.path)) for node in tree.steps}
-        for path, branch in tree.branches:
-            new[path] = plans.named_as(self._inputs[branch], plans.at(tree.plan, path))
-        return plans.frame(spark, plans.grafted(spark, tree.plan, new))
+        spark, plan = self._inputs[0].sparkSession, self._query.plan
+        found = [(step.node, self._rows(step)) for step in tree.steps]
+        found += [(node, self._inputs[branch]) for node, branch in tree.branches]
+        new = {tree.root.path_to(node): plans.named_as(rows, plans.at(plan, node.path)) for node, rows in found}
+        return plans.frame(spark, plans.grafted(spark, plans.at(plan, tree.root.path), new))
 
     def _rows(self, node: StepNode) -> DataFrame:
         """The rows of a step that operators after it see."""
@@ -97,4 +97,4 @@ class Stages:
 
 def runs_step_once(df: DataFrame) -> bool:
     """Whether the optimizer has left the one process step of a DataFrame in its plan."""
-    return sum(queries.step_table(node) is not None for node in jvm.nodes(plans.optimized(df))) == 1
+    return sum(map(function_names.is_step, plans.arrow_functions(plans.optimized(df)))) == 1

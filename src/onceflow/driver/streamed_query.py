@@ -6,22 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 
+from onceflow.driver.driver_program import DriverProgram, Functions, driver_program
 from onceflow.driver.state_step import StateStep
 from onceflow.errors import OptionError
-from onceflow.planning.direct_query import Functions, direct_plan
+from onceflow.planning.direct_plan import DirectPlan
+from onceflow.planning.direct_query import direct_plan
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
 from onceflow.planning.ownership import Columns
 from onceflow.planning.placement import QueryShape, StepShape
 from onceflow.planning.process import Step
 from onceflow.planning.step_tree import StepQuery, Tree, source_frame, stripped, tree_of
 from onceflow.protocol.progress import Progress
-from onceflow.spark import batch_plan, plans, queries
+from onceflow.spark import batch_plan, plans
 from onceflow.spark.master import current_cores, is_local
+from onceflow.spark.query_facts import QueryFacts, node_of, topics_read
 from onceflow.state.table_state import TableState
-from onceflow.task.direct_plan import DirectPlan
+from onceflow.task.sink_form import Form, SinkForm
 from onceflow.task.state_tasks import Collected
+
+_Bound = tuple[DirectPlan | str, DriverProgram | None]
 
 
 @dataclass(frozen=True)
@@ -31,19 +36,22 @@ class StreamedQuery:
     Args:
         df: its rows that are written, or that go into the process steps.
         state: the process steps and the operators behind them, if there are any.
-        direct: the query as the direct engine runs it, without a step that writes what it yields; or why it cannot.
         node: the root of the analyzed plan of the rows that are written, or that go into the steps.
+        plan: the query as the direct engine runs it, without a step that writes what it yields; or why it cannot.
+        program: makes the rows in the driver; None: Spark's micro-batches run the query.
     """
 
     df: DataFrame
     options: SinkOptions
     state: StateStep | None
-    direct: DirectPlan | str
     node: Any
+    plan: DirectPlan | str
+    program: DriverProgram | None
 
 
 def divide(
     df: DataFrame,
+    facts: QueryFacts,
     options: SinkOptions,
     columns: Columns,
     steps: Mapping[str, Step],
@@ -59,6 +67,7 @@ def divide(
     then the operators that follow them.
 
     Args:
+        facts: of the query.
         steps: the flow's, by their tables. The query may use some of them only.
         progress: the flow's, as committed.
         functions: for the direct engine.
@@ -67,15 +76,19 @@ def divide(
         UnsupportedQueryError: the query cannot be divided in this way.
         OptionError: the partitioner cannot be used for the outputs of a step.
     """
-    found = tree_of(df, steps, flow)
+    form = SinkForm(columns.taken, columns.cast, options.partitioner == "source")
+    found = tree_of(facts, steps, flow)
     if found is None:
-        return _without_steps(df, options, columns, functions)
+        # Other columns may have types that only Spark has.
+        taken = None if columns.whole else columns.taken
+        return _without_steps(df, facts, options, form, functions, flow, taken)
     tree, branches = found
     plans.check_streaming(df, flow)
-    tree = _without_needless(df.sparkSession, tree, options.partitioner, flow)
+    tree = _without_needless(tree, options.partitioner, flow)
     used = {node.table: steps[node.table] for node in tree.all_steps()}
-    streamed = source_frame(df.sparkSession, branches)
+    plan = plans.analyzed(df)
     query = StepQuery(
+        plan=plan,
         tree=tree,
         branches=branches,
         written_as_is=tree.step is not None and len(used) == 1,
@@ -96,49 +109,82 @@ def divide(
     transactions = options.guarantee == EXACTLY_ONCE
     tables = _tables(tree, used, progress, source_partitions, transactions=transactions)
     state = StateStep(query, shape, tables, cores=current_cores(df.sparkSession))
-    direct = _with_steps(query, functions)
-    return StreamedQuery(streamed, options, state, direct, plans.analyzed(streamed))
+    streamed = source_frame(df.sparkSession, plan, branches)
+    return StreamedQuery(streamed, options, state, plans.analyzed(streamed), *_with_steps(query, form, functions, flow))
 
 
-def _without_steps(df: DataFrame, options: SinkOptions, columns: Columns, functions: Functions) -> StreamedQuery:
-    # Other columns may have types that only Spark has.
-    query = whole(df, options, functions, df if columns.whole else df.select(*[f"`{name}`" for name in columns.taken]))
-    if isinstance(query.direct, DirectPlan) and query.direct.needs_frame and options.partitioner == "source":
+def _without_steps(
+    df: DataFrame,
+    facts: QueryFacts,
+    options: SinkOptions,
+    form: SinkForm,
+    functions: Functions,
+    flow: str,
+    taken: tuple[str, ...] | None,
+) -> StreamedQuery:
+    query = whole(df, facts, options, form, functions, flow, taken)
+    if isinstance(query.plan, DirectPlan) and query.plan.needs_frame and options.partitioner == "source":
         why = (
             'partitioner="source" goes with columns as they were read. Select the column partition, and leave '
             "partitioner out: then rows of any query go to the partition that they were read from"
         )
-        return replace(query, direct=why)
+        return replace(query, plan=why)
     return query
 
 
-def whole(df: DataFrame, options: SinkOptions, functions: Functions, written: DataFrame | None = None) -> StreamedQuery:
+def whole(
+    df: DataFrame,
+    facts: QueryFacts,
+    options: SinkOptions,
+    form: Form,
+    functions: Functions,
+    flow: str,
+    taken: tuple[str, ...] | None = None,
+) -> StreamedQuery:
     """A query without process steps.
 
     Args:
-        written: those columns of it that are written; None: all.
+        form: of the rows.
+        taken: those columns that are written; None: all.
     """
-    node = batch_plan.inlined(df.sparkSession, plans.analyzed(df if written is None else written))
-    direct = direct_plan(node, functions)
-    if isinstance(direct, DirectPlan) and direct.needs_frame:
-        plans.check_streaming(df, functions.flow)  # Spark itself never sees a stream
-    return StreamedQuery(df, options, None, direct, node)
+    spark, root = df.sparkSession, facts.root
+    node = plans.analyzed(df if taken is None else df.select(*[f"`{name}`" for name in taken]))
+    if any(each.kind == "WithCTE" for each in root.nodes()):
+        node = batch_plan.inlined(spark, node)
+        root = node_of(spark, node)
+    elif taken is not None:
+        root = root.selected(taken)
+    plan = direct_plan(root, flow, functions.names)
+    if isinstance(plan, DirectPlan) and plan.needs_frame:
+        plans.check_streaming(df, flow)  # Spark itself never sees a stream
+    return StreamedQuery(df, options, None, node, *_bound(plan, node, functions, form))
 
 
-def _with_steps(query: StepQuery, functions: Functions) -> DirectPlan | str:
+def _bound(plan: DirectPlan | str, node: Any, functions: Functions, form: Form | None) -> _Bound:
+    """The plan, or why it cannot be run; and its program."""
+    if isinstance(plan, str) or functions.evaluate is None:
+        return plan, None
+    program = driver_program(plan, node, functions, form)
+    return (program, None) if isinstance(program, str) else (plan, program)
+
+
+def _with_steps(query: StepQuery, form: SinkForm, functions: Functions, flow: str) -> _Bound:
     """What goes into the only step, if that writes what it yields; else the query with its steps."""
     step = query.tree.step
-    node = step.input.plan if query.written_as_is and step is not None else query.tree.plan
-    return direct_plan(node, functions)
+    if query.written_as_is and step is not None:
+        return _bound(direct_plan(step.input.root, flow, functions.names), query.plan, functions, None)
+    plan = direct_plan(query.tree.root, flow, functions.names)
+    written = plan.only(form.taken) if isinstance(plan, DirectPlan) else plan
+    return _bound(written, query.plan, functions, form)
 
 
-def _without_needless(spark: SparkSession, tree: Tree, partitioner: str, flow: str) -> Tree:
+def _without_needless(tree: Tree, partitioner: str, flow: str) -> Tree:
     """The tree without operators that change nothing.
 
     With another partitioner than ``key`` they stay: it can place rows of operators, but not the outputs of a step.
     """
     if partitioner == "key":
-        return stripped(spark, tree)
+        return stripped(tree)
     if tree.step is None:
         return tree
     raise OptionError(
@@ -160,7 +206,7 @@ def _tables(
     found = {}
     for node in tree.all_steps():
         # The watermark depends only on the sources that reach the step: rows of another step have no event time.
-        topics = set() if node.input.steps else queries.topics_read(node.input.plan) & source_partitions.keys()
+        topics = set() if node.input.steps else topics_read(node.input.root) & source_partitions.keys()
         step = steps[node.table]
         found[node.table] = TableState(
             step.spec,
@@ -182,5 +228,5 @@ def _needs_exchange(query: StepQuery) -> bool:
 
 def _is_topic_of_step(tree: Tree) -> bool:
     """Whether the query's ``topic`` column is that of a step, unchanged: then it is null in every row."""
-    own = {queries.attribute(plans.at(tree.plan, node.path), "topic") for node in tree.steps}
-    return queries.attribute(tree.plan, "topic") in own
+    own = {step.node.id_of("topic") for step in tree.steps}
+    return tree.root.id_of("topic") in own

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from onceflow.engine_query import DIRECT, SPARK
 from onceflow.errors import UnsupportedQueryError
-from onceflow.task.direct_plan import DirectPlan
+from onceflow.planning.direct_plan import DirectPlan
 
 #: Values of ``engine=``: what reads, processes and writes batches.
 AUTO, DRIVER, TASKS = "auto", "driver", "tasks"
@@ -22,24 +22,30 @@ class EngineChoice:
 
     Args:
         engine: ``direct`` or ``spark``. reason: why, for logs.
-        plan: of the direct engine.
         place: one of ``ENGINES``: what reads, processes and writes the batches of the direct engine.
     """
 
     engine: str
     reason: str
-    plan: DirectPlan | None = None
     place: str = AUTO
 
 
 def choose(
-    wanted: str, plan: DirectPlan | str, *, checkpoint: bool | None, stateful: bool, local: bool, flow: str
+    wanted: str,
+    plan: DirectPlan | str,
+    job: str = "",
+    *,
+    checkpoint: bool | None,
+    stateful: bool,
+    local: bool,
+    flow: str,
 ) -> EngineChoice:
     """Decide.
 
     Args:
         wanted: one of ``ENGINES``.
         plan: the query as the direct engine runs it, or why it cannot.
+        job: why the driver needs a Spark job for each batch; empty: it needs none.
         checkpoint: whether there is one; None: there cannot be one. stateful: whether the query has a process step.
         local: whether tasks run on this machine.
 
@@ -53,7 +59,7 @@ def choose(
                 flow=flow,
                 next_step="leave one of them out",
             )
-        return EngineChoice(SPARK, "checkpoint= keeps Spark's own state and offsets", place=wanted)
+        return EngineChoice(SPARK, "checkpoint= keeps Spark's own state and offsets", wanted)
     if isinstance(plan, str):
         may_keep = checkpoint is not None and not stateful
         kept = "give checkpoint=, a folder that is kept: Spark's micro-batches run the query then; or change it"
@@ -65,15 +71,15 @@ def choose(
         )
     if wanted == AUTO and stateful and not local:
         why = "its state is where tasks run, on other machines; engine='driver' moves it"
-        return EngineChoice(DIRECT, f"tasks run all batches: {why}", plan, TASKS)
-    return EngineChoice(DIRECT, ("" if wanted == AUTO else f"engine={wanted!r}: ") + _how(plan, wanted), plan, wanted)
+        return EngineChoice(DIRECT, f"tasks run all batches: {why}", TASKS)
+    return EngineChoice(DIRECT, ("" if wanted == AUTO else f"engine={wanted!r}: ") + _how(plan, job, wanted), wanted)
 
 
-def _how(plan: DirectPlan, place: str) -> str:
+def _how(plan: DirectPlan, job: str, place: str) -> str:
     if place == TASKS:
         return "each of its batches is a Spark job; one takes 0.1 seconds or more, however few records it has"
-    if plan.job:
-        return f"each of its batches is a small Spark job, because of {plan.job}; one takes 0.1 seconds or more"
+    if job:
+        return f"each of its batches is a small Spark job, because of {job}; one takes 0.1 seconds or more"
     if plan.by_spark:
         return "Spark evaluates its rows in the driver, without a job; that takes some 10 ms a batch, 50 with Python"
     return "its plan needs no Spark job"

@@ -64,7 +64,7 @@ def check_external(df: DataFrame, sink: ExternalSink, given: ExternalOptions, fl
             flow=flow,
             next_step="give dead_letter_topic= as well, or leave it out",
         )
-    facts = queries.check_plan(df, flow, call="Flow.write_external")
+    facts = queries.check_query(df, flow, call="Flow.write_external")
     if facts.dead_letters != "none":
         raise UnsupportedQueryError(
             "Flow.write_external cannot write what Flow.enrich returns: its dead letters go to a topic",

@@ -9,7 +9,7 @@ from onceflow.errors import OptionError
 from onceflow.planning.options import check_whole
 from onceflow.planning.read_until import ReadBound
 from onceflow.planning.source_starts import StartingOffsets
-from onceflow.spark import queries
+from onceflow.spark import queries, query_facts
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def source_options(given: ReadOptions, offsets: Mapping[int, int], flow: str) ->
         "kafka.isolation.level": "read_committed",
         "failOnDataLoss": str(given.fail_on_data_loss).lower(),
         "includeHeaders": str(given.include_headers).lower(),
-        queries.MARK: flow,
+        query_facts.MARK: flow,
     }
     if given.max_records_per_batch is not None:
         options["maxOffsetsPerTrigger"] = str(given.max_records_per_batch)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 from onceflow.errors import OptionError
-from onceflow.spark.queries import PlanFacts
+from onceflow.spark.query_facts import QueryFacts
 
 log = logging.getLogger("onceflow")
 
 
-def check_order(what: str, facts: PlanFacts, flow: str) -> None:
+def check_order(what: str, facts: QueryFacts, flow: str) -> None:
     """Refuse a query in which several tasks may read one partition. Warn if the query itself loses the order.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onceflow.spark.queries import PlanFacts
+from onceflow.spark.query_facts import QueryFacts
 
 OUTPUT_MODES = ("append", "update", "complete")
 
@@ -28,5 +28,5 @@ class RunOptions:
     checkpoint: str | None
     output_mode: str
     on_conflict: str
-    facts: PlanFacts
+    facts: QueryFacts
     engine: str = "auto"

@@ -10,6 +10,7 @@ from onceflow.errors import UnsupportedQueryError
 from onceflow.planning.options import AT_MOST_ONCE
 from onceflow.planning.process import Step
 from onceflow.planning.step_tree import tree_of
+from onceflow.spark.query_facts import QueryFacts
 from onceflow.task.state_tasks import StepPlaceholder
 from onceflow.task.step_outputs import rows_schema
 
@@ -20,14 +21,14 @@ def step_frame(rows: DataFrame, table: str, processor: object) -> DataFrame:
 
 
 def check_goes_with(
-    df: DataFrame, steps: Mapping[str, Step], guarantee: str, checkpoint: str | None, *, flow: str
+    facts: QueryFacts, steps: Mapping[str, Step], guarantee: str, checkpoint: str | None, *, flow: str
 ) -> None:
     """Refuse process steps in queries that cannot give their guarantees.
 
     Raises:
         UnsupportedQueryError: the query has a weaker guarantee, or state in Spark.
     """
-    if not steps or tree_of(df, steps, flow) is None:
+    if not steps or tree_of(facts, steps, flow) is None:
         return
     if guarantee == AT_MOST_ONCE:
         raise UnsupportedQueryError(

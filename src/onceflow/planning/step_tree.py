@@ -7,7 +7,7 @@ With several (a union after a step, two steps) it is a union of them, and every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,9 @@ from pyspark.sql import functions as F
 
 from onceflow.errors import UnsupportedQueryError
 from onceflow.planning.ownership import SINK_COLUMNS, Columns
-from onceflow.spark import jvm, plans, queries
+from onceflow.spark import plans
+from onceflow.spark.plan_columns import PlanColumn, TakenColumn
+from onceflow.spark.query_facts import Node, QueryFacts
 
 _BRANCH = "__onceflow_branch"
 
@@ -27,45 +29,46 @@ class StepNode:
 
     Args:
         table: the table of the step, which identifies it.
-        path: its position, from the root of the tree that contains it.
-        narrow: whether all operators above it, up to that root, keep its tasks as they are (`plans.NARROW`).
+        node: its place in the plan.
+        narrow: whether all operators above it, up to the root of the tree that contains it, keep its tasks as they are
+            (`Operator.narrow`).
         input: the tree of its input.
     """
 
     table: str
-    path: plans.Path
+    node: Node
     narrow: bool
     input: Tree
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The plan of a DataFrame, and its parts that are replaced in every batch: steps and branches.
+    """The plan of a query, or a part of it, and its parts that are replaced in every batch: steps and branches.
 
     Args:
         steps: the steps that have no other step of this tree above them.
-        branches: path and number of each branch that is not below one of these steps.
+        branches: each branch that is not below one of these steps, and its number.
     """
 
-    plan: Any
+    root: Node
     steps: tuple[StepNode, ...]
-    branches: tuple[tuple[plans.Path, int], ...]
+    branches: tuple[tuple[Node, int], ...]
 
     @property
     def branch(self) -> int | None:
         """The number of the branch, if the whole tree is one."""
-        return self.branches[0][1] if self.branches and self.branches[0][0] == () else None
+        return self.branches[0][1] if self.branches and self.branches[0][0] is self.root else None
 
     @property
     def step(self) -> StepNode | None:
         """The step, if it is the root of the tree."""
-        return self.steps[0] if self.steps and self.steps[0].path == () else None
+        return self.steps[0] if self.steps and self.steps[0].node is self.root else None
 
     def all_steps(self) -> Iterator[StepNode]:
         """Every step, also those below others; a step comes before those below it."""
-        for node in self.steps:
-            yield node
-            yield from node.input.all_steps()
+        for step in self.steps:
+            yield step
+            yield from step.input.all_steps()
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class StepQuery:
     """The process steps of one query, and their places in its plan.
 
     Args:
+        plan: the analyzed plan of the query.
         tree, branches: see `tree_of`.
         written_as_is: whether the outputs of its only step are written unchanged.
         topic: where outputs go that name no topic.
@@ -81,8 +85,9 @@ class StepQuery:
         collected: per table, the accumulator for the reports of tasks that yield rows.
     """
 
+    plan: Any
     tree: Tree
-    branches: list[Any]
+    branches: list[Node]
     written_as_is: bool
     topic: str | None
     topic_has_side_outputs: bool
@@ -90,58 +95,55 @@ class StepQuery:
     collected: Mapping[str, Any]
 
 
-def tree_of(df: DataFrame, tables: Mapping[str, Any], flow: str) -> tuple[Tree, list[Any]] | None:
-    """The tree of a query and the plans of its branches; None: it has no process step.
+def tree_of(facts: QueryFacts, tables: Collection[str], flow: str) -> tuple[Tree, list[Node]] | None:
+    """The tree of a query and its branches; None: it has no process step.
 
     Args:
-        tables: the steps of this run, by table.
+        tables: those of the steps of this run.
 
     Raises:
         UnsupportedQueryError: the query has a step of another run, or the same step twice.
     """
-    plan = plans.analyzed(df)
-    if not _has_step(plan):
+    if not facts.has_step:
         return None
-    if any(jvm.kind(node) == "WithCTE" for node in jvm.nodes(plan)):
+    if any(node.kind == "WithCTE" for node in facts.root.nodes()):
         raise UnsupportedQueryError(
             "The query has a WITH clause and a process step",
             flow=flow,
             next_step="write it without WITH: a subquery, or DataFrame operators",
         )
-    branches: list[Any] = []
-    tree = _tree(plan, branches)
+    branches: list[Node] = []
+    tree = _tree(facts.root, branches)
     seen: set[str] = set()
-    for node in tree.all_steps():
-        if node.table not in tables or node.table in seen:
+    for step in tree.all_steps():
+        if step.table not in tables or step.table in seen:
             raise UnsupportedQueryError(
-                f"The query has the process step of table {node.table!r} "
-                + ("twice: its state would be written twice" if node.table in tables else "of another run or flow"),
+                f"The query has the process step of table {step.table!r} "
+                + ("twice: its state would be written twice" if step.table in tables else "of another run or flow"),
                 flow=flow,
                 next_step="call Flow.read and Flow.process again for this run, and use every step once: a "
                 "processor may yield several records, and Record(topic=...) goes to another topic",
             )
-        seen.add(node.table)
+        seen.add(step.table)
     return tree, branches
 
 
-# Operators that pass all rows on unchanged. (A projection or a filter may do so, too.)
-_NAMES_ONLY = ("SubqueryAlias", "View")
 # The columns of a step that the sink always writes. A step's topic column is null in every row.
 _WRITTEN = ("key", "value", "headers", "timestamp")
 
 
-def stripped(spark: SparkSession, tree: Tree) -> Tree:
+def stripped(tree: Tree) -> Tree:
     """The tree without the operators above its only step, if none of them changes anything; otherwise the tree."""
     if len(tree.steps) != 1 or tree.branches:
         return tree
-    (node,) = tree.steps
-    step, *above = plans.operators(spark, tree.plan, node.path)
-    if not changes_nothing(step.columns, above):
+    (step,) = tree.steps
+    own, *above = reversed([*tree.root.down_to(step.node)])
+    if not changes_nothing(own.columns, above):
         return tree
-    return Tree(plans.at(tree.plan, node.path), (replace(node, path=(), narrow=True),), ())
+    return Tree(step.node, (replace(step, narrow=True),), ())
 
 
-def changes_nothing(columns: Sequence[tuple[str, int]], above: Sequence[plans.Operator]) -> bool:
+def changes_nothing(columns: Sequence[tuple[str, int]], above: Sequence[Node]) -> bool:
     """Whether the sink would write the same without these operators: they only pass on the columns of a step.
 
     Args:
@@ -149,13 +151,13 @@ def changes_nothing(columns: Sequence[tuple[str, int]], above: Sequence[plans.Op
         above: the operators after the step, the first one first.
     """
     origins = {number: name for name, number in columns}  # the step's column of each id
-    for operator in above:
-        if operator.kind == "Project":
-            named = zip(operator.columns, operator.taken, strict=True)
-            origins = {number: origins[taken] for (_, number), taken in named if taken in origins}
-        if any(number not in origins for _, number in operator.columns):
+    for node in above:
+        if node.kind == "Project":
+            named = zip(node.ids, map(_taken, node.projected), strict=True)
+            origins = {number: origins[taken] for number, taken in named if taken in origins}
+        if any(number not in origins for number in node.ids):
             return False  # something is computed, even if it is not used
-        if operator.kind != "Project" and operator.kind not in _NAMES_ONLY and not operator.keeps_all:
+        if node.kind != "Project" and not node.operator.names_only and not node.keeps_all:
             return False
     last = above[-1].columns if above else columns
     found = {name: origins[number] for name, number in last}
@@ -164,33 +166,38 @@ def changes_nothing(columns: Sequence[tuple[str, int]], above: Sequence[plans.Op
     return own in (wanted, {**wanted, "topic": "topic"})
 
 
-def _tree(plan: Any, branches: list[Any]) -> Tree:
-    steps: list[StepNode] = []
-    beside: list[tuple[plans.Path, int]] = []
+def _taken(column: PlanColumn) -> int | None:
+    """The id of the input column that a column is, with the same type; None: it is computed."""
+    return column.expression if isinstance(column, TakenColumn) and column.cast is None else None
 
-    def walk(node: Any, path: plans.Path, narrow: bool) -> None:
-        table = queries.step_table(node)
+
+def _tree(root: Node, branches: list[Node]) -> Tree:
+    steps: list[StepNode] = []
+    beside: list[tuple[Node, int]] = []
+
+    def walk(node: Node, narrow: bool) -> None:
+        table = node.table
         if table is not None:
-            steps.append(StepNode(table, path, narrow, _tree(node.child(), branches)))
-        elif _has_step(node):
-            narrow = narrow and jvm.kind(node) in plans.NARROW
-            for i, child in enumerate(plans.children(node)):
-                walk(child, (*path, i), narrow)
-        elif node.isStreaming():
-            beside.append((path, len(branches)))
+            steps.append(StepNode(table, node, narrow, _tree(node.children[0], branches)))
+        elif any(each.table is not None for each in node.nodes()):
+            for child in node.children:
+                walk(child, narrow and node.operator.narrow)
+        elif node.streaming:
+            beside.append((node, len(branches)))
             branches.append(node)
 
-    walk(plan, (), True)
-    return Tree(plan, tuple(steps), tuple(beside))
+    walk(root, True)
+    return Tree(root, tuple(steps), tuple(beside))
 
 
-def _has_step(plan: Any) -> bool:
-    return any(queries.step_table(node) is not None for node in jvm.nodes(plan))
+def source_frame(spark: SparkSession, plan: Any, branches: Sequence[Node]) -> DataFrame:
+    """The rows that go into the steps: those of the only branch, or a union of all branches, every row marked with its
+    branch.
 
-
-def source_frame(spark: SparkSession, branches: Sequence[Any]) -> DataFrame:
-    """The streaming query: its only branch, or a union of all branches, every row marked with its branch."""
-    frames = [plans.frame(spark, plan) for plan in branches]
+    Args:
+        plan: the analyzed plan of the query.
+    """
+    frames = [plans.frame(spark, plans.at(plan, branch.path)) for branch in branches]
     if len(frames) == 1:
         return frames[0]
     # By position: a plan may have several columns of one name.
@@ -210,7 +217,7 @@ def source_frame(spark: SparkSession, branches: Sequence[Any]) -> DataFrame:
     return united
 
 
-def branch_frames(df: DataFrame, branches: Sequence[Any], tasks: int) -> list[DataFrame]:
+def branch_frames(df: DataFrame, branches: Sequence[Node], tasks: int) -> list[DataFrame]:
     """The rows of a batch, branch by branch, with the names of their columns.
 
     Args:
@@ -221,10 +228,9 @@ def branch_frames(df: DataFrame, branches: Sequence[Any], tasks: int) -> list[Da
         return [df]
     shared = plans.exchanged(df, tasks)  # otherwise the rows of all branches would be computed once for each branch
     frames = []
-    for i, plan in enumerate(branches):
+    for i, branch in enumerate(branches):
         mine = shared.where(F.col(_BRANCH) == i).select(F.col(f"{_field(i)}.*"))
-        output = plan.output()
-        frames.append(mine.toDF(*[str(output.apply(j).name()) for j in range(output.size())]))
+        frames.append(mine.toDF(*branch.names))
     return frames
 
 

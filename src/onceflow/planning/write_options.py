@@ -22,7 +22,7 @@ from onceflow.planning.run_options import OUTPUT_MODES, RunOptions
 from onceflow.protocol.compression import compression_code
 from onceflow.protocol.names import OwnTopics
 from onceflow.spark import queries
-from onceflow.spark.queries import PlanFacts
+from onceflow.spark.query_facts import QueryFacts
 from onceflow.state.api.deduplication import SOURCE_COLUMNS
 
 log = logging.getLogger("onceflow")
@@ -75,9 +75,9 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
     _check_values(given, flow)
     timeout_s = option_seconds(given.transaction_timeout, "transaction_timeout", flow)
     trigger_s = trigger_seconds(given.trigger, once=given.once, flow=flow)
-    facts = queries.check_plan(df, flow, checkpoint=given.checkpoint is not None)
+    facts = queries.check_query(df, flow, checkpoint=given.checkpoint is not None)
     _check_combinations(given, flow)
-    if given.partitioner != "round_robin" and not facts.stateful:
+    if given.partitioner != "round_robin" and not facts.state:
         check_order(f'partitioner="{given.partitioner}"', facts, flow)
     check_dead_letters(facts, given.topic, flow)
     check_output(given.topic, own, flow)
@@ -97,12 +97,12 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
         given.compression,
         timeout_s,
         # If few rows may become any number of rows, no batch counts as small.
-        0 if given.engine == TASKS or queries.may_make_many(df) else DRIVER_ROWS,
+        0 if given.engine == TASKS or facts.may_make_many else DRIVER_ROWS,
         guarantee=given.guarantee,
-        stateful=facts.stateful,
+        stateful=bool(facts.state),
         trigger_s=trigger_s or 0.0,
         timers_s=math.inf if given.once else max(1.0, trigger_s or 0.0),
-        late=given.late if facts.stateful and facts.watermark else None,
+        late=given.late if facts.state and facts.watermark else None,
     )
     run = RunOptions(
         # Spark understands fewer units than onceflow.
@@ -163,7 +163,7 @@ def _check_combinations(given: WriteOptions, flow: str) -> None:
         )
 
 
-def check_no_dead_letters(facts: PlanFacts, what: str, flow: str) -> None:
+def check_no_dead_letters(facts: QueryFacts, what: str, flow: str) -> None:
     """Refuse a step behind `Flow.enrich` that would get its dead letters.
 
     Raises:
@@ -178,7 +178,7 @@ def check_no_dead_letters(facts: PlanFacts, what: str, flow: str) -> None:
         )
 
 
-def check_dead_letters(facts: PlanFacts, topic: str | None, flow: str) -> None:
+def check_dead_letters(facts: QueryFacts, topic: str | None, flow: str) -> None:
     """Refuse what would lose or mistake the dead letters that `Flow.enrich` returns among its rows.
 
     Raises:

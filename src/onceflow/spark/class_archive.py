@@ -32,6 +32,7 @@ import pyarrow as pa
 from pyspark import SparkContext
 from onceflow.spark import plans
 from onceflow.spark.collect import collect
+from onceflow.spark.query_facts import facts_of
 from onceflow.spark.row_program import RowPrograms
 archive, checkpoint = sys.argv[1:]
 flag = "-XX:ArchiveClassesAtExit=" + archive
@@ -51,9 +52,9 @@ parsed = "from_json(string(value), 'a string, b long, c array<struct<d: double>>
 found = rows.selectExpr("key", parsed, "timestamp").where("j.b > 0 AND timestamp < current_timestamp()")
 found = found.selectExpr("*", "explode(array(1)) AS n")
 found = found.selectExpr("key", "to_json(struct(j.*, upper(j.a), date(timestamp), n)) AS value")
-((leaf, _),) = plans.leaves(plans.analyzed(found))
+(leaf,) = [node for node in facts_of(found).root.nodes() if not node.children]
 programs = RowPrograms(spark)
-program = programs.evaluate(plans.analyzed(found), leaf)
+program = programs.evaluate(plans.analyzed(found), (), leaf.path)
 given = [pa.array([b"k"]), pa.array([b'{"a": "x", "b": 1}']), None, pa.array([1], pa.timestamp("us", "UTC"))]
 assert [count for _, count in program.rows(given, 1)] == [1]
 programs.close()

@@ -23,7 +23,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.spark import jvm, plans, queries, shipping
+from onceflow.spark import function_names, jvm, plans, shipping
 from onceflow.spark.import_errors import cannot_import, import_error
 from onceflow.spark.master import is_local
 from onceflow.spark.pickling import (
@@ -141,10 +141,12 @@ def functions_of(df: DataFrame) -> list[Pickled]:
                 if not jvm.kind(function).startswith("Python"):
                     continue  # an expression around it, which may have no name
                 name = str(function.name())
-                if queries.is_ours(name) and not queries.is_join(name):
+                if function_names.is_ours(name) and not function_names.is_join(name):
                     continue
                 command = function.func().command().toArray(java.scala.reflect.ClassTag.Byte())
-                found.append(Pickled(f"the function {queries.function_of_map(name)}", bytes(command), function=name))
+                found.append(
+                    Pickled(f"the function {function_names.function_of_map(name)}", bytes(command), function=name)
+                )
     return found
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pyspark.errors import AnalysisException
@@ -24,12 +23,6 @@ from onceflow.spark.java_functions import JavaFunctions
 from onceflow.spark.task_shuffle import repartition_by_task
 
 Path = tuple[int, ...]
-
-#: Operators whose tasks are those of their child, one to one and each run once (Spark: the physical operators that
-#: return ``child.execute().mapPartitions...``). Below them a process step can tell its partitions from its task.
-NARROW = frozenset(
-    ("EventTimeWatermark", "Filter", "Generate", "MapInArrow", "MapInPandas", "Project", "SubqueryAlias")
-)
 
 
 def analyzed(df: DataFrame) -> Any:
@@ -54,13 +47,11 @@ def at(plan: Any, path: Path) -> Any:
     return plan
 
 
-def leaves(plan: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The nodes without children, and their paths."""
-    below = children(plan)
-    if not below:
-        yield path, plan
-    for number, child in enumerate(below):
-        yield from leaves(child, (*path, number))
+def arrow_functions(plan: Any) -> Iterator[str]:
+    """The names of the functions of ``mapInArrow`` in a plan."""
+    for node in jvm.nodes(plan):
+        if jvm.kind(node) == "MapInArrow":
+            yield str(node.functionExpr().name())
 
 
 def struct_of(node: Any) -> T.StructType:
@@ -184,48 +175,8 @@ def check_streaming(df: DataFrame, flow: str) -> None:
         ) from error
 
 
-@dataclass(frozen=True)
-class Operator:
-    """One operator of a logical plan: what is needed to decide whether it changes rows.
-
-    Args:
-        kind: its class.
-        columns: name and expression id of each column that it yields. Spark keeps the id of a column that is passed on
-            unchanged.
-        taken: for a projection, the id of the input column that each column is, maybe with another name; None: the
-            column is computed.
-        keeps_all: for a filter, whether its condition is true for every row and in every batch.
-    """
-
-    kind: str
-    columns: tuple[tuple[str, int], ...]
-    taken: tuple[int | None, ...] = ()
-    keeps_all: bool = False
-
-
-def operators(spark: SparkSession, plan: Any, path: Path) -> list[Operator]:
-    """The operators from the node at a path, which comes first, to the root of a plan."""
-    found = [_operator(spark, plan)]
-    for number in path:
-        plan = plan.children().apply(number)
-        found.append(_operator(spark, plan))
-    return found[::-1]
-
-
-def _operator(spark: SparkSession, node: Any) -> Operator:
-    name = jvm.kind(node)
-    columns = tuple((str(each.name()), int(each.exprId().id())) for each in items(node.output()))
-    taken = tuple(_taken(each) for each in items(node.projectList())) if name == "Project" else ()
-    return Operator(name, columns, taken, name == "Filter" and _is_always_true(spark, node.condition()))
-
-
-def _taken(expression: Any) -> int | None:
-    while jvm.kind(expression) == "Alias":
-        expression = expression.child()
-    return int(expression.exprId().id()) if jvm.kind(expression) == "AttributeReference" else None
-
-
-def _is_always_true(spark: SparkSession, condition: Any) -> bool:
+def is_always_true(spark: SparkSession, condition: Any) -> bool:
+    """Whether a condition is true for every row and in every batch."""
     java: Any = spark._jvm
     time = (
         java.org.apache.spark.sql.catalyst.trees.TreePattern.CURRENT_LIKE()

@@ -14,7 +14,7 @@ from py4j.protocol import Py4JError
 from pyspark.java_gateway import ensure_callback_server_started
 from pyspark.sql import SparkSession
 
-from onceflow.spark import jvm, queries
+from onceflow.spark import jvm, query_facts
 
 log = logging.getLogger("onceflow")
 
@@ -111,7 +111,7 @@ def _flow_of(spark: SparkSession, query_id: Any) -> str | None:
     query = jvm.running_query(spark, str(query_id))
     for node in jvm.nodes(query.analyzedPlan()):
         if jvm.kind(node) == "StreamingRelationV2":
-            mark = node.extraOptions().get(queries.MARK)
+            mark = node.extraOptions().get(query_facts.MARK)
             if mark is not None:
                 return str(mark)
     return None

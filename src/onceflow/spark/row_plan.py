@@ -17,6 +17,7 @@ from onceflow.spark import batch_plan, jvm, plan_columns, plans
 from onceflow.spark.collect import arrow_schema_of
 from onceflow.spark.java_functions import JavaFunctions
 from onceflow.spark.master import is_local
+from onceflow.spark.operators import operator
 
 #: Physical operators that need nothing but the rows of their own partition.
 _NARROW = frozenset(
@@ -26,8 +27,6 @@ _NARROW = frozenset(
         "ArrowEvalPythonExec", "BatchEvalPythonExec", "ArrowEvalPythonUDTFExec", "BatchEvalPythonUDTFExec",
     }
 )  # fmt: skip
-#: Logical operators that can have one more column of their child.
-_CARRIES = frozenset({"Project", "Filter", "Generate", "SubqueryAlias"})
 _ROW = "__onceflow_row"
 _ARROW = "org.apache.spark.sql.execution.arrow.ArrowConverters"
 _OBJECT, _ITERATOR = "java.lang.Object", "scala.collection.Iterator"
@@ -117,7 +116,7 @@ def _leaf(make: JavaFunctions, spark: SparkSession, struct: T.StructType, file: 
 def _passed_on(node: Any, base: plans.Path) -> list[int | None]:
     """For each column the place of the column of ``base`` that it is; None: it comes out of the JVM."""
     output, ids = plan_columns.output_ids(node), plan_columns.output_ids(plans.at(node, base))
-    if any(jvm.kind(plans.at(node, base[:depth])) not in _CARRIES for depth in range(len(base))):
+    if not all(operator(jvm.kind(plans.at(node, base[:depth]))).passes_numbers for depth in range(len(base))):
         return [None] * len(output)
     return [ids.index(each) if each in ids else None for each in output]
 

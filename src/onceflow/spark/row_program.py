@@ -120,30 +120,18 @@ class RowProgram:
         return pa.RecordBatch.from_arrays(arrays, schema=self._plan.input)
 
 
-class _Unplanned:
-    """In the place of a program, for a query that the direct engine is not going to run."""
-
-    needed: frozenset[int] = frozenset()
-    job = ""
-
-    def rows(self, columns: Sequence[pa.Array | None], count: int) -> Iterator[tuple[list[pa.Array], int]]:
-        raise RuntimeError("nothing was planned for these operators")
-
-
 class RowPrograms:
     """The programs of one run.
 
     Args:
         spark: the session of the query.
-        wanted: whether they may be needed; planning them costs a second.
 
     Attributes:
         now_us: the time of the batch, in microseconds of the epoch.
     """
 
-    def __init__(self, spark: SparkSession, *, wanted: bool = True) -> None:
+    def __init__(self, spark: SparkSession) -> None:
         self._spark = spark
-        self._wanted = wanted
         self._programs: list[RowProgram | RowJob] = []
         self.now_us = 0
 
@@ -155,10 +143,9 @@ class RowPrograms:
     def _make(self) -> JavaFunctions:
         return JavaFunctions(self._spark)
 
-    def evaluate(self, node: Any, base: plans.Path) -> RowProgram | RowJob | _Unplanned | str:
-        """See ``planning.direct_query.Evaluate``."""
-        if not self._wanted:
-            return _Unplanned()
+    def evaluate(self, plan: Any, path: plans.Path, base: plans.Path) -> RowProgram | RowJob | str:
+        """See ``driver.driver_program.Evaluate``."""
+        node = plans.at(plan, path)
         program: RowProgram | RowJob
         try:
             program = self._program(node, base)

@@ -21,7 +21,7 @@ from onceflow.clock import clock_ms
 from onceflow.errors import EnvironmentUnusableError, ProcessorError
 from onceflow.messages import CALLS_PROPERTY, batch_property
 from onceflow.protocol.topic_rules import TopicRules, WriteRules
-from onceflow.spark import queries
+from onceflow.spark import function_names
 from onceflow.state import dead_letters
 from onceflow.state.api import user_errors
 from onceflow.state.api.record import Record
@@ -125,7 +125,7 @@ class CallRows:
 
     def __init__(self, order: CallOrder, number: int = 0) -> None:
         self.order = order
-        name = queries.calls_name(order.calls.target.name, dead_letters=order.dead_letter_topic is not None)
+        name = function_names.calls_name(order.calls.target.name, dead_letters=order.dead_letter_topic is not None)
         self.__name__ = f"{name}-{number}"
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

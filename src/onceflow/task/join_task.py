@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from onceflow.client.committed import CommittedReader
 from onceflow.errors import BadRecordError, OnceflowError, OptionError
 from onceflow.messages import JOINED_PROPERTY, CopiesOrder, JoinOrder, batch_property
-from onceflow.spark import queries
+from onceflow.spark import function_names
 from onceflow.state.api import serdes
 from onceflow.state.api.json_columns import parse_json
 from onceflow.state.api.whole_numbers import changed
@@ -31,7 +31,7 @@ class JoinTask:
 
     def __init__(self, order: JoinOrder, number: int = 0) -> None:
         self.order = order
-        self.__name__ = f"{queries.join_name(order.spec.topic)}-{number}"
+        self.__name__ = f"{function_names.join_name(order.spec.topic)}-{number}"
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         now_ms, ends = self._pinned()

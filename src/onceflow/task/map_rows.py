@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.errors import OnceflowError, ProcessorError, SchemaError
-from onceflow.spark import queries
+from onceflow.spark import function_names
 from onceflow.spark.pickling import Pickled
 from onceflow.state.api import user_errors
 from onceflow.state.api.dictionaries import decoded
@@ -78,7 +78,7 @@ class RowsMap:
         self.name = name
         self.schema = schema
         self.flow = flow
-        self.__name__ = queries.map_name(number, name)
+        self.__name__ = function_names.map_name(number, name)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:

@@ -121,7 +121,7 @@ class RangeReader:
                 info = self._cluster.topic(name, deadline, fresh=True, patient=True, leaderless=True)
             info.check_same(self._order.topic_ids[name])
             infos.append(info)
-        headers = any(source.include_headers for source in self._order.query.plan.reads.values())
+        headers = any(source.include_headers for source in self._order.query.program.reads.values())
         return LongPoll(
             self._cluster,
             infos,
@@ -134,7 +134,7 @@ class RangeReader:
     def _in_range(self, place: TopicPartition, chunk: ColumnChunk) -> RecordColumns:
         """The records of a chunk that belong to the range: a response has whole record batches, which end later."""
         if chunk.expired_from is not None:
-            end, source = min(chunk.next_offset, self._ends[place]), self._order.query.plan.reads[place[0]]
+            end, source = min(chunk.next_offset, self._ends[place]), self._order.query.program.reads[place[0]]
             expired(place, chunk.expired_from, end, may_lose=not source.fail_on_data_loss, flow=self._order.flow)
         records = chunk.records
         if chunk.next_offset > self._ends[place]:

@@ -14,7 +14,9 @@ from onceflow.errors import data_loss, located
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.protocol.timestamps import LATEST_MS, NO_TIMESTAMP
-from onceflow.task.direct_plan import SOURCE_TYPES, DirectPlan, SinkForm, TableForm
+from onceflow.task.row_operators import SOURCE_TYPES
+from onceflow.task.sink_form import Form
+from onceflow.task.task_program import TaskProgram
 
 log = logging.getLogger("onceflow")
 
@@ -27,12 +29,14 @@ class QueryRows:
     """What a query makes of the records of its sources.
 
     Args:
-        plan: its operators.
+        program: its operators.
         form: of the sink; None: the rows go to a process step, or to Spark.
+        costly: whether each call of an operator costs much, however few rows there are.
     """
 
-    plan: DirectPlan
-    form: SinkForm | TableForm | None = None
+    program: TaskProgram
+    form: Form | None = None
+    costly: bool = False
 
     def of(self, parts: Sequence[tuple[TopicPartition, RecordColumns]]) -> Iterator[pa.RecordBatch]:
         """The rows that become of records of one topic.
@@ -45,27 +49,27 @@ class QueryRows:
             PySparkException: an operator of Spark fails for a row.
         """
         (topic, partition), _ = parts[0]
-        needed = self.plan.needed(topic)
+        needed = self.program.needed(topic)
         found = [source_columns(records, place, needed) for place, records in parts]
         columns = found[0]
         if len(found) > 1:
             columns = {name: pa.concat_arrays([each[name] for each in found]) for name in needed}
         with located(topic=f"{topic}-{partition}" if len(found) == 1 else topic):
-            for made in self.plan.rows(topic, columns, sum(len(records) for _, records in parts)):
+            for made in self.program.rows(topic, columns, sum(len(records) for _, records in parts)):
                 yield self.formed(made, partition)
 
     def formed(self, rows: pa.RecordBatch, partition: int = -1) -> pa.RecordBatch:
-        """Rows of the plan as the sink takes them."""
+        """Rows of the program as the sink takes them."""
         return rows if self.form is None or not rows.num_rows else self.form.rows(rows, partition)
 
     @property
     def merges(self) -> bool:
-        """Whether the records of a topic become rows all at once: each call of an operator costs much."""
-        return self.plan.needs_frame and not (self.form is not None and self.form.by_source)
+        """Whether the records of a topic become rows all at once."""
+        return self.costly and not (self.form is not None and self.form.by_source)
 
 
 def source_columns(records: RecordColumns, place: TopicPartition, needed: Sequence[str]) -> dict[str, pa.Array]:
-    """Records as columns of Spark's Kafka source, see ``direct_plan.SOURCE_TYPES``.
+    """Records as columns of Spark's Kafka source, see ``row_operators.SOURCE_TYPES``.
 
     Args:
         needed: names of the columns that are wanted.

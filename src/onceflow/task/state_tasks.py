@@ -28,7 +28,7 @@ from onceflow.messages import NotCopartitionedError, StateOrder, TaskPlace, Task
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.topic_rules import TopicRules
-from onceflow.spark import queries
+from onceflow.spark import function_names
 from onceflow.state.engine import input_batch
 from onceflow.state.run import StateRun
 from onceflow.state.spec import StateReport
@@ -53,7 +53,7 @@ class StepPlaceholder:
 
     def __init__(self, table: str) -> None:
         self.table = table
-        self.__name__ = queries.step_name(table)
+        self.__name__ = function_names.step_name(table)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         raise OptionError(
@@ -85,7 +85,7 @@ class RowsTask:
     def __init__(self, order: StateOrder, collected: Any) -> None:
         self.order = order
         self.collected = collected
-        self.__name__ = queries.step_name(order.spec.table)
+        self.__name__ = function_names.step_name(order.spec.table)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         place = place_of_task(self.order.write)
