@@ -206,7 +206,8 @@ def spark_run(prepared: PreparedQuery) -> Run:
         raise RuntimeError("the query has no checkpoint")
     prepared.imports.at_start()
     facts = write.run.facts
-    options = replace(query.options, reads_little=facts.reads_little, merges_tasks=facts.may_merge_tasks)
+    reads_little = facts.reads_little and not facts.others
+    options = replace(query.options, reads_little=reads_little, merges_tasks=facts.may_merge_tasks)
     commit = batch_commit(prepared, options, location)
     sink = BatchSink(commit, options, before_first=prepared.imports.finish)
     query_listener.watch(spark)  # a query without Flow.read has not done it yet

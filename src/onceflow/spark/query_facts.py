@@ -200,10 +200,8 @@ class QueryFacts:
 
     @property
     def reads_little(self) -> bool:
-        """Whether few source records mean little work for Spark: the query reads nothing else and keeps no state."""
-        return not self.others and all(
-            node.streaming and node.kind != "Join" and not node.operator.stateful for node in self.root.nodes()
-        )
+        """Whether few source records mean little work for Spark: the query joins nothing and keeps no state."""
+        return all(node.streaming and node.kind != "Join" and not node.operator.stateful for node in self.root.nodes())
 
     @property
     def may_merge_tasks(self) -> bool:
