@@ -23,6 +23,7 @@ from onceflow.host import jars
 from onceflow.host.java import find_java
 from onceflow.interactive import again
 from onceflow.spark import class_archive, jvm_options, logs, versions
+from onceflow.spark.imports_ahead import imports_ahead
 from onceflow.spark.master import local_cores
 
 if TYPE_CHECKING:
@@ -127,9 +128,12 @@ def session(
     settings = {**defaults_for(user["spark.master"], local_fs=has_local_fs), **user}
     if not _sockets_fit(user.get("spark.driver.extraJavaOptions", "")):
         settings = {name: value for name, value in settings.items() if name not in UNIX_SOCKETS or name in user}
-    if class_path_open:
-        settings.update(_class_paths(user, _connector(user)))
-    return _get_or_create(settings)
+    if not class_path_open:
+        return _get_or_create(settings)
+    settings.update(_class_paths(user, _connector(user)))
+    os.environ.setdefault("SPARK_LAUNCHER_OPTS", jvm_options.LAUNCHER)
+    with imports_ahead():
+        return _get_or_create(settings)
 
 
 def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
@@ -214,13 +218,15 @@ def _brings_connector(user: Mapping[str, str]) -> bool:
 def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, str]:
     """spark.jars, the driver's class path and JVM options: the user's entries first, then ours."""
     paths = {}
-    if connector and not _brings_connector(user):
-        paths["spark.jars"] = ",".join(filter(None, [user.get("spark.jars"), *map(str, connector)]))
     cores = local_cores(user["spark.master"])
-    if cores is not None:
-        # spark.jars would be loaded too late for the file system, because Spark opens it to read them.
-        bare = [str(jar) for jar in connector if jar.name.startswith(jars.LOCAL_FS_MODULE)]
-        ours = [user.get("spark.driver.extraClassPath"), *bare]
+    if cores is None:
+        if connector and not _brings_connector(user):
+            paths["spark.jars"] = ",".join(filter(None, [user.get("spark.jars"), *map(str, connector)]))
+    else:
+        # Tasks run in the driver's JVM. Jars of spark.jars would be copied first, each with a process that changes its
+        # mode; their classes could not come from the archive; and they would be loaded too late for the file system.
+        bare = [jar for jar in connector if jar.name.startswith(jars.LOCAL_FS_MODULE)]
+        ours = [user.get("spark.driver.extraClassPath"), *map(str, bare if _brings_connector(user) else connector)]
         paths["spark.driver.extraClassPath"] = os.pathsep.join(filter(None, ours))
         level = user.get("spark.log.level", DEFAULTS["spark.log.level"])
         options = logs.with_settings(user.get("spark.driver.extraJavaOptions", ""), _conf_folder(), level)

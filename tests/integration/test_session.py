@@ -206,13 +206,42 @@ def test_settings_are_found_where_spark_takes_them_from() -> None:
 def test_options_of_the_jvm_are_kept_and_an_archive_is_only_used_when_it_exists(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    found = jars.spark_connector_jars()
     monkeypatch.setenv("ONCEFLOW_CACHE", str(tmp_path))
+    monkeypatch.setattr(jars, "spark_connector_jars", lambda: found)
     assert with_archive("-Xss4m") == "-Xss4m"
     archive = archive_path()
     archive.parent.mkdir()
     archive.touch()
     assert with_archive("-Xss4m").startswith(f"-Xss4m -XX:SharedArchiveFile={archive} ")
     assert with_archive("-Xshare:off") == "-Xshare:off"
+
+
+def test_with_a_local_master_the_connector_is_on_the_class_path_of_the_driver() -> None:
+    """Jars of ``spark.jars`` are copied at each start, and their classes cannot come from the archive."""
+    found = jars.spark_connector_jars()
+    paths = _class_paths({"spark.master": "local[2]", "spark.driver.extraClassPath": "own.jar"}, found)
+    assert "spark.jars" not in paths
+    assert paths["spark.driver.extraClassPath"].split(":") == ["own.jar", *map(str, found)]
+    users = _class_paths({"spark.master": "local[2]", "spark.jars": "x/spark-sql-kafka-0-10.jar"}, found)
+    assert "spark.jars" not in users, "the user's stay as they are"
+    assert all(LOCAL_FS_MODULE in Path(jar).name for jar in users["spark.driver.extraClassPath"].split(":"))
+    on_cluster = _class_paths({"spark.master": "spark://host:7077", "spark.jars": "x.jar"}, found)
+    assert on_cluster["spark.jars"].split(",") == ["x.jar", *map(str, found)]
+
+
+@pytest.mark.long
+def test_the_archive_of_this_installation_fits() -> None:
+    """The JVM ignores an archive that was made with another class path. With this option it does not start then."""
+    archive = archive_path()
+    assert archive.exists(), "onceflow setup makes it"
+    answer = run_python(
+        "import onceflow\n"
+        f"options = '-XX:SharedArchiveFile={archive} -Xshare:on'\n"
+        "spark = onceflow.session(master='local[1]', config={'spark.driver.extraJavaOptions': options})\n"
+        "print(spark.range(3).count())"
+    )
+    assert answer.stdout.strip() == "3", answer.stderr
 
 
 @pytest.mark.long

@@ -66,14 +66,16 @@ sys.exit(gateway.proc.wait(120))
 
 
 def archive_path() -> Path:
-    """Where the archive for this Java and this Spark is, or would be."""
+    """Where the archive for this Java, this Spark and the jars in front of it is, or would be."""
     java = find_java().resolve()
     try:
         release = (java.parent.parent / "release").read_text(errors="replace")
     except OSError:
         release = ""
     spark = jars.installed_spark_version()
-    key = hashlib.sha256(f"{java}\n{release}\n{sys.prefix}\n{spark}\n{_TRAINING}".encode()).hexdigest()[:12]
+    in_front = "\n".join(map(str, jars.spark_connector_jars()))
+    given = f"{java}\n{release}\n{sys.prefix}\n{spark}\n{in_front}\n{_TRAINING}"
+    key = hashlib.sha256(given.encode()).hexdigest()[:12]
     return jars.cache_dir() / "class-archives" / f"spark-{spark}-{key}.jsa"
 
 

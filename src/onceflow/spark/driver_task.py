@@ -27,6 +27,9 @@ _MEMORY, _RDD = "org.apache.spark.memory.TaskMemoryManager", "org.apache.spark.r
 _ITERATOR = "java.util.Iterator"
 _REFERENCE = "java.util.concurrent.atomic.AtomicReference"
 _OBJECT = "java.lang.Object"
+_SET, _GET = f"set({_OBJECT}) -> void", f"get() -> {_OBJECT}"
+_COMPUTE = f"iterator(org.apache.spark.Partition, {_CONTEXT}) -> scala.collection.Iterator"
+_AS_JAVA = f"static asJavaIterator(scala.collection.Iterator) -> {_ITERATOR}"
 # No task of a job has such a number.
 _task_ids = itertools.count(1 << 62)
 
@@ -121,30 +124,28 @@ class DriverTask:
 
     def _composed(self, spark: SparkSession, rdd: Any, partition: Any, schema: Any) -> _Calls:
         make = self._make
-        rows = make.bound(make.method(_RDD, "iterator", of=rdd), 0, partition)
-        as_java = make.method("scala.collection.JavaConverters", "asJavaIterator")
-        keep = make.typed(make.method(_REFERENCE, "set", of=self._context), "void", _CONTEXT)
-        keep_rest = make.typed(make.method(_REFERENCE, "set", of=self._rest), "void", _ITERATOR)
-        write = make.typed(
-            make.method("java.io.OutputStream", "write", of=self._stream, takes=("byte[]",)), "void", _OBJECT
-        )
-        end = make.fed(make.once("end", self._end), 0, make.method(_REFERENCE, "get", of=self._context))
+        rows = make.bound(make.method(_RDD, _COMPUTE, of=rdd), 0, partition)
+        as_java = make.method("scala.collection.JavaConverters", _AS_JAVA)
+        keep = make.typed(make.method(_REFERENCE, _SET, of=self._context), "void", _CONTEXT)
+        keep_rest = make.typed(make.method(_REFERENCE, _SET, of=self._rest), "void", _ITERATOR)
+        write = make.typed(make.method("java.io.OutputStream", "write([B) -> void", of=self._stream), "void", _OBJECT)
+        end = make.fed(make.once("end", self._end), 0, make.method(_REFERENCE, _GET, of=self._context))
         some = self._some(write, end)
         first = make.then(rows, self._batches(spark, schema), as_java, make.after(keep_rest, some))
         first = make.after(make.once("set", self._set), make.after(keep, first))
         new = make.once("new", lambda: self._new(spark))
         begin = make.fed(make.rescued(first, make.ignoring(end, 0, _CONTEXT)), 0, new)
         # Another program may have run since, in the same thread.
-        again = make.fed(make.once("set", self._set), 0, make.method(_REFERENCE, "get", of=self._context))
-        rest = make.fed(some, 0, make.method(_REFERENCE, "get", of=self._rest))
+        again = make.fed(make.once("set", self._set), 0, make.method(_REFERENCE, _GET, of=self._context))
+        rest = make.fed(some, 0, make.method(_REFERENCE, _GET, of=self._rest))
         go_on = make.rescued(make.after(again, rest), end)
         return _Calls(*(make.as_interface(each, "java.util.concurrent.Callable") for each in (begin, go_on, end)))
 
     def _some(self, write: Any, end: Any) -> Any:
         """For an iterator of Arrow batches: writes some of them. Returns whether there are more; if not, it ends."""
         make = self._make
-        more = make.method(_ITERATOR, "hasNext")
-        one = make.typed(make.then(make.method(_ITERATOR, "next"), write), "void", _ITERATOR)
+        more = make.method(_ITERATOR, "hasNext() -> boolean")
+        one = make.typed(make.then(make.method(_ITERATOR, f"next() -> {_OBJECT}"), write), "void", _ITERATOR)
         step = make.either(more, one, make.nothing(_ITERATOR))
         for _ in range(_BATCHES - 1):
             one = make.after(one, step)
@@ -178,18 +179,21 @@ class DriverTask:
         return make.fed(make.bound(context, 0, -1, 0, 0, number, 0, 1), 0, memory)
 
     def _set(self) -> Any:
-        return self._make.method(f"{_CONTEXT}$", "setTaskContext", of=self._make.object(_CONTEXT))
+        return self._make.method(f"{_CONTEXT}$", f"setTaskContext({_CONTEXT}) -> void", of=self._make.object(_CONTEXT))
 
     def _unset(self) -> Any:
-        return self._make.method(f"{_CONTEXT}$", "unset", of=self._make.object(_CONTEXT))
+        return self._make.method(f"{_CONTEXT}$", "unset() -> void", of=self._make.object(_CONTEXT))
 
     def _end(self) -> Any:
         """For a task context: its listeners are called, its memory is given back, and the thread is without it."""
         make = self._make
         none = make.function("scala.Option", "empty")()
-        done = make.typed(make.bound(make.method(_CONTEXT_IMPL, "markTaskCompleted"), 1, none), "void", _CONTEXT)
+        done = make.typed(
+            make.bound(make.method(_CONTEXT_IMPL, "markTaskCompleted(scala.Option) -> void"), 1, none), "void", _CONTEXT
+        )
         freed = make.then(
-            make.method(_CONTEXT_IMPL, "taskMemoryManager"), make.method(_MEMORY, "cleanUpAllAllocatedMemory")
+            make.method(_CONTEXT_IMPL, f"taskMemoryManager() -> {_MEMORY}"),
+            make.method(_MEMORY, "cleanUpAllAllocatedMemory() -> long"),
         )
         freed = make.typed(freed, "void", _CONTEXT)
         return make.lastly(make.lastly(done, freed), make.ignoring(self._unset(), 0, _CONTEXT))

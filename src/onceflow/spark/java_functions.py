@@ -7,7 +7,6 @@ also be called one after the other, so that many calls of Python become one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from py4j.java_gateway import JavaClass
 from pyspark.sql import SparkSession
 
 _OBJECT, _CLASS = "java.lang.Object", "java.lang.Class"
+_PRIMITIVE = {"boolean": "java.lang.Boolean", "long": "java.lang.Long", "void": "java.lang.Void"}
 _T = TypeVar("_T")
 
 
@@ -51,8 +51,8 @@ class JavaFunctions:
 
     def java_class(self, name: str) -> Any:
         """A class as an object. Arrays are named as in Java: ``[B``."""
-        if name == "boolean":
-            return self.once(name, lambda: self.static("java.lang.Boolean").TYPE)
+        if name in _PRIMITIVE:
+            return self.once(name, lambda: self.static(_PRIMITIVE[name]).TYPE)
         for_name = self.function(_CLASS, "forName")
         return self.once(name, lambda: for_name(name, True, self._loader))
 
@@ -69,31 +69,38 @@ class JavaFunctions:
 
     # ---- handles -----------------------------------------------------------------------------------------------------
 
-    def method(self, owner: str, name: str, *, of: Any = None, takes: tuple[str, ...] | None = None) -> Any:
+    def method(self, owner: str, signature: str, *, of: Any = None) -> Any:
         """The handle of a public method. Its first parameter is the object, if the method is not static.
 
         Args:
             owner: its class.
+            signature: ``name(types of the parameters) -> type of the result``, with ``static`` in front of it for a
+                static method. The name alone: the method is searched for, which takes some 25 ms.
             of: the object that it is bound to; None: it is not bound.
-            takes: the types of its parameters, if there are several methods of its name.
 
         Raises:
-            LookupError: there is no such method, or there are several.
+            LookupError: there is no method of this name alone, or there are several.
+            Py4JJavaError: there is no such method.
         """
-        handle = self.once((owner, name, takes), lambda: self._method(owner, name, takes))
+        find = self._method if "(" in signature else self._method_of_name
+        handle = self.once((owner, signature), lambda: find(owner, signature))
         return handle if of is None else handle.bindTo(of)
 
-    def _method(self, owner: str, name: str, takes: tuple[str, ...] | None) -> Any:
+    def _method(self, owner: str, signature: str) -> Any:
+        named, _, returned = signature.partition(" -> ")
+        name, _, types = named.removeprefix("static ").rstrip(")").partition("(")
+        kind = self._type(returned, tuple(filter(None, types.split(", "))))
+        find = self._lookup.findStatic if signature.startswith("static ") else self._lookup.findVirtual
+        return find(self.java_class(owner), name, kind)
+
+    def _method_of_name(self, owner: str, name: str) -> Any:
         declared = self.java_class(owner).getMethods()
         # One call in place of two for each method.
         texts = str(self.function("scala.runtime.ScalaRunTime", "stringOf")(declared)).split(", ")
-        called = re.compile(rf"\.{re.escape(name)}\((.*?)\)")
-        matches = {at: found[1] for at, text in enumerate(texts) if (found := called.search(text))}
-        if takes is not None:
-            matches = {at: types for at, types in matches.items() if types == ",".join(takes)}
+        matches = [at for at, text in enumerate(texts) if f".{name}(" in text]
         if len(matches) != 1:
             raise LookupError(f"{owner} has {len(matches) or 'no'} methods {name}")
-        return self._lookup.unreflect(declared[next(iter(matches))]).asFixedArity()
+        return self._lookup.unreflect(declared[matches[0]]).asFixedArity()
 
     def constructor(self, owner: str) -> Any:
         """The handle of the one public constructor of a class."""
@@ -114,8 +121,7 @@ class JavaFunctions:
 
     def _type(self, result: str, parameters: tuple[str, ...]) -> Any:
         types = self.array([self.java_class(name) for name in parameters], _CLASS)
-        returned = self.static("java.lang.Void").TYPE if result == "void" else self.java_class(result)
-        return self.function("java.lang.invoke.MethodType", "methodType")(returned, types)
+        return self.function("java.lang.invoke.MethodType", "methodType")(self.java_class(result), types)
 
     def bound(self, handle: Any, at: int, *arguments: Any) -> Any:
         """The handle with these arguments from a place on."""

@@ -112,7 +112,7 @@ def mapped(spark: SparkSession, plan: Any, pattern: Any, change: Callable[[Any],
     for expression in items(plan.expressions()):
         changed.put(expression, _changed(spark, expression, pattern, change))
     make = JavaFunctions(spark)
-    look_up = make.method("java.util.Map", "get", of=changed)
+    look_up = make.method("java.util.Map", "get(java.lang.Object) -> java.lang.Object", of=changed)
     return plan.mapExpressions(make.as_interface(look_up, "scala.Function1"))
 
 

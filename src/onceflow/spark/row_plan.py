@@ -98,8 +98,10 @@ def _leaf(make: JavaFunctions, spark: SparkSession, struct: T.StructType, file: 
     session: Any = spark._jsparkSession
     schema = session.parseDataType(struct.json())
     path = make.function("java.nio.file.Paths", "get")(file, make.array([], "java.lang.String"))
-    read = make.method("java.nio.file.Files", "readAllBytes", of=path)
-    batches = make.then(read, make.method(f"{_ITERATOR}$", "single", of=make.object(_ITERATOR)))
+    read = make.method("java.nio.file.Files", "static readAllBytes(java.nio.file.Path) -> [B", of=path)
+    batches = make.then(
+        read, make.method(f"{_ITERATOR}$", f"single({_OBJECT}) -> {_ITERATOR}", of=make.object(_ITERATOR))
+    )
     rows = make.method(f"{_ARROW}$", "fromBatchIterator", of=make.object(_ARROW))
     flags = [False] * (make.parameters(rows) - 4)
     rows = make.bound(rows, 1, schema, str(spark.conf.get("spark.sql.session.timeZone")), *flags)

@@ -28,6 +28,7 @@ from onceflow.spark.memory_file import MemoryFile
 from onceflow.spark.query_session import clone_of
 from onceflow.spark.row_job import RowJob
 from onceflow.spark.row_plan import NoProgramError, planned
+from onceflow.spark.slow_classes import initialize_ahead
 
 
 class RowProgram:
@@ -146,6 +147,7 @@ class RowPrograms:
     def evaluate(self, plan: Any, path: plans.Path, base: plans.Path) -> RowProgram | RowJob | str:
         """See ``driver.driver_program.Evaluate``."""
         node = plans.at(plan, path)
+        initialize_ahead(self._make, node)
         program: RowProgram | RowJob
         try:
             program = self._program(node, base)
