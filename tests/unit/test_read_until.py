@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -12,7 +13,6 @@ from onceflow.instants import instant_ms
 from onceflow.planning.bounded import bounded
 from onceflow.planning.options import SinkOptions
 from onceflow.planning.read_until import ReadBound, bound_offsets, check_until
-from onceflow.planning.run_options import RunOptions
 from onceflow.planning.source_starts import SourceTopic
 
 NOW_MS = 1_800_000_000_000
@@ -112,13 +112,11 @@ def test_offsets_that_do_not_exist(offsets: Any, why: str) -> None:
 
 
 def test_a_run_ends_if_all_of_its_reads_do() -> None:
-    facts: Any = None
-    sink = SinkOptions("out", "key", "none", 60.0)
-    run = RunOptions("100 milliseconds", False, None, "append", "refuse", facts)
-    assert bounded(run, sink, ["a", "b"], [], "f") == (run, sink)
-    ending, with_sink = bounded(run, sink, ["a"], ["a"], "f")
-    assert (ending.once, with_sink.timers_s) == (True, float("inf"))
+    given = SinkOptions("out", "key", "none", 60.0)
+    assert bounded(given, ["a", "b"], [], "f") == given
+    ending = bounded(given, ["a"], ["a"], "f")
+    assert (ending.once, ending.timers_s) == (True, float("inf"))
     with pytest.raises(OptionError, match=r"(?s)never end.*without until=: b, c"):
-        bounded(run, sink, ["a", "b", "c"], ["a"], "f")
+        bounded(given, ["a", "b", "c"], ["a"], "f")
     with pytest.raises(OptionError, match=r"(?s)checkpoint=.*once=True"):
-        bounded(RunOptions(None, False, "/x", "append", "refuse", facts), sink, ["a"], ["a"], "f")
+        bounded(replace(given, checkpoint="/x"), ["a"], ["a"], "f")

@@ -8,7 +8,7 @@
 - ``B_COMMIT_MS``: the trigger, in milliseconds.
 - ``B_GUARANTEE``: ``eos`` (the default) or ``alo``: exactly once, or at least once.
 - ``B_STATE``: a folder for all local files. ``B_HEAP``: memory of Spark's JVM (``1g``).
-- ``B_ENGINE``: ``auto``, ``direct`` or ``spark``; it is given to ``Flow.write`` when it is set.
+- ``B_ENGINE``: ``auto``, ``driver`` or ``tasks``; it is given to ``Flow.write`` when it is set.
 - ``B_RECORDS_PER_BATCH``: bounds a batch of balances (100,000): of a backlog, so many records are one transaction.
 - ``B_VARIANT``: balances by ``records`` (the default) or by ``columns``.
 - ``B_RAN``: a file, for the engine and the ways in which it ran the last batches (``BatchSummary.path``), in JSON.

@@ -26,7 +26,7 @@ log = logging.getLogger("onceflow.sink")
 class DirectCommit(Commit, Protocol):
     """The steps of a batch of the direct engine."""
 
-    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float] | None = None) -> bool:
+    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
         """Whether a batch would change nothing."""
         ...
 

@@ -61,7 +61,6 @@ class RunParts:
     Args:
         starts: where the topics that the query uses are read from.
         progress: where the flow is.
-        once: whether the run ends when it has read what is there now.
     """
 
     spark: SparkSession
@@ -72,7 +71,6 @@ class RunParts:
     programs: RowPrograms
     starts: TopicOffsets
     progress: Progress
-    once: bool
 
     def run(self, batches: Callable[[], DirectBatches], told: Callable[[], StartReport]) -> DirectRun:
         """Make the loop.
@@ -95,7 +93,7 @@ class RunParts:
                 spark=self.spark,
                 trigger_s=query.options.trigger_s,
                 records_per_batch={t: s.max_records for t, s in plan.reads.items() if s.max_records is not None},
-                until=_end_of_run(startup, starts, deadline) if self.once else None,
+                until=_end_of_run(startup, starts, deadline) if query.options.once else None,
                 backlog=backlog_of(self.spark, startup, query, self.choice, self.imports),
                 tasks=range_source(self.spark, startup, query, self.choice, plan, program, topic_ids),
                 programs=self.programs,
@@ -140,7 +138,6 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
             # The flow may have read topics that this query does not use.
             starts={topic: dict(prepared.progress.offsets[topic]) for topic in plan.reads},
             progress=prepared.progress,
-            once=prepared.write.run.once,
         )
         tables = list if query.state is None else query.state.facts
         return parts.run(
@@ -167,7 +164,6 @@ def external_run(prepared: PreparedExternal) -> DirectRun:
             programs=prepared.programs,
             starts={topic: dict(prepared.starts[topic]) for topic in plan.reads},
             progress=prepared.owned.progress,
-            once=prepared.write.run.once,
         )
         commit = prepared.commit()
         batches = DirectBatches(commit, options)

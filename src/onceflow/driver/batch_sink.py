@@ -75,7 +75,4 @@ class BatchSink(Batches):
             self._commit.drain(df)
             self.drained.append(self.progress.batch_id)
             return
-        if self._commit.is_idle(source):
-            self.idle = True
-            return
         self._run_planned(df, batch, source, summary)

@@ -51,10 +51,6 @@ class Commit(Steps, Protocol):
         """The last batch is committed, and the engine has noted it."""
         ...
 
-    def is_idle(self, source: SourceRange) -> bool:
-        """Whether a batch would change nothing."""
-        ...
-
     def are_timers_left(self) -> bool:
         """Whether more timers were due than the last batch was allowed to fire."""
         ...

@@ -152,13 +152,16 @@ class BatchCommit:
         """Spark's call of the sink ends, with or without an error."""
         self._joins.withdraw(rows)
 
-    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float] | None = None) -> bool:
-        """Whether a batch would change nothing: neither outputs nor progress. ``quiet``: see `plan_range`."""
+    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
+        """Whether a batch of the direct engine would change nothing: neither outputs nor progress.
+
+        Args:
+            quiet: see `plan_range`.
+        """
         if self._state is not None:  # nothing is due
-            if quiet is not None:  # event time may move, because partitions are silent
-                self._state.planned(source, quiet)
+            self._state.planned(source, quiet)  # event time may move, because partitions are silent
             return not source.max_rows and not self._state.due(clock_ms())
-        return self._numbering is None and not source.max_rows
+        return not source.max_rows
 
     def attempt(self, rows: Rows, attempt: Attempt) -> bool:
         """One transaction, from its first epoch to its end. False: there was nothing to commit."""
@@ -213,18 +216,17 @@ class BatchCommit:
 
     def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
         """The source range of the batch; whether it is committed. If not, it must start where progress ends (I2)."""
-        assert self._checkpoint is not None, "the direct engine calls plan_range"
-        topics = None if self._numbering is None else self._sources.partitions
-        source = read_range(self._checkpoint, spark_batch_id, topics)
-        if self._numbering is not None:
-            if self._numbering.is_committed(spark_batch_id, source, self.progress):
-                hooks.at("plan", where="driver", flow=self._names.flow, batch=self.progress.batch_id)
-                return source, True
-            source = self._numbering.bridged(source, self.progress)
+        numbering = self._numbering
+        if self._checkpoint is None or numbering is None:
+            raise RuntimeError("without a checkpoint, the engine plans ranges")
+        source = read_range(self._checkpoint, spark_batch_id, self._sources.partitions)
+        if numbering.is_committed(spark_batch_id, source, self.progress):
+            hooks.at("plan", where="driver", flow=self._names.flow, batch=self.progress.batch_id)
+            return source, True
+        source = numbering.bridged(source, self.progress)
         self._check_range(source, batch)
         self._look_at(source)
-        if self._numbering is not None:
-            self._numbering.planned(spark_batch_id, source)
+        numbering.planned(spark_batch_id, source)
         self._planned(source, batch, {})
         return source, False
 

@@ -144,7 +144,7 @@ class ExternalCommit:
     def ended_batch(self, rows: Rows) -> None:
         """The call of the engine ends."""
 
-    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float] | None = None) -> bool:
+    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
         """Whether a batch would change nothing."""
         return not source.max_rows
 

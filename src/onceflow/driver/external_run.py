@@ -91,10 +91,10 @@ def prepare_external(spark: SparkSession, startup: Startup, write: ExternalWrite
         OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
     """
     flow, sink = startup.flow, write.sink
-    run, options = bounded(write.run, write.options, startup.sources, startup.until, flow)
+    options = bounded(write.options, startup.sources, startup.until, flow)
     # The sink is the user's, who may give it to another flow, too: with other columns, or without dead letters.
     sink = copy.copy(sink)
-    write = replace(write, run=run, options=options, sink=sink)
+    write = replace(write, options=options, sink=sink)
     imports = _check_query(spark, startup, write)
     programs = RowPrograms(spark)
     with contextlib.ExitStack() as unless_used:
@@ -105,10 +105,11 @@ def prepare_external(spark: SparkSession, startup: Startup, write: ExternalWrite
             _check_not_promoted(kafka)
             schema = arrow_schema(write.df)
             form = TableForm(nullable(schema))
-            query = whole(write.df, run.facts, options, form, functions_of_run(startup, programs), flow)
+            query = whole(write.df, write.facts, options, form, functions_of_run(startup, programs), flow)
             plan, _ = sources_used(query.plan, startup)
             job = "" if query.program is None else query.program.job
-            choice = choose(run.engine, plan, job, checkpoint=None, stateful=False, local=is_local(spark), flow=flow)
+            wanted, local = options.engine, is_local(spark)
+            choice = choose(wanted, plan, job, checkpoint=None, stateful=False, local=local, flow=flow)
             if choice.place == TASKS:
                 imports.at_start()
             at_start(lambda: sink.check(schema), deadline, sink.target, flow)
@@ -122,7 +123,7 @@ def prepare_external(spark: SparkSession, startup: Startup, write: ExternalWrite
 def _check_query(spark: SparkSession, startup: Startup, write: ExternalWrite) -> ImportCheck:
     """Check what may have changed since the first check of the query, and what needs the complete query."""
     flow = startup.flow
-    check_read_now(startup, write.run.facts)
+    check_read_now(startup, write.facts)
     queries.check_session(spark, flow)
     if write.dead_letter_topic is not None:
         check_side_topics([write.dead_letter_topic], startup.own_topics, flow)

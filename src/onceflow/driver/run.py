@@ -31,7 +31,6 @@ from onceflow.planning.bounded import bounded
 from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.engine import EngineChoice
 from onceflow.planning.options import SinkOptions
-from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import CheckedWrite, check_output
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.spark import logs, queries, query_listener, query_session, shipping
@@ -132,14 +131,14 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
         OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
     """
     flow = startup.flow
-    run, options = bounded(write.run, write.sink, startup.sources, startup.until, flow)
-    write = replace(write, run=run, sink=options)
+    options = bounded(write.sink, startup.sources, startup.until, flow)
+    write = replace(write, sink=options)
     imports = _check_query(spark, startup, write)
     deadline = startup.deadline()
     with located(flow=flow):
         letters = process.letter_topics(startup.steps, (order.dead_letter_topic for order in startup.calls))
         progress = replace(startup.prepare_run(deadline), letters=letters)
-        location = _kept_location(spark, write.run, progress, flow)
+        location = _kept_location(spark, write, progress, flow)
         written = startup.prepare_outputs(options, deadline)
     programs = RowPrograms(spark)
     with contextlib.ExitStack() as unless_used:
@@ -155,23 +154,20 @@ def _divided(
 ) -> tuple[StreamedQuery, EngineChoice]:
     """The query, and the engine that runs it."""
     query = divide(
-        write.df,
-        write.run.facts,
-        write.sink,
-        write.columns,
+        write,
         startup.steps,
         progress,
         flow=startup.flow,
         source_partitions=startup.source_partitions,
-        functions=functions_of_run(startup, programs if write.run.checkpoint is None else None),
+        functions=functions_of_run(startup, programs if write.sink.checkpoint is None else None),
     )
     plan, used = sources_used(query.plan, startup)
     handover.check_sources(progress, used, flow=startup.flow)
     choice = engine.choose(
-        write.run.engine,
+        write.sink.engine,
         plan,
         "" if query.program is None else query.program.job,
-        checkpoint=write.run.checkpoint is not None,
+        checkpoint=write.sink.checkpoint is not None,
         stateful=query.state is not None,
         local=is_local(spark),
         flow=startup.flow,
@@ -200,14 +196,12 @@ def sources_used(plan: DirectPlan | str, startup: Startup) -> tuple[DirectPlan |
 
 def spark_run(prepared: PreparedQuery) -> Run:
     """Put a run of Spark's micro-batches together. After this only Spark can reject the query."""
-    spark, startup, write = prepared.spark, prepared.startup, prepared.write
+    spark, startup = prepared.spark, prepared.startup
     query, location, flow = prepared.query, prepared.location, startup.flow
     if location is None:
         raise RuntimeError("the query has no checkpoint")
     prepared.imports.at_start()
-    facts = write.run.facts
-    reads_little = facts.reads_little and not facts.others
-    options = replace(query.options, reads_little=reads_little, merges_tasks=facts.may_merge_tasks)
+    options = query.options
     commit = batch_commit(prepared, options, location)
     sink = BatchSink(commit, options, before_first=prepared.imports.finish)
     query_listener.watch(spark)  # a query without Flow.read has not done it yet
@@ -218,7 +212,7 @@ def spark_run(prepared: PreparedQuery) -> Run:
     return Run(
         flow=flow,
         spark=spark,
-        writer=_writer_of(spark, query.df, sink, location, write.run, flow),
+        writer=_writer_of(spark, query.df, sink, location, options, flow),
         sink=sink,
         state=None,
         watch=watch_sources(startup, sink),
@@ -264,9 +258,9 @@ def watch_sources(startup: Startup, sink: Batches) -> Watch:
 def _check_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> ImportCheck:
     """Check what may have changed since the first check of the query, and what needs the complete query."""
     flow = startup.flow
-    check_read_now(startup, write.run.facts)
+    check_read_now(startup, write.facts)
     queries.check_session(spark, flow)
-    step_query.check_goes_with(write.run.facts, startup.steps, write.sink.guarantee, write.run.checkpoint, flow=flow)
+    step_query.check_goes_with(write.facts, startup.steps, write.sink.guarantee, write.sink.checkpoint, flow=flow)
     check_output(write.sink.topic, startup.own_topics, flow)  # sources may have been read since Flow.write
     process.check_side_topics(process.side_topics(startup.steps), startup.own_topics, flow)
     shipping.share_modules(spark)  # also modules that were imported since
@@ -274,12 +268,13 @@ def _check_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> 
     return ImportCheck(spark, sent_to_tasks(write.df, specs, flow, startup.maps), flow=flow)
 
 
-def _kept_location(spark: SparkSession, run: RunOptions, progress: Progress, flow: str) -> CheckpointLocation | None:
-    if run.checkpoint is None:
+def _kept_location(
+    spark: SparkSession, write: CheckedWrite, progress: Progress, flow: str
+) -> CheckpointLocation | None:
+    folder, others = write.sink.checkpoint, write.facts.others
+    if folder is None:
         return None
-    return kept_location(
-        spark, run.checkpoint, progress, on_conflict=run.on_conflict, other_sources=run.facts.others, flow=flow
-    )
+    return kept_location(spark, folder, progress, on_conflict=write.sink.on_conflict, other_sources=others, flow=flow)
 
 
 def batch_commit(prepared: PreparedQuery, options: SinkOptions, location: CheckpointLocation | None) -> BatchCommit:
@@ -315,15 +310,16 @@ def batch_commit(prepared: PreparedQuery, options: SinkOptions, location: Checkp
 
 
 def _writer_of(
-    spark: SparkSession, df: DataFrame, sink: BatchSink, location: CheckpointLocation, run: RunOptions, flow: str
+    spark: SparkSession, df: DataFrame, sink: BatchSink, location: CheckpointLocation, options: SinkOptions, flow: str
 ) -> DataStreamWriter:
     """Spark's writer, which calls the sink for each batch."""
     writer = df.writeStream.foreachBatch(sink).option("checkpointLocation", location.address)
     if all(query.name != flow for query in spark.streams.active):
         writer = writer.queryName(flow)  # else an older driver of this flow is in this session
-    writer = writer.outputMode(run.output_mode)
-    if run.once:
+    writer = writer.outputMode(options.output_mode)
+    if options.once:
         return writer.trigger(availableNow=True)
-    if run.trigger is not None:
-        return writer.trigger(processingTime=run.trigger)
+    if options.trigger_s:
+        # Spark understands fewer units than onceflow.
+        return writer.trigger(processingTime=f"{round(options.trigger_s * 1000)} milliseconds")
     return writer

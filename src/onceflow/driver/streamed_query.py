@@ -14,10 +14,10 @@ from onceflow.errors import OptionError
 from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.direct_query import direct_plan
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
-from onceflow.planning.ownership import Columns
 from onceflow.planning.placement import QueryShape, StepShape
 from onceflow.planning.process import Step
 from onceflow.planning.step_tree import StepQuery, Tree, source_frame, stripped, tree_of
+from onceflow.planning.write_options import CheckedWrite
 from onceflow.protocol.progress import Progress
 from onceflow.spark import batch_plan, plans
 from onceflow.spark.master import current_cores, is_local
@@ -50,10 +50,7 @@ class StreamedQuery:
 
 
 def divide(
-    df: DataFrame,
-    facts: QueryFacts,
-    options: SinkOptions,
-    columns: Columns,
+    write: CheckedWrite,
     steps: Mapping[str, Step],
     progress: Progress,
     *,
@@ -67,7 +64,6 @@ def divide(
     then the operators that follow them.
 
     Args:
-        facts: of the query.
         steps: the flow's, by their tables. The query may use some of them only.
         progress: the flow's, as committed.
         functions: for the direct engine.
@@ -76,6 +72,7 @@ def divide(
         UnsupportedQueryError: the query cannot be divided in this way.
         OptionError: the partitioner cannot be used for the outputs of a step.
     """
+    df, facts, options, columns = write.df, write.facts, write.sink, write.columns
     form = SinkForm(columns.taken, columns.cast, options.partitioner == "source")
     found = tree_of(facts, steps, flow)
     if found is None:

@@ -8,12 +8,9 @@ from dataclasses import replace
 
 from onceflow.errors import OptionError
 from onceflow.planning.options import SinkOptions
-from onceflow.planning.run_options import RunOptions
 
 
-def bounded(
-    run: RunOptions, sink: SinkOptions, sources: Collection[str], bounds: Collection[str], flow: str
-) -> tuple[RunOptions, SinkOptions]:
+def bounded(options: SinkOptions, sources: Collection[str], bounds: Collection[str], flow: str) -> SinkOptions:
     """The options of a run as they are if its reads end: as with ``once=True``. Unchanged if no read has a bound.
 
     Args:
@@ -23,7 +20,7 @@ def bounded(
         OptionError: some of the reads would not end, or Spark keeps state for the query.
     """
     if not bounds:
-        return run, sink
+        return options
     endless = sorted({*sources} - {*bounds})
     if endless:
         raise OptionError(
@@ -33,7 +30,7 @@ def bounded(
             detail=f"without until=: {', '.join(endless)}",
             next_step='give it to every Flow.read of the flow, for example until="latest"',
         )
-    if run.checkpoint is not None:
+    if options.checkpoint is not None:
         raise OptionError(
             "Flow.read(until=...) cannot be used with checkpoint=",
             flow=flow,
@@ -41,4 +38,4 @@ def bounded(
             next_step="leave until out and give once=True: the flow ends when it has read what is there at its start. "
             "Or keep the state with Flow.process",
         )
-    return replace(run, once=True), replace(sink, timers_s=math.inf)
+    return replace(options, once=True, timers_s=math.inf)

@@ -11,9 +11,9 @@ from onceflow.external.sink import ExternalSink
 from onceflow.planning.engine import AUTO, ENGINES
 from onceflow.planning.options import SinkOptions, check_known
 from onceflow.planning.record_order import check_order
-from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import trigger_seconds
 from onceflow.spark import queries
+from onceflow.spark.query_facts import QueryFacts
 from onceflow.state.dead_letter_limit import check_limit
 
 # How long a batch may take has no limit of Kafka's: its transaction is in another system.
@@ -25,9 +25,9 @@ class ExternalWrite:
     """A write to an external sink that may be started."""
 
     df: DataFrame
+    facts: QueryFacts
     sink: ExternalSink
     options: SinkOptions
-    run: RunOptions
     dead_letter_topic: str | None
     max_dead_letters: float | None
 
@@ -79,19 +79,6 @@ def check_external(df: DataFrame, sink: ExternalSink, given: ExternalOptions, fl
         )
     check_order("Flow.write_external", facts, flow)
     options = SinkOptions(
-        None,
-        "source",
-        "none",
-        _TIMEOUT_S,
-        trigger_s=trigger_s or 0.0,
+        None, "source", "none", _TIMEOUT_S, trigger_s=trigger_s or 0.0, once=given.once, engine=given.engine
     )
-    run = RunOptions(
-        trigger=None if trigger_s is None else f"{round(trigger_s * 1000)} milliseconds",
-        once=given.once,
-        checkpoint=None,
-        output_mode="append",
-        on_conflict="refuse",
-        facts=facts,
-        engine=given.engine,
-    )
-    return ExternalWrite(df, sink, options, run, given.dead_letter_topic, given.max_dead_letters)
+    return ExternalWrite(df, facts, sink, options, given.dead_letter_topic, given.max_dead_letters)

@@ -15,6 +15,7 @@ DROP, FAIL = "drop", "fail"
 LATE = (DROP, FAIL)
 #: See `SinkOptions.driver_rows`.
 DRIVER_ROWS = 8_000
+OUTPUT_MODES = ("append", "update", "complete")
 
 
 def check_whole(name: str, value: Any, least: int, none_means: str, flow: str) -> None:
@@ -46,16 +47,20 @@ def check_known(name: str, value: Any, known: Sequence[str], flow: str) -> None:
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """Options of ``Flow.write`` that the sink needs, and facts from the query's plan.
+    """Options of a write, checked, and what follows from the facts of its query.
 
     Args:
+        once: process what is in the sources now, then stop (Spark's availableNow).
+        checkpoint: a folder that is kept, for Spark's micro-batches; None: the direct engine runs the query.
+        output_mode: one of ``OUTPUT_MODES``. on_conflict: one of ``checkpoints.ON_CONFLICT``.
+        engine: one of ``engine.ENGINES``, as it was asked for.
         stateful: whether Spark keeps state for the query: then a batch may have more rows than its source range.
         late: ``drop`` or ``fail``: what happens when Spark drops rows of a batch as late; None: it drops none.
         trigger_s: how often a batch is to begin; 0: as soon as the last one is done.
         timers_s: how long batches that only fire timers may delay the next batch with records.
         driver_rows: the driver writes a micro-batch of Spark that is expected to have at most so many rows.
-        reads_little: whether few source records mean little work for Spark, see ``queries.reads_little``.
-        merges_tasks: whether one task may read several source partitions, see ``queries.may_merge_tasks``.
+        reads_little: whether few source records mean little work for Spark, see ``QueryFacts.reads_little``.
+        merges_tasks: whether one task may read several source partitions, see ``QueryFacts.may_merge_tasks``.
     """
 
     topic: str | None
@@ -71,6 +76,11 @@ class SinkOptions:
     trigger_s: float = 0.0
     timers_s: float = 1.0
     late: str | None = None
+    once: bool = False
+    checkpoint: str | None = None
+    output_mode: str = "append"
+    on_conflict: str = "refuse"
+    engine: str = "auto"
 
 
 @dataclass

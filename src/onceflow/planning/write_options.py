@@ -15,10 +15,18 @@ from onceflow.durations import option_seconds
 from onceflow.errors import OptionError, UnsupportedQueryError
 from onceflow.planning import checkpoints
 from onceflow.planning.engine import ENGINES, TASKS
-from onceflow.planning.options import DRIVER_ROWS, EXACTLY_ONCE, FAIL, GUARANTEES, LATE, SinkOptions, check_known
+from onceflow.planning.options import (
+    DRIVER_ROWS,
+    EXACTLY_ONCE,
+    FAIL,
+    GUARANTEES,
+    LATE,
+    OUTPUT_MODES,
+    SinkOptions,
+    check_known,
+)
 from onceflow.planning.ownership import Columns, check_columns
 from onceflow.planning.record_order import check_order
-from onceflow.planning.run_options import OUTPUT_MODES, RunOptions
 from onceflow.protocol.compression import compression_code
 from onceflow.protocol.names import OwnTopics
 from onceflow.spark import queries
@@ -53,14 +61,14 @@ class CheckedWrite:
     """A write that may be started.
 
     Args:
-        sink: what the sink needs. run: how Spark runs the query.
+        facts: of the query.
         columns: those of ``df`` that are written.
     """
 
     df: DataFrame
+    facts: QueryFacts
     sink: SinkOptions
     columns: Columns
-    run: RunOptions
 
 
 def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -> CheckedWrite:
@@ -100,21 +108,18 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
         0 if given.engine == TASKS or facts.may_make_many else DRIVER_ROWS,
         guarantee=given.guarantee,
         stateful=bool(facts.state),
+        reads_little=facts.reads_little and not facts.others,
+        merges_tasks=facts.may_merge_tasks,
         trigger_s=trigger_s or 0.0,
         timers_s=math.inf if given.once else max(1.0, trigger_s or 0.0),
         late=given.late if facts.state and facts.watermark else None,
-    )
-    run = RunOptions(
-        # Spark understands fewer units than onceflow.
-        trigger=None if trigger_s is None else f"{round(trigger_s * 1000)} milliseconds",
         once=given.once,
         checkpoint=None if given.checkpoint is None else str(given.checkpoint),
         output_mode=given.output_mode,
         on_conflict=given.on_checkpoint_conflict,
-        facts=facts,
         engine=given.engine,
     )
-    return CheckedWrite(df, sink, columns, run)
+    return CheckedWrite(df, facts, sink, columns)
 
 
 def _check_values(given: WriteOptions, flow: str) -> None:
