@@ -23,7 +23,6 @@ from onceflow.host import jars
 from onceflow.host.java import find_java
 from onceflow.interactive import again
 from onceflow.spark import class_archive, jvm_options, logs, versions
-from onceflow.spark.imports_ahead import imports_ahead
 from onceflow.spark.master import local_cores
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def session(
     """
     versions.check()
     find_java()
-    from onceflow.spark import driver_jvm
+    from onceflow.spark import driver_jvm, jvm_launch
 
     given = {key: str(value) for key, value in (config or {}).items()}
     if driver_jvm.has_context():
@@ -132,8 +131,9 @@ def session(
         return _get_or_create(settings)
     settings.update(_class_paths(user, _connector(user)))
     os.environ.setdefault("SPARK_LAUNCHER_OPTS", jvm_options.LAUNCHER)
-    with imports_ahead():
-        return _get_or_create(settings)
+    logs.silence_py4j()
+    jvm_launch.launch(settings)
+    return _get_or_create(settings)
 
 
 def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:

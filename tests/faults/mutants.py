@@ -40,6 +40,7 @@ from onceflow.protocol.progress import Progress
 from onceflow.protocol.transaction import GIVEN, Epoch, Event
 from onceflow.spark import queries
 from onceflow.spark.memory_file import MemoryFile
+from onceflow.spark.query_facts import QueryFacts
 from onceflow.spark.row_program import RowProgram
 from onceflow.task import row_writer
 from onceflow.testing import faults, recorder
@@ -523,7 +524,7 @@ def write_everything(pipe: Any, fault: Fault, once: Path, engine: str) -> BaseEx
             options = {}
         # The driver takes over when no more than half of this is left.
         with Patch.context() as patch, tasks_above(BATCH_ROWS) if fault.given_back else contextlib.nullcontext():
-            patch.setattr(queries, "may_make_many", lambda df: False)  # so the driver writes micro-batches
+            patch.setattr(QueryFacts, "may_make_many", False)  # so the driver writes micro-batches
             query = flow.write(rows, topic=pipe.target, **options).start()
             try:
                 query.processAllAvailable()
