@@ -60,7 +60,7 @@ class FlowOperators(FlowWrites):
             startup = self._runs.startup
             startup.known_progress()
             checked = joins.checked_table(table, own=startup.table_names, flow=self.name)
-            queries.check_query(df, self.name, checkpoint=True)  # `write` knows whether there is one
+            queries.check_query(df, self.name, checkpoint=True, columns=False)  # `write` knows of checkpoints
             spec = startup.find_join(checked.topic, checked, local=is_local(self._spark))
             number = next(self._runs.function_numbers)
             order, wanted = join_order(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)
@@ -107,7 +107,7 @@ class FlowOperators(FlowWrites):
         with self._runs.lock:
             startup = self._runs.startup
             startup.known_progress()
-            facts = queries.check_query(df, self.name, checkpoint=True)  # `write` knows whether there is one
+            facts = queries.check_query(df, self.name, checkpoint=True, columns=False)  # `write` knows of checkpoints
             check_no_dead_letters(facts, "Flow.map", self.name)
             rows_map, columns = maps.map_of(
                 df, function, schema, number=next(self._runs.function_numbers), flow=self.name
@@ -163,7 +163,7 @@ class FlowOperators(FlowWrites):
                 self._spark.sparkContext.accumulator({}, CallReports()), max_dead_letters,
             )  # fmt: skip
             planned_calls.check_enrich(order, startup.own_topics)
-            facts = queries.check_query(df, self.name, checkpoint=True)  # `write` knows whether there is one
+            facts = queries.check_query(df, self.name, checkpoint=True, columns=False)  # `write` knows of checkpoints
             check_no_dead_letters(facts, "Flow.enrich", self.name)
             task = CallRows(order, next(self._runs.function_numbers))
             frame = planned_calls.enrich_frame(df, task)

@@ -120,7 +120,7 @@ class FlowSteps(FlowOperators):
             table, own = options.table, startup.table_names
             joins.check_not_joined(table, startup.joins, self.name)
             joined = joins.checked_tables(tables, own=own | {table, table + INTERNAL_SUFFIX}, flow=self.name)
-            facts = queries.check_query(df, self.name, call=caller)
+            facts = queries.check_query(df, self.name, call=caller, columns=False)
             check_order(caller, facts, self.name)
             check_no_dead_letters(facts, caller, self.name)
             # The output rows of another step do not come from a topic.

@@ -130,7 +130,6 @@ def session(
     if not class_path_open:
         return _get_or_create(settings)
     settings.update(_class_paths(user, _connector(user)))
-    os.environ.setdefault("SPARK_LAUNCHER_OPTS", jvm_options.LAUNCHER)
     logs.silence_py4j()
     jvm_launch.launch(settings)
     return _get_or_create(settings)
@@ -216,7 +215,10 @@ def _brings_connector(user: Mapping[str, str]) -> bool:
 
 
 def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, str]:
-    """spark.jars, the driver's class path and JVM options: the user's entries first, then ours."""
+    """spark.jars, the driver's class path and JVM options: the user's entries first, then ours.
+
+    With a local master, what is on the class path of the driver goes before the user's ``spark.jars``.
+    """
     paths = {}
     cores = local_cores(user["spark.master"])
     if cores is None:

@@ -230,6 +230,23 @@ def test_with_a_local_master_the_connector_is_on_the_class_path_of_the_driver() 
     assert on_cluster["spark.jars"].split(",") == ["x.jar", *map(str, found)]
 
 
+@pytest.mark.short_form
+def test_a_start_changes_nothing_else_in_the_process() -> None:
+    """Modules that are imported while the JVM starts have no effects of their own: pandas-on-Spark changes how pyarrow
+    treats time zones."""
+    answer = run_python(
+        "import os, sys\n"
+        "before = dict(os.environ)\n"
+        "import onceflow\n"
+        "onceflow.session(master='local[1]')\n"
+        "changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}\n"
+        "print(sorted(changed), 'pyspark.pandas' in sys.modules)"
+    )
+    assert answer.stdout.strip().endswith("False"), answer.stdout + answer.stderr
+    assert "PYARROW_IGNORE_TIMEZONE" not in answer.stdout
+    assert "SPARK_LAUNCHER_OPTS" not in answer.stdout
+
+
 @pytest.mark.long
 def test_the_archive_of_this_installation_fits() -> None:
     """The JVM ignores an archive that was made with another class path. With this option it does not start then."""

@@ -92,7 +92,7 @@ def test_columns_that_a_query_needs_of_a_plan() -> None:
     assert less.columns == ("value", "key")
     program = driver_program(less, None, Functions({}, {}, None), None)
     assert isinstance(program, DriverProgram)
-    assert program.needed == {"in": ("key", "value"), "other": ("key", "value")}
+    assert [each.needed for each in program.query.program.topics] == [("key", "value")] * 2
     (_, other) = program.query.program.topics
     assert applied(other, records(only=("key", "value"))) == records(only=("value", "key"))
     assert plan.only(NAMES[:-1]) is plan

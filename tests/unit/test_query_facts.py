@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from onceflow.planning.direct_plan import DirectPlan, Function, SparkOperators, described
+from onceflow.driver.driver_program import DriverProgram, Functions, StepProgram, described, driver_program
+from onceflow.planning.direct_plan import DirectPlan, Function, SparkOperators
 from onceflow.planning.direct_query import direct_plan
 from onceflow.planning.step_tree import stripped, tree_of
 from onceflow.spark import function_names
@@ -132,6 +133,12 @@ def plan_of(node: Node, *functions: str) -> DirectPlan | str:
     return direct_plan(rooted(node), FLOW, functions)
 
 
+def bound(plan: DirectPlan, functions: Functions | None = None) -> DriverProgram:
+    found = driver_program(plan, None, functions or Functions({}, {}, None), None)
+    assert isinstance(found, DriverProgram), found
+    return found
+
+
 def select(child: Node, *columns: Any) -> Node:
     ids = [column.expression if isinstance(column, TakenColumn) else 90 + n for n, column in enumerate(columns)]
     named = tuple((column.name, number) for column, number in zip(columns, ids, strict=True))
@@ -150,9 +157,7 @@ def test_columns_and_constants_need_no_spark() -> None:
     assert isinstance(operator_, Select)
     assert operator_.columns == (Attribute("value", 1), Constant("topic", "out", SOURCE_TYPES["topic"]))
     assert (plan.by_spark, plan.needs_frame) == (False, False)
-    assert described(plan, {"a": ["value"]}).splitlines() == [
-        "== Direct plan ==", "topic a -> select value, topic", "  columns of the topic that are used: value",
-    ]  # fmt: skip
+    assert described(plan, bound(plan)).splitlines() == ["== Direct plan ==", "topic a -> select value, topic"]
 
 
 def test_operators_of_spark_that_follow_each_other_are_one_range_of_the_plan() -> None:
@@ -165,6 +170,43 @@ def test_operators_of_spark_that_follow_each_other_are_one_range_of_the_plan() -
     joined = plan_of(both("Join", STATIC, source()))
     assert isinstance(joined, DirectPlan)
     assert joined.sources[0].operators == (SparkOperators(tuple(n for n, _ in COLUMNS), (), (1,)),)
+
+
+def test_operators_of_spark_above_a_union_are_one_program() -> None:
+    sides = [select(source(topic), KEY, VALUE) for topic in "abc"]
+    plan = plan_of(above(both("Union", *sides), "Filter"))
+    assert isinstance(plan, DirectPlan)
+    made: list[Any] = []
+
+    class Program:
+        needed, job = frozenset({1}), "a join"
+
+    def evaluate(node: Any, path: Any, base: Any) -> Any:
+        made.append((path, base))
+        return Program()
+
+    program = bound(plan, Functions({}, {}, evaluate))
+    assert made == [((), (0,))], "planning takes a second each time"
+    assert program.job == "a join"
+    assert len({id(topic.operators[-1]) for topic in program.query.program.topics}) == 1
+    refused = driver_program(plan, None, Functions({}, {}, lambda *_: "a type that Arrow lacks"), None)
+    assert refused == "a type that Arrow lacks"
+
+
+def test_the_columns_that_are_used_are_told_for_each_topic_also_below_a_step() -> None:
+    given = select(source("b"), KEY, VALUE)
+    plan = plan_of(both("Union", select(source("a"), VALUE), select(step(given), VALUE)))
+    assert isinstance(plan, DirectPlan)
+    program = bound(plan)
+    assert isinstance(program.steps[0], StepProgram)
+    assert described(plan, program, extended=True).splitlines() == [
+        "== Direct plan ==",
+        "topic a -> select value",
+        "  columns of the topic that are used: value",
+        "process step of table t -> select value",
+        "  topic b -> select key, value",
+        "    columns of the topic that are used: key, value",
+    ]
 
 
 def test_functions_of_the_flow_are_named_and_steps_are_sources() -> None:

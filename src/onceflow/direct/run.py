@@ -16,7 +16,7 @@ from onceflow.direct.by_tasks import backlog_of, range_source
 from onceflow.direct.loop import DirectLoop
 from onceflow.direct.query import DirectQuery
 from onceflow.direct.source_reader import SourceReader
-from onceflow.driver.driver_program import DriverProgram
+from onceflow.driver.driver_program import DriverProgram, described
 from onceflow.driver.external_run import PreparedExternal
 from onceflow.driver.offset_log import TopicOffsets
 from onceflow.driver.run import PreparedQuery, RunOfEngine, batch_commit, watch_sources
@@ -24,7 +24,7 @@ from onceflow.driver.start_report import StartReport, report
 from onceflow.driver.startup import Startup
 from onceflow.driver.streamed_query import StreamedQuery
 from onceflow.driver.targets import load_targets
-from onceflow.planning.direct_plan import DirectPlan, described
+from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.engine import EngineChoice
 from onceflow.planning.ownership import check_source_partitions
 from onceflow.protocol.progress import Progress
@@ -105,7 +105,7 @@ class RunParts:
             raise
         return DirectRun(
             loop=loop,
-            described=lambda extended: described(plan, program.needed if extended else {}),
+            described=lambda extended: described(plan, program, extended=extended),
             settings=startup.settings,
             programs=self.programs,
             sink=sink,

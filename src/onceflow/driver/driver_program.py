@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from onceflow.planning.direct_plan import DirectPlan, Function, PlanOperator
+from onceflow.planning.direct_plan import DirectPlan, Function, PlanOperator, SparkOperators
 from onceflow.spark.plans import Path
 from onceflow.task.row_operators import (
     Arrays,
@@ -139,11 +139,6 @@ class DriverProgram:
     steps: tuple[StepProgram, ...] = ()
     job: str = ""
 
-    @property
-    def needed(self) -> dict[str, tuple[str, ...]]:
-        """The columns of each topic that are used, not counting inputs of steps."""
-        return {topic: self.query.program.needed(topic) for topic in self.query.program.reads}
-
 
 class _RefusedError(Exception):
     """Why operators cannot be evaluated."""
@@ -170,6 +165,7 @@ class _Binder:
         self._node = node
         self._functions = functions
         self._job = ""
+        self._known: dict[SparkOperators, SparkRows] = {}  # operators above a union are those of each of its sides
 
     def program(self, plan: DirectPlan, form: Form | None) -> DriverProgram:
         topics = tuple(TopicProgram(source.read, self._bound(source.operators)) for source in plan.sources)
@@ -192,10 +188,45 @@ class _Binder:
             if operator.name in self._functions.maps:
                 return MapRows(operator.input, operator.names, self._functions.maps[operator.name])
             return ArrowRows(operator.input, operator.names, self._functions.arrow[operator.name])
+        return self._evaluated(operator)
+
+    def _evaluated(self, operator: SparkOperators) -> SparkRows:
+        if operator in self._known:
+            return self._known[operator]
         if self._functions.evaluate is None:
             raise RuntimeError("nothing evaluates Spark's operators")
         program = self._functions.evaluate(self._node, operator.path, operator.base)
         if isinstance(program, str):
             raise _RefusedError(program)
         self._job = self._job or program.job
-        return SparkRows(operator.names, program)
+        found = self._known[operator] = SparkRows(operator.names, program)
+        return found
+
+
+def described(plan: DirectPlan, program: DriverProgram, *, extended: bool = False) -> str:
+    """The plan as text, a line for each topic.
+
+    Args:
+        program: the plan, bound.
+        extended: also which columns are fetched.
+    """
+    return "\n".join(["== Direct plan ==", *_lines(plan, program, extended=extended)])
+
+
+def _lines(plan: DirectPlan, program: DriverProgram, *, extended: bool) -> Iterator[str]:
+    for source, topic in zip(plan.sources, program.query.program.topics, strict=True):
+        yield " -> ".join([f"topic {source.read.topic}", *map(_described, source.operators)])
+        if extended:
+            yield f"  columns of the topic that are used: {', '.join(topic.needed)}"
+    for step, bound in zip(plan.steps, program.steps, strict=True):
+        yield " -> ".join([f"process step of table {step.table}", *map(_described, step.operators)])
+        yield from (f"  {line}" for line in _lines(step.input, bound.input, extended=extended))
+
+
+def _described(operator: PlanOperator) -> str:
+    names = ", ".join(operator.names)
+    if isinstance(operator, Select):
+        return f"select {names}"
+    if isinstance(operator, SparkOperators):
+        return f"Spark's operators, to {names}"
+    return f"{'function' if operator.moves_rows else 'map'} to {names}"

@@ -92,7 +92,7 @@ class RangeRows:
 
     @property
     def program(self) -> DriverProgram:
-        """What makes rows of the records, if the driver does."""
+        """What makes rows of the records. If it needs nothing of Spark, tasks get its part for records."""
         return self.source.program
 
     @property

@@ -1,15 +1,14 @@
 """The plan of the direct engine: what is done with the records of each source topic, and with the rows of each step.
 
-It is data alone. The driver makes two programs of it: one for itself (``driver/driver_program.py``), and one for tasks
-that read by themselves (``task/task_program.py``).
+It is data alone. Its program is the same with functions in it (``driver/driver_program.py``). If nothing in it needs
+Spark, tasks that read by themselves get a part of that program (``task/task_program.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 
 from onceflow.spark.function_names import is_map
 from onceflow.spark.plans import Path
@@ -155,32 +154,3 @@ class DirectPlan:
             tuple(names),
             tuple(step.then(select) for step in self.steps),
         )
-
-
-def described(plan: DirectPlan, needed: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
-    """The plan as text, a line for each topic.
-
-    Args:
-        needed: which columns of each topic are fetched, if that is to be said.
-    """
-    return "\n".join(["== Direct plan ==", *_lines(plan, needed)])
-
-
-def _lines(plan: DirectPlan, needed: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    for source in plan.sources:
-        topic = source.read.topic
-        yield " -> ".join([f"topic {topic}", *map(_described, source.operators)])
-        if topic in needed:
-            yield f"  columns of the topic that are used: {', '.join(needed[topic])}"
-    for step in plan.steps:
-        yield " -> ".join([f"process step of table {step.table}", *map(_described, step.operators)])
-        yield from (f"  {line}" for line in _lines(step.input, needed))
-
-
-def _described(operator: PlanOperator) -> str:
-    names = ", ".join(operator.names)
-    if isinstance(operator, Select):
-        return f"select {names}"
-    if isinstance(operator, SparkOperators):
-        return f"Spark's operators, to {names}"
-    return f"{'function' if operator.moves_rows else 'map'} to {names}"

@@ -109,7 +109,7 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
         guarantee=given.guarantee,
         stateful=bool(facts.state),
         reads_little=facts.reads_little and not facts.others,
-        merges_tasks=facts.may_merge_tasks,
+        merges_tasks=facts.may_merge_tasks and given.checkpoint is not None,
         trigger_s=trigger_s or 0.0,
         timers_s=math.inf if given.once else max(1.0, trigger_s or 0.0),
         late=given.late if facts.state and facts.watermark else None,

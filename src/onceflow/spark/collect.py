@@ -36,7 +36,7 @@ def collect(df: DataFrame, *, interpreted: bool) -> list[pa.RecordBatch]:
     """Run a batch once and return its rows in their order. Raises the same errors as ``toArrow``.
 
     Args:
-        interpreted: whether tasks use interpreted instead of generated projections, see ``queries.reads_little``.
+        interpreted: whether tasks use interpreted instead of generated projections, see ``QueryFacts.reads_little``.
     """
     context = df.sparkSession.sparkContext
     if not interpreted:

@@ -83,7 +83,7 @@ class JavaFunctions:
             Py4JJavaError: there is no such method.
         """
         find = self._method if "(" in signature else self._method_of_name
-        handle = self.once((owner, signature), lambda: find(owner, signature))
+        handle = self.once(("method", owner, signature), lambda: find(owner, signature))
         return handle if of is None else handle.bindTo(of)
 
     def _method(self, owner: str, signature: str) -> Any:

@@ -8,7 +8,7 @@ import re
 from onceflow.host.java import with_flags
 
 FEW_CORES = 2
-#: Of the short JVM that puts the command of Spark's together (``SPARK_LAUNCHER_OPTS``).
+#: Of the short JVM that puts the command of Spark's own together.
 LAUNCHER = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 # One thread is enough for 1 GB, and its heap grows less: on two cores G1 takes 250 MB more, and some CPU.
 _COLLECTOR = ("-XX:+UseSerialGC",)

@@ -52,11 +52,6 @@ def output_ids(node: Any) -> list[int]:
     return [int(attribute.exprId().id()) for attribute in plans.items(node.output())]
 
 
-def output_names(node: Any) -> tuple[str, ...]:
-    """The names of a node's columns."""
-    return tuple(str(attribute.name()) for attribute in plans.items(node.output()))
-
-
 def projected(project: Any) -> list[PlanColumn]:
     """The columns of a projection."""
     return [_column(each) for each in plans.items(project.projectList())]

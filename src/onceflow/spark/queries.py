@@ -108,13 +108,16 @@ def check_connector(spark: SparkSession, flow: str) -> None:
         )
 
 
-def check_query(df: DataFrame, flow: str, *, checkpoint: bool = False, call: str = _WRITE) -> QueryFacts:
+def check_query(
+    df: DataFrame, flow: str, *, checkpoint: bool = False, call: str = _WRITE, columns: bool = True
+) -> QueryFacts:
     """The facts of a query. Refuse queries that cannot continue from progress in Kafka and, if there is one, from a
     checkpoint.
 
     Args:
         checkpoint: whether there is one.
         call: what has got the DataFrame, for errors. Only ``Flow.write`` takes a checkpoint.
+        columns: see `facts_of`.
 
     Raises:
         UnsupportedQueryError: it is not a stream, has a foreign source, or has state in Spark without a checkpoint.
@@ -127,11 +130,11 @@ def check_query(df: DataFrame, flow: str, *, checkpoint: bool = False, call: str
         raise UnsupportedQueryError(
             "The DataFrame is not a stream", flow=flow, next_step="make it from Flow.read of this flow"
         )
-    facts = facts_of(df)
+    facts = facts_of(df, columns=columns)
+    if facts.state and not checkpoint:  # before sources: with a checkpoint, there may be others
+        raise _needs_checkpoint(facts, flow, call)
     for source in facts.sources:
         _check_source(source, flow, checkpoint, call)
-    if facts.state and not checkpoint:
-        raise _needs_checkpoint(facts, flow, call)
     return facts
 
 

@@ -1,4 +1,4 @@
-"""What is known of a query from its analyzed plan. The plan is in Spark's JVM; it is read once, by ``Flow.write``.
+"""What is known of a query from its analyzed plan. The plan is in Spark's JVM; ``Flow.write`` reads it once.
 
 Whatever decides how a query runs takes these facts and not the plan. So it needs no JVM, and can be tested without one.
 """
@@ -51,8 +51,8 @@ class Node:
     Args:
         kind: its class, see ``operators.OPERATORS``.
         path: the numbers of the children that lead to it from the root of the plan.
-        columns: name and expression id of each column that it yields. Spark keeps the id of a column that is passed on
-            unchanged. Several columns may have one name.
+        columns: name and expression id of each column that it yields, if its rows are from a stream. Spark keeps the id
+            of a column that is passed on unchanged. Several columns may have one name.
         children: those that its rows come from.
         streaming: whether its rows are from a stream.
         function: the name of the Python function of ``mapInArrow`` and ``mapInPandas``.
@@ -241,29 +241,35 @@ def topics_read(node: Node) -> set[str]:
     return {each.source.topic for each in node.nodes() if each.source is not None and each.source.topic}
 
 
-def facts_of(df: DataFrame) -> QueryFacts:
-    """Read the analyzed plan of a DataFrame."""
-    return QueryFacts(_read(df.sparkSession, plans.analyzed(df), ()))
+def facts_of(df: DataFrame, *, columns: bool = True) -> QueryFacts:
+    """Read the analyzed plan of a DataFrame.
+
+    Args:
+        columns: whether columns and conditions are read, too. They are most of the calls of the JVM.
+    """
+    return QueryFacts(_read(df.sparkSession, plans.analyzed(df), (), columns=columns))
 
 
 def node_of(spark: SparkSession, plan: Any) -> Node:
     """Read an analyzed plan."""
-    return _read(spark, plan, ())
+    return _read(spark, plan, (), columns=True)
 
 
-def _read(spark: SparkSession, node: Any, path: plans.Path) -> Node:
+def _read(spark: SparkSession, node: Any, path: plans.Path, *, columns: bool) -> Node:
     kind = jvm.kind(node)
-    children = plans.children(node)
-    below = tuple(_read(spark, child, (*path, number)) for number, child in enumerate(children))
-    is_filter = kind == "Filter"
+    children = enumerate(plans.children(node))
+    below = tuple(_read(spark, child, (*path, number), columns=columns) for number, child in children)
+    streaming = any(child.streaming for child in below) if below else bool(node.isStreaming())
+    columns = columns and streaming  # of the static side of a join, only what it consists of is asked
+    is_filter = columns and kind == "Filter"
     return Node(
         kind,
         path,
-        tuple((str(each.name()), int(each.exprId().id())) for each in plans.items(node.output())),
+        tuple((str(each.name()), int(each.exprId().id())) for each in plans.items(node.output())) if columns else (),
         below,
-        streaming=bool(node.isStreaming()) if not below else any(child.streaming for child in below),
+        streaming=streaming,
         function=str(node.functionExpr().name()) if operator(kind).python else "",
-        projected=tuple(plan_columns.projected(node)) if kind == "Project" else (),
+        projected=tuple(plan_columns.projected(node)) if columns and kind == "Project" else (),
         source=_source(node, kind) if kind in _SOURCES else None,
         ends=_end_of_read(node) if is_filter and below[0].kind == "StreamingRelationV2" else None,
         keeps_all=is_filter and plans.is_always_true(spark, node.condition()),
