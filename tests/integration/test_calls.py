@@ -99,7 +99,9 @@ def test_rows(
         assert [(batch.records, batch.dead_letters) for batch in query.batches] == [(28, 4)]
     assert f"the first dead letters of this run went to {failed}: 3 x ValueError, first {source}-" in caplog.text
     assert "1 x JSONDecodeError" in caplog.text
-    found = [json.loads(record.value or b"") for record in independent.read_topic(onceflow_broker, target, decided=True)]
+    found = [
+        json.loads(record.value or b"") for record in independent.read_topic(onceflow_broker, target, decided=True)
+    ]
     good = [n for n in range(30) if n % 10 != 7]
     assert sorted(each["was"] for each in found) == [*good, 100]
     assert all(each["is"] == 2 * each["was"] for each in found)
