@@ -397,10 +397,9 @@ def loop_of(
     trigger_s: float = 0.0,
     ends: bool = True,
 ) -> DirectLoop:
-    context = SimpleNamespace(setJobGroup=lambda *_, **__: None, _jsc=object())
     backlog = ByRecords(rows_max)
     batches: Any = written
-    spark: Any = SimpleNamespace(sparkContext=context)
+    spark: Any = SimpleNamespace(sparkContext=SimpleNamespace(setJobGroup=lambda *_, **__: None, _jsc=object()))
     tasks: Any = SimpleNamespace(spark=spark, program=DriverProgram(QUERY), all_batches=False)
     return DirectLoop(
         batches,

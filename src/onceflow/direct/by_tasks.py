@@ -10,12 +10,10 @@ from pyspark.sql import SparkSession
 from pyspark.sql import types as T
 
 from onceflow.direct.backlog import Backlog
-from onceflow.driver.driver_program import DriverProgram
 from onceflow.driver.range_rows import RangeSource
 from onceflow.driver.startup import Startup
 from onceflow.driver.streamed_query import StreamedQuery
 from onceflow.errors import EnvironmentUnusableError, OptionError
-from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.engine import TASKS, EngineChoice
 from onceflow.spark.imports import ImportCheck
 from onceflow.spark.jvm import SPARK_ERRORS
@@ -35,15 +33,10 @@ def range_source(
     startup: Startup,
     query: StreamedQuery,
     choice: EngineChoice,
-    plan: DirectPlan,
-    program: DriverProgram,
     topic_ids: Mapping[str, str],
 ) -> RangeSource:
-    """What tasks are told that read by themselves.
-
-    Args:
-        plan: of the query. program: of the driver.
-    """
+    """What tasks are told that read by themselves."""
+    plan, program = query.planned()
     return RangeSource(
         flow=startup.flow,
         settings=startup.settings,

@@ -16,7 +16,7 @@ from onceflow.direct.by_tasks import backlog_of, range_source
 from onceflow.direct.loop import DirectLoop
 from onceflow.direct.query import DirectQuery
 from onceflow.direct.source_reader import SourceReader
-from onceflow.driver.driver_program import DriverProgram, described
+from onceflow.driver.driver_program import described
 from onceflow.driver.external_run import PreparedExternal
 from onceflow.driver.offset_log import TopicOffsets
 from onceflow.driver.run import PreparedQuery, RunOfEngine, batch_commit, watch_sources
@@ -24,7 +24,6 @@ from onceflow.driver.start_report import StartReport, report
 from onceflow.driver.startup import Startup
 from onceflow.driver.streamed_query import StreamedQuery
 from onceflow.driver.targets import load_targets
-from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.engine import EngineChoice
 from onceflow.planning.ownership import check_source_partitions
 from onceflow.protocol.progress import Progress
@@ -79,7 +78,7 @@ class RunParts:
             batches: makes what runs the batches, told: what the start has found, when the sources can be read.
         """
         startup, query, starts = self.startup, self.query, self.starts
-        plan, program = planned(query)
+        plan, program = query.planned()
         deadline = startup.deadline()
         topic_ids = {topic: startup.sources[topic].topic_id for topic in starts}
         reader = SourceReader(
@@ -95,7 +94,7 @@ class RunParts:
                 records_per_batch={t: s.max_records for t, s in plan.reads.items() if s.max_records is not None},
                 until=_end_of_run(startup, starts, deadline) if query.options.once else None,
                 backlog=backlog_of(self.spark, startup, query, self.choice, self.imports),
-                tasks=range_source(self.spark, startup, query, self.choice, plan, program, topic_ids),
+                tasks=range_source(self.spark, startup, query, self.choice, topic_ids),
                 programs=self.programs,
             )
             found = told()
@@ -124,7 +123,7 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
     """
     startup, query, options = prepared.startup, prepared.query, prepared.query.options
     with closed_if_failed(prepared.programs):
-        plan, _ = planned(query)
+        plan, _ = query.planned()
         if options.partitioner == "source":
             targets = load_targets(startup.session.cluster, options.topic, startup.deadline())
             check_source_partitions(options.topic, targets, startup.sources_read.partitions)
@@ -154,7 +153,7 @@ def external_run(prepared: PreparedExternal) -> DirectRun:
     """
     spark, startup, choice, options = prepared.spark, prepared.startup, prepared.choice, prepared.query.options
     with closed_if_failed(prepared.programs):
-        plan, _ = planned(prepared.query)
+        plan, _ = prepared.query.planned()
         parts = RunParts(
             spark=spark,
             startup=startup,
@@ -183,13 +182,6 @@ def closed_if_failed(programs: RowPrograms) -> Iterator[None]:
     except BaseException:
         programs.close()
         raise
-
-
-def planned(query: StreamedQuery) -> tuple[DirectPlan, DriverProgram]:
-    """The plan of the direct engine, and its program."""
-    if isinstance(query.plan, str) or query.program is None:
-        raise RuntimeError("the query has no program for the direct engine")
-    return query.plan, query.program
 
 
 def _end_of_run(startup: Startup, starts: TopicOffsets, deadline: Deadline) -> TopicOffsets:

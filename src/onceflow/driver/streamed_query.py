@@ -48,6 +48,12 @@ class StreamedQuery:
     plan: DirectPlan | str
     program: DriverProgram | None
 
+    def planned(self) -> tuple[DirectPlan, DriverProgram]:
+        """The plan and the program of the direct engine, which has been chosen for the query."""
+        if isinstance(self.plan, str) or self.program is None:
+            raise RuntimeError("the query has no program for the direct engine")
+        return self.plan, self.program
+
 
 def divide(
     write: CheckedWrite,
@@ -146,7 +152,7 @@ def whole(
     """
     spark, root = df.sparkSession, facts.root
     node = plans.analyzed(df if taken is None else df.select(*[f"`{name}`" for name in taken]))
-    if any(each.kind == "WithCTE" for each in root.nodes()):
+    if facts.has_with:
         node = batch_plan.inlined(spark, node)
         root = node_of(spark, node)
     elif taken is not None:

@@ -106,7 +106,7 @@ def tree_of(facts: QueryFacts, tables: Collection[str], flow: str) -> tuple[Tree
     """
     if not facts.has_step:
         return None
-    if any(node.kind == "WithCTE" for node in facts.root.nodes()):
+    if facts.has_with:
         raise UnsupportedQueryError(
             "The query has a WITH clause and a process step",
             flow=flow,

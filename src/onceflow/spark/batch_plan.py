@@ -28,7 +28,7 @@ _RANDOM = "EXPRESSION_WITH_RANDOM_SEED"
 def inlined(spark: SparkSession, plan: Any) -> Any:
     """The plan without ``WITH``: what it names is where it is used (Spark: ``InlineCTE``)."""
     make = JavaFunctions(spark)
-    if not plan.containsPattern(_pattern(make, "CTE")):
+    if not plan.containsPattern(make.tree_pattern("CTE")):
         return plan
     (constructor,) = make.java_class(f"{_CATALYST}.optimizer.InlineCTE").getConstructors()
     # Always; from Spark 4 on, whether to keep what is not used.
@@ -82,12 +82,12 @@ def of_batch(spark: SparkSession, plan: Any, now_us: int, *, other_times: bool =
             return None
         return expression.withNewSeed(secrets.randbits(63))
 
-    return plans.mapped(spark, plan, _pattern(make, _RANDOM), reseeded)
+    return plans.mapped(spark, plan, make.tree_pattern(_RANDOM), reseeded)
 
 
 def is_random(spark: SparkSession, plan: Any) -> bool:
     """Whether a plan has random numbers."""
-    return bool(plan.containsPattern(_pattern(JavaFunctions(spark), _RANDOM)))
+    return bool(plan.containsPattern(JavaFunctions(spark).tree_pattern(_RANDOM)))
 
 
 def has_other_times(spark: SparkSession, plan: Any) -> bool:
@@ -95,7 +95,7 @@ def has_other_times(spark: SparkSession, plan: Any) -> bool:
     ``now`` that are cast to a date or a time (Spark: ``SpecialDatetimeValues``)."""
     make = JavaFunctions(spark)
     for name, found in (("CURRENT_LIKE", _is_current_time), ("CAST", _is_special)):
-        mark = _pattern(make, name)
+        mark = make.tree_pattern(name)
         for node in jvm.nodes(plan, mark):
             if any(found(each) for root in plans.items(node.expressions()) for each in jvm.nodes(root, mark)):
                 return True
@@ -121,7 +121,7 @@ def _with_texts(spark: SparkSession, plan: Any, now_us: int) -> Any:
             plans.sequence(spark, [make.object(f"{_EXPRESSIONS}.Literal").apply(str(text))])
         )
 
-    return plans.mapped(spark, plan, _pattern(make, "CAST"), changed)
+    return plans.mapped(spark, plan, make.tree_pattern("CAST"), changed)
 
 
 def _is_current_time(expression: Any) -> bool:
@@ -138,7 +138,7 @@ def _is_special(expression: Any) -> bool:
 
 def _timed(spark: SparkSession, plan: Any, time: Callable[[], Any]) -> tuple[Any, bool]:
     make = JavaFunctions(spark)
-    pattern = _pattern(make, "CURRENT_LIKE")
+    pattern = make.tree_pattern("CURRENT_LIKE")
     if not plan.containsPattern(pattern):
         return plan, False
     now, found = time(), []
@@ -155,7 +155,3 @@ def _timed(spark: SparkSession, plan: Any, time: Callable[[], Any]) -> tuple[Any
         return make.static(f"{_EXPRESSIONS}.Cast")(now, kind, expression.timeZoneId(), mode)
 
     return plans.mapped(spark, plan, pattern, changed), bool(found)
-
-
-def _pattern(make: JavaFunctions, name: str) -> Any:
-    return getattr(make.static(f"{_CATALYST}.trees.TreePattern"), name)()

@@ -67,6 +67,10 @@ class JavaFunctions:
         """A Scala object, such as ``scala.collection.Iterator``."""
         return self.function(f"{name}$", "MODULE$")
 
+    def tree_pattern(self, name: str) -> Any:
+        """One of Catalyst's tree patterns, which say what is in a plan."""
+        return getattr(self.static("org.apache.spark.sql.catalyst.trees.TreePattern"), name)()
+
     # ---- handles -----------------------------------------------------------------------------------------------------
 
     def method(self, owner: str, signature: str, *, of: Any = None) -> Any:

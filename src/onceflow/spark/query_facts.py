@@ -166,6 +166,11 @@ class QueryFacts:
         return next(filter(None, map(_state_of, self.streams)), "")
 
     @property
+    def has_with(self) -> bool:
+        """Whether it has a ``WITH`` clause."""
+        return any(node.kind == "WithCTE" for node in self.root.nodes())
+
+    @property
     def watermark(self) -> bool:
         """Whether it has one of Spark's watermarks, by which operators with state drop late rows."""
         return any(node.kind == "EventTimeWatermark" for node in self.streams)

@@ -67,7 +67,7 @@ class RowJob:
         return batch_plan.of_batch(self._spark, plan, self._now_us(), other_times=self._other_times)
 
     def _frame(self, columns: Sequence[pa.Array | None]) -> DataFrame:
-        arrays = [_cast(column, field.type) for column, field in zip(columns, self._given, strict=True)]
+        arrays = [cast(column, field.type) for column, field in zip(columns, self._given, strict=True)]
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._given)
         content = pa.BufferOutputStream()
         with pa.ipc.new_stream(content, self._given) as stream:
@@ -83,7 +83,14 @@ def _by_number(struct: T.StructType) -> T.StructType:
     return T.StructType([T.StructField(f"c{n}", field.dataType) for n, field in enumerate(struct)])
 
 
-def _cast(column: pa.Array | None, kind: pa.DataType) -> pa.Array:
+def cast(column: pa.Array | None, kind: pa.DataType) -> pa.Array:
+    """A column that is needed, with the type that Spark reads."""
+    column = there(column)
+    return column if column.type == kind else column.cast(kind)
+
+
+def there(column: pa.Array | None) -> pa.Array:
+    """A column that is needed."""
     if column is None:
         raise RuntimeError("a column that is needed was not built")
-    return column if column.type == kind else column.cast(kind)
+    return column

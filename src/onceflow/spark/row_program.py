@@ -26,7 +26,7 @@ from onceflow.spark.java_functions import JavaFunctions
 from onceflow.spark.jvm import SPARK_ERRORS, first_line
 from onceflow.spark.memory_file import MemoryFile
 from onceflow.spark.query_session import clone_of
-from onceflow.spark.row_job import RowJob
+from onceflow.spark.row_job import RowJob, cast, there
 from onceflow.spark.row_plan import NoProgramError, planned
 from onceflow.spark.slow_classes import initialize_ahead
 
@@ -105,7 +105,7 @@ class RowProgram:
         fresh = iter(made.columns)
         found = [next(fresh) if at is None else None for at in passed]
         taken = next(fresh, None)  # the numbers of rows, if columns are passed on
-        return [_there(columns[at]).take(taken) if at is not None else found[n] for n, at in enumerate(passed)]
+        return [there(columns[at]).take(taken) if at is not None else found[n] for n, at in enumerate(passed)]
 
     def _given(self, columns: Sequence[pa.Array | None], rows: int) -> pa.RecordBatch:
         """The rows as the leaf has them, with their numbers. Columns that are not used are null."""
@@ -116,8 +116,7 @@ class RowProgram:
             elif at == len(columns):
                 arrays.append(pa.array(range(rows), pa.int64()))
             else:
-                column = _there(columns[at])
-                arrays.append(column if column.type == field.type else column.cast(field.type))
+                arrays.append(cast(columns[at], field.type))
         return pa.RecordBatch.from_arrays(arrays, schema=self._plan.input)
 
 
@@ -195,9 +194,3 @@ def _executed(df: DataFrame) -> Any:
     if rdd.isBarrier():
         raise NoProgramError("barrier")
     return rdd
-
-
-def _there(column: pa.Array | None) -> pa.Array:
-    if column is None:
-        raise RuntimeError("a column that is needed was not built")
-    return column

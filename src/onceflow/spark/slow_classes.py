@@ -16,8 +16,7 @@ _CASES_PATTERN = "UPPER_OR_LOWER"
 
 def initialize_ahead(make: JavaFunctions, plan: Any) -> None:
     """Initialize those that a plan is going to use in a thread, while it is optimized and planned."""
-    pattern = getattr(make.static("org.apache.spark.sql.catalyst.trees.TreePattern"), _CASES_PATTERN)()
-    if plan.containsPattern(pattern):
+    if plan.containsPattern(make.tree_pattern(_CASES_PATTERN)):
         loader = make.java_class("org.apache.spark.sql.SparkSession").getClassLoader()
         threading.Thread(target=_initialize, args=(make, loader), daemon=True, name="onceflow-classes").start()
 
