@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from onceflow import hooks
+from onceflow import flow_operators, hooks
 from onceflow.calls.runner import CallRunner
 from onceflow.driver import output_writer
-from onceflow.planning import calls as planned_calls
 from onceflow.planning import placement
 from onceflow.state.engine.output_collector import OutputCollector
 from onceflow.state.stores.overlay import Overlay
@@ -205,7 +204,7 @@ def test_the_check_notices(
 def test_the_check_of_rows_notices(
     make_pipe: Any, make_topic: Any, call_flow: Any, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
-    monkeypatch.setattr(planned_calls, "CallRows", getattr(call_flow, mutant))
+    monkeypatch.setattr(flow_operators, "CallRows", getattr(call_flow, mutant))
     pipe, failed = make_pipe(1), make_topic("failed", 1)
     pipe.fill(200)
     call_flow.run(pipe.arguments(failed=failed), pipe.spark)
