@@ -38,7 +38,6 @@ from onceflow.driver.progress_ahead import ProgressAhead
 from onceflow.messages import TaskReport
 from onceflow.protocol.progress import Progress
 from onceflow.protocol.transaction import GIVEN, Epoch, Event
-from onceflow.spark import queries
 from onceflow.spark.memory_file import MemoryFile
 from onceflow.spark.query_facts import QueryFacts
 from onceflow.spark.row_program import RowProgram
@@ -175,9 +174,14 @@ def only_offsets(patch: Patch, once: Path) -> None:
 
 
 def stale_start(patch: Patch, once: Path) -> None:
-    """The engine reads from five records before the place where progress ends."""
-    original, reader = queries.starting_offsets_json, direct_module.SourceReader
+    """The engine reads from some records before the place where progress ends. (A checkpoint of Spark does so when it
+    was restored from a backup.)"""
+    reader = direct_module.SourceReader
     once.touch()
+    for log in once.with_name("checkpoint").glob("[oc]*s"):  # offsets and commits
+        last = max((file for file in log.iterdir() if file.name.isdecimal()), key=lambda file: int(file.name))
+        last.with_name(f".{last.name}.crc").unlink()
+        last.unlink()
 
     def earlier(offsets: Any) -> Any:
         return {partition: offset - 5 for partition, offset in offsets.items()}
@@ -185,7 +189,6 @@ def stale_start(patch: Patch, once: Path) -> None:
     def read(settings: Any, plan: Any, starts: Any, *rest: Any, **options: Any) -> Any:
         return reader(settings, plan, {topic: earlier(starts[topic]) for topic in starts}, *rest, **options)
 
-    patch.setattr(queries, "starting_offsets_json", lambda topic, offsets: original(topic, earlier(offsets)))
     patch.setattr(direct_module, "SourceReader", read)
 
 
@@ -193,10 +196,11 @@ def two_arrow_batches(patch: Patch, once: Path) -> None:
     """The rows of a batch come in two halves."""
 
     def halved(original: Callable[..., Any]) -> Callable[..., Any]:
-        def halves(*arguments: Any, **options: Any) -> list[pa.RecordBatch]:
+        def halves(*arguments: Any, **options: Any) -> Iterator[pa.RecordBatch]:
             once.touch()
             table = pa.Table.from_batches(original(*arguments, **options)).combine_chunks()
-            return [rows for half in (table[: BATCH_ROWS // 2], table[BATCH_ROWS // 2 :]) for rows in half.to_batches()]
+            for half in (table[: BATCH_ROWS // 2], table[BATCH_ROWS // 2 :]):
+                yield from half.to_batches()
 
         return halves
 
@@ -373,7 +377,7 @@ def two_transactions(patch: Patch) -> None:
     original, write_rows = BatchCommit._write, output_writer.write_rows
 
     def write(self: Any, *arguments: Any) -> Any:
-        def halves(order: Any, place: Any, rows: Any, cluster: Any) -> TaskReport:
+        def halves(order: Any, place: Any, rows: Any, cluster: Any, companion: None = None) -> TaskReport:
             table = pa.Table.from_batches(rows)
             half = table.num_rows // 2
             first = write_rows(order, place, table[:half].to_batches(), cluster).written
@@ -391,6 +395,7 @@ def two_transactions(patch: Patch) -> None:
             return original(self, *arguments)
 
     patch.setattr(BatchCommit, "_write", write)
+    patch.setattr(ExactlyOnce, "ahead", lambda *_: None)
 
 
 def sequences_start_anew(patch: Patch) -> None:
