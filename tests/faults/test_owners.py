@@ -120,6 +120,7 @@ def test_extra_attempts(make_pipe: Any) -> None:
         master="local[2,2]",
         spark={"spark.local.dir": str(local), "spark.default.parallelism": "4"},
         task_bytes=1,
+        columns=["key", "unhex(hex(value)) AS value"],  # Spark evaluates it, so Spark moves the rows
         write={"engine": "tasks"},
     )
     output = finish(pipe, process, 120)

@@ -22,7 +22,6 @@ from onceflow.direct.backlog import Backlog
 from onceflow.direct.batches import DirectBatches
 from onceflow.direct.fetched import merged
 from onceflow.direct.pacing import BATCH_BYTES, FULL, BatchSize
-from onceflow.direct.read_ahead import ReadAhead
 from onceflow.direct.shares import Shares
 from onceflow.direct.source_reader import BUFFER_BYTES, SourceReader
 from onceflow.driver import handover
@@ -98,7 +97,8 @@ class DirectLoop:
         self._next_at = 0.0  # when the next batch may begin; 0: none has run yet
         self._offsets_since: float | None = None  # since when there are offsets without records
         self._busy_s = 0.0  # for fetching, since the last batch
-        self._ahead = ReadAhead(reader, batches.flow)
+        self._ahead_s = 0.0  # for fetching, while a batch ends
+        self._fetch_problem: Exception | None = None
         self._fetched_at = float("-inf")
         self._job_group = f"onceflow-direct-{uuid4()}"
         self._shares = Shares(records_per_batch)
@@ -169,8 +169,8 @@ class DirectLoop:
 
     def _step(self) -> None:
         """Run a batch, or wait for records, a timer or the next trigger."""
-        if self._ahead.problem is not None:
-            raise self._ahead.problem
+        if self._fetch_problem is not None:
+            raise self._fetch_problem
         if is_stopped(self._spark):
             raise EnvironmentUnusableError(
                 "Spark was stopped, and the query with it",
@@ -262,14 +262,16 @@ class DirectLoop:
         self._offsets_since = None
         now = time.monotonic()
         backlog = self._reader.has_more
+        if backlog:
+            self._reader.fetch_ahead()
         started_ms = clock_ms()
         self._programs.now_us = started_ms * 1000  # the same for all attempts
         program = self._tasks.program
-        rows: FetchedRows | RangeRows = FetchedRows(self._spark, merged(taken.parts, program.query), program)
+        meanwhile = self._take_arrived if backlog else None
+        rows: FetchedRows | RangeRows = FetchedRows(self._spark, merged(taken.parts, program.query), program, meanwhile)
         if self._tasks.all_batches and not taken.source.max_rows:  # timers
             rows = RangeRows(self._tasks, taken.source, started_ms * 1000)
-        with self._ahead.during(backlog=backlog):
-            self._batches(rows, taken.source, backlog=backlog, quiet=quiet)
+        self._batches(rows, taken.source, backlog=backlog, quiet=quiet)
         if not self._reader.has_more:
             self._batches.settle_copies()
         seconds = self._accounted(now)
@@ -277,8 +279,18 @@ class DirectLoop:
             self._backlog.ran(taken.source.max_rows, seconds, now=time.monotonic())
         self.lag = self._reader.lag()
         self._report(taken.source, _records_of(taken), started_ms, seconds)
-        self._busy_s = 0.0
+        self._busy_s, self._ahead_s = self._ahead_s, 0.0
         self._ran(now, behind=self._reader.has_more)
+
+    def _take_arrived(self) -> None:
+        """While brokers commit a batch, the records of the next one are decoded. What goes wrong says nothing about the
+        outcome: it is raised when the batch has ended."""
+        started = time.monotonic()
+        try:
+            self._reader.take_arrived()
+        except Exception as problem:
+            self._fetch_problem = problem
+        self._ahead_s += time.monotonic() - started
 
     def _run_by_tasks(self) -> bool:
         """Run a batch whose records tasks read by themselves. False: the driver is to read again."""
@@ -310,9 +322,11 @@ class DirectLoop:
 
     def _accounted(self, started: float) -> float:
         """The seconds of a batch that began then, with fetching. Its summary accounts for all of them."""
-        seconds = time.monotonic() - started + self._busy_s
+        seconds = time.monotonic() - started + self._busy_s - self._ahead_s
         if (summary := self._batches.summary) is not None:
             steps = {"fetch": self._busy_s, **summary.seconds}
+            if self._ahead_s:
+                steps["end"] -= self._ahead_s  # it is a part of the next batch
             steps["other"] = max(0.0, seconds - sum(steps.values()) - self._batches.timers_s)
             summary.seconds = steps
         return seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -37,7 +37,6 @@ _LOOK_EVERY_S = 5.0
 _START_S = 60.0
 # While tasks read: how long the answer of a leader is waited for, and for how long it is not asked if none came.
 _ANSWER_S, _AWAY_S = 3.0, 15.0
-_AHEAD_S = 0.02  # how long one answer is waited for while a batch runs: the end of the batch waits for it, too
 _OTHERS_S = 0.004  # how long the answers of other brokers are waited for
 
 
@@ -217,18 +216,17 @@ class SourceReader:
             self._add(place, chunk)
         return arrived
 
-    def read_ahead(self, is_over: Callable[[], bool]) -> None:
-        """Take what brokers answer until a batch is over, as long as there is room, and leave requests under way.
+    def fetch_ahead(self) -> None:
+        """Send the next requests without waiting, so that brokers answer while a batch runs."""
+        if self.arrivals.nbytes < BUFFER_BYTES:
+            self._pause()
+            self._poll.send()
 
-        Args:
-            is_over: asked after each answer.
-        """
-        while self.arrivals.nbytes < BUFFER_BYTES and not self._poll.is_stale:
-            if is_over() or not self.is_behind:
-                self._pause()
-                self._poll.send()
-                return
-            self._receive(_AHEAD_S)
+    def take_arrived(self) -> None:
+        """Take what has arrived for the next batch, and ask for more, without waiting."""
+        if self.arrivals.nbytes < BUFFER_BYTES and not self._poll.is_stale:
+            self._receive(0)
+            self.fetch_ahead()
 
     # ---- while tasks read ----------------------------------------------------------------------------
 
