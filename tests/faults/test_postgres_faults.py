@@ -603,7 +603,7 @@ def test_a_million_rows(make_ledger: Callable[..., Ledger], server: LocalPostgre
 
     killed: list[str] = []
     with at_steps(kill):
-        query = ledger.run(records_per_batch=150_000)
+        query = ledger.run(records_per_batch=150_000, write={"engine": "tasks"})
     assert (tmp_path / "fired").exists()
     assert killed
     assert {batch.batch for batch in query.batches if batch.attempts > 1} == {3, 5}

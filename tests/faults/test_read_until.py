@@ -47,7 +47,8 @@ def test_killed(make_pipe: Any, killed_together: Any) -> None:
     for pipe in pipes.values():
         pipe.fill(2500)
     until = {str(partition): end for partition, end in ENDS.items()}
-    options = {step: {"until": until, "records_per_batch": 500, "write": {"engine": "tasks"}} for step in pipes}
+    # 100 records of each partition are in the first batch: so partition 0 ends in the second.
+    options = {step: {"until": until, "records_per_batch": 200, "write": {"engine": "tasks"}} for step in pipes}
     killed_together(pipes, options)
     for step, pipe in pipes.items():
         committed = len(independent.read_topic(pipe.bootstrap, pipe.target, decided=step in ("end", "settle")))
