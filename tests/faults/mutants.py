@@ -497,9 +497,6 @@ class Placed:
     def __init__(self, once: Path) -> None:
         self.once = once
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        return map(self.place, batches)
-
     def place(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """As a function of ``Flow.map``."""
         partitions = (np.arange(rows.num_rows) + self.once.exists()) % 2

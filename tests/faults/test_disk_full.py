@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,10 +90,10 @@ def make_full_pipe(disk: Disk, make_pipe: Callable[..., Any]) -> Callable[[], An
     return make
 
 
-def start(pipe: Any, transaction_timeout: str = "60 seconds", **options: str) -> Any:
+def start(pipe: Any, transaction_timeout: str = "60 seconds") -> Any:
     """One batch of 1 MB a second, so that the disk can be filled up between two."""
     flow = pipe.open()
-    df = flow.read(pipe.source, max_records_per_batch=1000, options=options).select("key", "value")
+    df = flow.read(pipe.source, max_records_per_batch=1000).select("key", "value")
     return flow.write(df, topic=pipe.target, trigger="1 second", transaction_timeout=transaction_timeout).start()
 
 
@@ -102,10 +103,9 @@ def test_flows_wait_or_give_up_and_go_on(
     """Two flows meet the full disk: a patient one, and one that gives up and is started again."""
     monkeypatch.setattr("onceflow.driver.output_writer._MIN_PATIENCE_S", 2.0)
     patient, hasty = make_full_pipe(), make_full_pipe()
-    # If the broker ends between two batches of the other flow, that needs more than a minute to give up.
     waiting = start(patient, "5 minutes")
     try:
-        query = start(hasty, **{"fetchOffset.numRetries": "1"})
+        query = start(hasty)
         wait_until(lambda: query.batches, 60, "a first batch", useless=lambda: query.failure)
         # Only the flow's patience: a broker that ends timed-out transactions while it starts (Kafka 4.3.1) takes
         # partitions without a leader for deleted ones, and leaves out their abort markers.
@@ -113,17 +113,23 @@ def test_flows_wait_or_give_up_and_go_on(
         commit._options = commit._writer._options = replace(commit._options, transaction_timeout_s=2.0)
         disk.fill()
         try:
-            # The last one: the broker has ended between two batches of this flow.
-            gave_up = (onceflow.DeadlineExceededError, onceflow.BatchAbortedError, onceflow.BrokerUnreachableError)
-            with pytest.raises(gave_up) as caught:
-                query.processAllAvailable()
+            disk.await_end()
+            ran_at = time.monotonic()
+
+            def gave_up_or_waits() -> bool:
+                """If the broker has ended between two batches of this flow, it waits, as the other one does."""
+                nonlocal ran_at
+                if not query.status["message"].startswith("Waiting"):
+                    ran_at = time.monotonic()
+                return query.failure is not None or time.monotonic() - ran_at > 20
+
+            wait_until(gave_up_or_waits, 180, "it gives up, or waits")
         finally:
             query.stop()
-        between = isinstance(caught.value, onceflow.BrokerUnreachableError)
-        assert caught.value.flow == hasty.flow
-        assert caught.value.batch == (None if between else len(query.batches) + 1)
-        assert "start" in caught.value.next_step
-        disk.await_end()
+        if (problem := query.failure) is not None:
+            assert isinstance(problem, onceflow.DeadlineExceededError | onceflow.BatchAbortedError)
+            assert (problem.flow, problem.batch) == (hasty.flow, len(query.batches) + 1)
+            assert "start" in problem.next_step
         assert waiting.isActive
         disk.mend()
         waiting.processAllAvailable()

@@ -58,10 +58,7 @@ def test_killed(make_pipe: Any, killed_together: Any) -> None:
         assert run(pipe).batches == []
 
 
-@pytest.mark.parametrize("engine", ["driver", "tasks"])
-def test_a_build_that_does_not_cap_progress_is_found_out(
-    make_pipe: Any, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
+def test_a_build_that_does_not_cap_progress_is_found_out(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would write rows behind the bound, and the next run would skip others."""
     pipe = make_pipe(partitions=2)
     pipe.fill(2500)
@@ -72,6 +69,6 @@ def test_a_build_that_does_not_cap_progress_is_found_out(
 
     with monkeypatch.context() as mutant:
         mutant.setattr(direct_run, "_end_of_run", to_the_end)
-        run(pipe, engine=engine)
+        run(pipe)
     with pytest.raises(AssertionError):
         check(pipe)

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from pyspark.sql import functions as F
 
-import onceflow
-from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -59,25 +57,6 @@ def test_a_function_that_fails_once(make_pipe: Any, tmp_path: Path, how: str, wr
     assert query.engine == "direct"
     assert max(batch.attempts for batch in query.batches) == 2
     pipe.check()
-
-
-def test_a_function_that_always_fails(make_pipe: Any, tmp_path: Path) -> None:
-    """The error says what it was, in which batch. Nothing of the batch is visible."""
-    pipe = make_pipe()
-    pipe.fill(100)
-    flow = pipe.open()
-
-    def work(value):  # type: ignore[no-untyped-def]
-        raise ValueError("no such order")
-
-    rows = flow.read(pipe.source).select("key", F.udf(work, "binary")("value").alias("value"))
-    query = flow.write(rows, topic=pipe.target, once=True).start()
-    with pytest.raises(onceflow.BatchAbortedError) as caught:
-        query.awaitTermination(120)
-    query.stop()
-    assert "no such order" in str(caught.value)
-    assert (caught.value.flow, caught.value.batch) == (pipe.flow, 1)
-    assert independent.read_topic(pipe.bootstrap, pipe.target, decided=True) == []
 
 
 @pytest.mark.parametrize("write", WAYS, ids=["driver", "tasks"])

@@ -351,8 +351,14 @@ def test_unknown_topic_in_a_column(pipe: Any, engine: str, monkeypatch: pytest.M
     check_nothing_written(pipe)
 
 
-@pytest.mark.parametrize("engine", ["tasks", "driver"])
-@pytest.mark.parametrize("partition", [-1, 4, 2**31 - 1])
+@pytest.mark.parametrize(
+    "partition, engine",
+    [
+        *((partition, "tasks") for partition in (-1, 4, 2**31 - 1)),
+        (4, "driver"),
+        *(pytest.param(partition, "driver", marks=pytest.mark.long) for partition in (-1, 2**31 - 1)),
+    ],
+)
 def test_partition_out_of_range(pipe: Any, partition: int, engine: str) -> None:
     flow = pipe.open()
     df = flow.read(pipe.source).selectExpr("key", "value", f"IF(value = '000000007', {partition}, 1) AS partition")

@@ -94,7 +94,7 @@ def test_first_records_pass_and_the_rest_is_told(
 
 @pytest.mark.long
 def test_the_last_ids_by_key_with_operators_behind(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The id is the key, so that tasks take whole source partitions; a long one is somewhere else. Null is refused."""
+    """The id is the key, which may be long, and must not be null."""
     monkeypatch.setattr(placement, "TASK_ROWS", 4)
     pipe = make_pipe(partitions=2)
     orders = Orders(pipe)

@@ -266,6 +266,7 @@ def both_process(engines: Engines, ledger: Any, tmp_path: Path) -> Callable[...,
 
 
 @pytest.mark.parametrize("guarantee", ["exactly_once", "at_least_once"])
+@pytest.mark.parametrize("engines", ["driver"], indirect=True)  # it compares with tasks by itself
 def test_a_process_step(engines: Engines, ledger: Any, both_process: Any, guarantee: str) -> None:
     """Outputs and the table topic, record by record."""
     source = engines.make_topic("in", 3)
@@ -273,6 +274,7 @@ def test_a_process_step(engines: Engines, ledger: Any, both_process: Any, guaran
     both_process(lambda flow: flow.read(source), guarantee=guarantee)
 
 
+@pytest.mark.parametrize("engines", ["driver"], indirect=True)  # it compares with tasks by itself
 def test_a_process_step_over_two_sources(engines: Engines, ledger: Any, both_process: Any) -> None:
     """The first has aborted records, which would raise, and a partition with nothing left but a transaction marker. The
     second has an empty partition, one with aborted records only, and one that ends with them."""

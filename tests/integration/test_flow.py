@@ -27,7 +27,10 @@ from onceflow.testing.waiting import WaitedInVainError, wait_until
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize("partitioner", ["key", pytest.param("source", marks=pytest.mark.short_form)])
+@pytest.mark.parametrize(
+    "partitioner",
+    [pytest.param("key", marks=pytest.mark.long), pytest.param("source", marks=pytest.mark.short_form)],
+)
 @pytest.mark.parametrize("engine", ["tasks", "driver"])
 def test_copies_exactly_once(make_pipe: Any, partitioner: str, engine: str) -> None:
     pipe = make_pipe()
@@ -50,6 +53,15 @@ def test_few_tasks_of_a_micro_batch_read_many_partitions(make_pipe: Any, partiti
     pipe.check()  # with "source", every record is in the partition from which it came
     assert {batch.path for batch in query.batches} == {path}
     assert max(tasks_of_stages(pipe, query)) == 4, "two for each core"
+
+
+def test_tasks_of_a_micro_batch_keep_source_partitions(make_pipe: Any) -> None:
+    """So few that each has a task of its own."""
+    pipe = make_pipe()
+    pipe.fill(2500)
+    query = pipe.run(partitioner="source", engine="tasks", checkpoint=pipe.tmp_path / "checkpoint")
+    pipe.check()
+    assert {batch.path for batch in query.batches} == {"4 tasks"}
 
 
 def test_the_tasks_of_a_repartitioned_query_are_left_alone(make_pipe: Any) -> None:
@@ -145,15 +157,6 @@ def _shape(report: Any) -> Any:
     if isinstance(report, dict):
         return type(report), {name: _shape(value) for name, value in report.items()}
     return [_shape(value) for value in report] if isinstance(report, list) else type(report)
-
-
-def test_group_offsets_show_zero_lag(make_pipe: Any) -> None:
-    pipe = make_pipe()
-    pipe.fill(500)
-    pipe.run()
-    assert independent.committed_offsets(pipe.bootstrap, pipe.flow) == independent.end_offsets(
-        pipe.bootstrap, pipe.source
-    )
 
 
 @pytest.mark.parametrize("engine", ["tasks", "driver"])
@@ -273,19 +276,6 @@ def test_aborted_and_undecided_source_records_are_not_read(make_pipe: Any) -> No
     seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert {s.value for s in seen} == {f"good-{n}".encode() for n in range(50)}
     assert len(seen) == 50
-
-
-def test_an_empty_result_moves_progress(make_pipe: Any) -> None:
-    pipe = make_pipe()
-    pipe.fill(200)
-    flow = pipe.open()
-    query = flow.write(flow.read(pipe.source).where("false").select("key", "value"), topic=pipe.target).start()
-    query.processAllAvailable()
-    query.stop()
-    assert independent.read_topic(pipe.bootstrap, pipe.target, decided=True) == []
-    assert independent.committed_offsets(pipe.bootstrap, pipe.flow) == independent.end_offsets(
-        pipe.bootstrap, pipe.source
-    )
 
 
 def test_chain_of_flows(make_pipe: Any, make_topic: Any) -> None:

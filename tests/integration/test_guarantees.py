@@ -42,9 +42,11 @@ def batch_size(pipe: Any, inject: Any, step: str, **write: Any) -> int:
 
 
 def crash_case(guarantee: str, step: str, engine: str) -> Any:
-    """`make test` has every crash with one of driver and tasks, `make test-long` with both."""
+    """`make test` has every crash of the weaker guarantees with one of driver and tasks, `make test-long` with both.
+    (Those of transactions are in test_crashes.py.)"""
     first = {"write": "driver", "progress": "tasks"} if guarantee == "at_least_once" else {"progress": "driver"}
-    marks = [] if first.get(step, "tasks") == engine else [pytest.mark.long]
+    in_short = guarantee != "exactly_once" and first.get(step, "tasks") == engine
+    marks = [] if in_short else [pytest.mark.long]
     return pytest.param(guarantee, step, engine, marks=marks)
 
 
@@ -99,7 +101,14 @@ def test_a_task_that_dies(make_pipe: Any, inject: Any) -> None:
     assert found["at_most_once"][1] == 0
 
 
-@pytest.mark.parametrize("guarantee", GUARANTEES)
+@pytest.mark.parametrize(
+    "guarantee",
+    [
+        pytest.param("exactly_once", marks=pytest.mark.long),  # in short, test_mutants.py has it
+        "at_least_once",
+        "at_most_once",
+    ],
+)
 def test_an_attempt_of_the_direct_engine_that_fails(
     make_pipe: Any, monkeypatch: pytest.MonkeyPatch, guarantee: str
 ) -> None:

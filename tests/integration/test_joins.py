@@ -156,7 +156,7 @@ def read_from_a_compacted_log(folder: Path, exact_from: int) -> None:
 def test_rows_that_were_joined_before_a_shuffle(
     joined: Joined, make_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spark keeps shuffle files of a failed attempt, whose offsets do not hold any more."""
+    """Spark keeps shuffle files of a failed attempt of a micro-batch, whose offsets do not hold any more."""
     second = make_topic("second", 1, cleanup_policy="compact")
     copies = joined.folder / "copies"
 
@@ -177,12 +177,12 @@ def test_rows_that_were_joined_before_a_shuffle(
 
     put(b"first")
     joined.order("EUR")
-    joined.run(join=join, engine="tasks")
+    joined.run(join=join, engine="tasks", checkpoint=joined.folder / "checkpoint")
     read_from_a_compacted_log(partition_folder(copies, joined.flow, second, 0), 2)
     real = Joins.failed
     monkeypatch.setattr(Joins, "failed", failed)
     joined.order("EUR")
-    joined.run(join=join, engine="tasks")
+    joined.run(join=join, engine="tasks", checkpoint=joined.folder / "checkpoint")
     rows = [(row["one"], row["two"]) for _, row in sorted(joined.written().items())]
     assert rows == [("first", "first"), ("later", "later")]
     assert sum(joined.pinned()[joined.rates].values()) == 2

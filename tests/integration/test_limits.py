@@ -397,7 +397,7 @@ def test_a_thousand_partitions_in_one_transaction(make_pipe: Any, onceflow_broke
     wide = f"wide-{time.time_ns()}"
     create_topic(onceflow_broker, wide, 1000)
     expected: list[tuple[bytes | None, bytes | None]] = []
-    for path, rows in (("driver", 6_000), ("2 reading tasks", 30_000)):
+    for path, rows in (("driver", 5_000), ("2 reading tasks", 4_000)):  # as many as the first batch of each takes
         pipe = replace(make_pipe(), target=wide)
         pipe.sent = [(b"key-%d" % n, f"{path} {n:09d}".encode()) for n in range(rows)]
         independent.fill(pipe.bootstrap, pipe.source, pipe.sent)

@@ -271,23 +271,15 @@ def test_rows_that_name_topics_of_different_sizes(
     assert sum((counted(onceflow_broker, each) for each in targets), Counter()) == Counter([*sent, *more])
 
 
-@pytest.mark.parametrize("partitioner", ["key", "source", "round_robin"])
-def test_a_partition_column_and_a_partitioner(
-    make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str, partitioner: str
-) -> None:
+def test_a_partition_column(make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str) -> None:
     source, target = make_topic("in", 3), make_topic("out", 5)
     sent = numbered(700)
     independent.fill(onceflow_broker, source, sent)
     flow = make_flow()
-    rows = flow.read(source).select("key", "value", "timestamp")
-    if partitioner == "key":
-        rows = rows.withColumn("partition", F.lit(4))
-    if partitioner == "source":
-        target = make_topic("out", 3)
-    finished(flow.write(rows, topic=target, partitioner=partitioner, **BY_TASKS).start())
+    rows = flow.read(source).select("key", "value", "timestamp", F.lit(4).alias("partition"))
+    finished(flow.write(rows, topic=target, **BY_TASKS).start())
     assert counted(onceflow_broker, target) == Counter(sent)
-    places = {each.partition for each in independent.read_topic(onceflow_broker, target)}
-    assert places == {4} if partitioner == "key" else len(places) >= 2
+    assert {each.partition for each in independent.read_topic(onceflow_broker, target)} == {4}
 
 
 def test_topics_with_and_without_a_function_go_through_one_shuffle(

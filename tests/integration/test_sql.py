@@ -186,6 +186,7 @@ def _chain(flow: Flow, topic: str, other: str, tables: list[str]) -> DataFrame:
     return done.union(flow.read(other).where("offset % 50 = 0").select("key", "value"))
 
 
+@pytest.mark.parametrize("engines", ["driver"], indirect=True)  # it compares with tasks by itself
 def test_a_chain_of_steps_and_sql(engines: Engines) -> None:
     source, other = filled(engines, partitions=3), filled(engines)
     tables = {engine: [engines.make_topic("t", 4, cleanup_policy="compact") for _ in range(2)] for engine in PLACES}
@@ -204,30 +205,3 @@ def test_a_chain_of_steps_and_sql(engines: Engines) -> None:
     }
     assert rows["driver"] == rows["tasks"]
     assert [len(each) for each in rows["driver"]] == [12, 7]
-
-
-class Expiring(Sums):
-    """It sets timers, so the flow has a clock."""
-
-    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
-        state.timers.register("t", 1 << 40, clock="processing")
-        yield from super().process(key, records, state)
-
-    def on_timer(self, key: str, timer: Any, state: Any) -> Iterator[Record]:
-        yield from ()
-
-
-def test_steps_with_a_clock_behind_sql(make_pipe: Any, make_topic: MakeTopic) -> None:
-    """In tasks, too: the clock is no topic that they could read."""
-    pipe = make_pipe()
-    pipe.fill(300)
-    flow = pipe.open()
-    rows = flow.read(pipe.source).selectExpr("'k' AS key", "to_json(struct(offset AS n)) AS value").where("key = 'k'")
-    step = flow.process(rows, Expiring(), table=make_topic("t", 4, cleanup_policy="compact"))
-    query = flow.write(step, topic=pipe.target, engine="tasks").start()
-    try:
-        query.processAllAvailable()
-    finally:
-        query.stop()
-    assert sum(batch.records for batch in query.batches) == 300
-    assert any("task" in batch.path for batch in query.batches)

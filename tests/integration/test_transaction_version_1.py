@@ -93,28 +93,16 @@ def test_a_new_version_takes_over(version_1: str, make_state_pipe: Callable[...,
     after.check()
 
 
-READING_TASKS = {"engine": "tasks"}
-
-
-@pytest.mark.parametrize(
-    "write",
-    [pytest.param({"engine": "tasks"}, marks=pytest.mark.long), {}, READING_TASKS],
-    ids=["tasks", "driver", "reading tasks"],
-)
-def test_copies_exactly_once(pipe: Any, write: dict[str, Any]) -> None:
-    query = pipe.run(**write)
+@pytest.mark.parametrize("engine", ["driver", "tasks"])
+def test_copies_exactly_once(pipe: Any, engine: str) -> None:
+    query = pipe.run(engine=engine)
     assert [b.attempts for b in query.batches] == [1] * len(query.batches)
     pipe.check()
 
 
-@pytest.mark.parametrize(
-    "write",
-    [pytest.param({"engine": "tasks"}, marks=pytest.mark.long), READING_TASKS],
-    ids=["tasks", "reading tasks"],
-)
-def test_an_aborted_attempt_is_run_again_under_a_new_epoch(pipe: Any, inject: Any, write: dict[str, Any]) -> None:
+def test_an_aborted_attempt_is_run_again_under_a_new_epoch(pipe: Any, inject: Any) -> None:
     inject("write", "raise", where="task", batch=2, task=0, once_file=str(pipe.tmp_path / "fired"))
-    query = pipe.run(**write, partitioner="source")
+    query = pipe.run(engine="tasks", partitioner="source")
     assert {b.batch: b.attempts for b in query.batches}[2] == 2
     pipe.check()
 

@@ -41,14 +41,11 @@ def topics(pipe: Any) -> set[str]:
 def test_state_without_a_changelog(
     make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the driver, by tasks, with operators behind the step, by tasks that read; then a copy is lost, and a switch
-    is refused."""
+    """By the driver, with operators behind it, by tasks that read; then a copy is lost, and a switch is refused."""
     monkeypatch.setattr(placement, "TASK_ROWS", 400)
     pipe = make_state_pipe(partitions=3)
     pipe.fill(1200)
     pipe.run(process=LOCAL)
-    pipe.fill(1200)
-    pipe.run(process=LOCAL, engine="tasks")
     pipe.fill(700)
     pipe.run(process=LOCAL, inside=True, engine="tasks")
     pipe.fill(400)
