@@ -421,20 +421,21 @@ def run_program(guarded: Guarded, pipes: list[Any], arguments: dict[str, Any], *
     return printed
 
 
-def flow_arguments(pipe: Any, options: Mapping[str, str], engine: str) -> dict[str, Any]:
+def flow_arguments(pipe: Any, options: Mapping[str, str], engine: str, **more: str) -> dict[str, Any]:
+    """Spark's Kafka source, and with it Java's clients, reads what has a checkpoint."""
     return {
         "flow": pipe.flow,
         "source": pipe.source,
         "target": pipe.target,
         "options": dict(options),
-        "write": {"engine": engine, "trigger": "500 milliseconds"},
+        "write": {"engine": engine, "trigger": "500 milliseconds", **more},
     }
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_five_minutes_with_tokens_of_thirty_seconds(six_seconds: Guarded, pipe: Any, tmp_path: Path) -> None:
-    """By tasks and by the driver, at log level INFO and with an event log: nothing lost, and no token anywhere."""
+    """By micro-batches and by the driver, at log level INFO and with an event log: nothing lost, no token anywhere."""
     guarded = six_seconds
     guarded.provider.lifetime_s = 30
     function = provider_script(tmp_path, guarded.provider.url)
@@ -450,7 +451,7 @@ def test_five_minutes_with_tokens_of_thirty_seconds(six_seconds: Guarded, pipe: 
             "spark.eventLog.compress": "false",
         },
         "flows": [
-            flow_arguments(pipe, guarded.credentials(), "tasks"),
+            flow_arguments(pipe, guarded.credentials(), "tasks", checkpoint=str(tmp_path / "checkpoint")),
             flow_arguments(by_driver, {**guarded.base, "onceflow.token.provider": function}, "driver"),
         ],
     }
@@ -468,8 +469,11 @@ def test_five_minutes_with_tokens_of_thirty_seconds(six_seconds: Guarded, pipe: 
 
 @pytest.mark.long
 def test_executors_ask_the_driver_for_tokens(six_seconds: Guarded, pipe: Any, tmp_path: Path) -> None:
-    """Executors are processes of their own: their readers get tokens of the user's function from the driver, by TLS."""
+    """Executors are processes of their own: their readers get tokens of the user's function from the driver, by TLS.
+    Those of Spark's Kafka source, and tasks that read by themselves."""
     guarded = six_seconds
+    by_themselves = replace(pipe, flow=f"{pipe.flow}-2", target=f"{pipe.target}-2", sent=pipe.sent)
+    create_topic(guarded.internal, by_themselves.target, 4)
     options = {**guarded.base, "onceflow.token.provider": provider_script(tmp_path, guarded.provider.url)}
     arguments = {
         "master": "local-cluster[2,1,600]",
@@ -479,9 +483,13 @@ def test_executors_ask_the_driver_for_tokens(six_seconds: Guarded, pipe: Any, tm
             "spark.driver.host": "localhost",
             "spark.driver.bindAddress": "127.0.0.1",
         },
-        "flows": [flow_arguments(pipe, options, "tasks")],
+        "flows": [
+            flow_arguments(pipe, options, "tasks", checkpoint=str(tmp_path / "checkpoint")),
+            flow_arguments(by_themselves, options, "tasks"),
+        ],
     }
     output = run_program(guarded, [pipe], arguments, seconds=20, folder=tmp_path)
     pipe.check()
+    by_themselves.check()
     assert "endpoints [TokenEndpoint(https://localhost:" in output
     assert_no_secrets(guarded.provider, {"the output": output})
