@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from py4j.protocol import Py4JNetworkError
 
-from onceflow import BadRecordError, BatchAbortedError, DataLossError, ProcessorError
+from onceflow import BadRecordError, BatchAbortedError, DataLossError, EnvironmentUnusableError, ProcessorError
+from onceflow.driver import retries as retries_module
 from onceflow.driver.batch_errors import given_up, of_task
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.retries import Retries
 from onceflow.planning.options import BatchSummary
+from onceflow.spark import driver_jvm
 
 LOST = "Some data may have been lost because they are not available in Kafka any more"
 PLACE = "in.put-x-0"
@@ -129,6 +132,34 @@ def test_records_that_are_lost_are_told_also_if_the_query_ends(problem: Exceptio
     else:
         assert not retries.run(rows, 1, SourceRange({}, {}), summary)  # type: ignore[arg-type]
     assert steps.told == [(None if ends else rows, problem)]
+
+
+class Interrupted(Lossy):
+    """Its attempts are aborted, and nothing is lost."""
+
+    def is_lost(self, rows: Any, summary: BatchSummary, problem: BaseException) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("asked_after", [0, 2, None], ids=["before", "a moment later", "by itself"])
+@pytest.mark.parametrize("problem", [Py4JNetworkError("no answer"), ConnectionResetError("reset")])
+def test_a_signal_ends_the_jvm_first(
+    problem: Exception, asked_after: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal to the group of processes is a stop, also if the JVM ends before the query is asked to."""
+    monkeypatch.setattr(driver_jvm, "ended", lambda _, error: driver_jvm.ended_error(error))
+    monkeypatch.setattr(retries_module, "_SIGNAL_S", 0.1)
+    asked: list[BaseException] = []
+
+    def is_stopped(_: Any, error: BaseException) -> bool:
+        asked.append(error)
+        return asked_after is not None and len(asked) > asked_after
+
+    options = SimpleNamespace(max_attempts=4, transaction_timeout_s=60.0)
+    retries = Retries(Interrupted(problem), options, "flow", is_stopped=is_stopped)  # type: ignore[arg-type]
+    with pytest.raises(EnvironmentUnusableError if asked_after is None else BatchAbortedError) as caught:
+        retries.run(SimpleNamespace(sparkSession=None), 1, SourceRange({}, {}), BatchSummary(1, 0))  # type: ignore[arg-type]
+    assert ("JVM has ended" if asked_after is None else "is being stopped") in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, sleep
 from typing import Protocol
 
 from onceflow.driver import batch_errors
@@ -46,11 +46,8 @@ _WORTH_A_RERUN = (
 )
 
 _EXPECTED: tuple[type[Exception], ...] = (OnceflowError, *SPARK_ERRORS)
-
-
-def _of_jvm(rows: Rows, problem: BaseException) -> OnceflowError | None:
-    """The clear error, if an attempt has failed because Spark's JVM has ended."""
-    return driver_jvm.ended(rows.sparkSession, problem) if driver_jvm.cannot_answer(problem) else None
+# A signal to the group of processes may end Spark's JVM before Python has seen its own: so long it is waited for.
+_SIGNAL_S, _TURN_S = 0.5, 0.02
 
 
 @dataclass
@@ -171,7 +168,7 @@ class Retries:
             except Exception as problem:  # neither onceflow's nor Spark's: no further attempt, but abort this one
                 if self._machine.may_abort:
                     self._steps.abort(problem, batch)
-                ended = _of_jvm(rows, problem)
+                ended = self._of_jvm(rows, problem, batch)
                 if ended is not None:
                     raise ended from None
                 raise
@@ -203,7 +200,7 @@ class Retries:
         clear: OnceflowError | None = None
         if not isinstance(problem, OnceflowError):
             clear = cannot_import(problem) or batch_errors.of_task(problem)
-            clear = clear or _of_jvm(rows, problem)
+            clear = clear or self._of_jvm(rows, problem, attempt.batch)
         if clear is not None:
             raise clear from None  # another attempt does not help
         if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
@@ -213,6 +210,16 @@ class Retries:
         if isinstance(problem, FencedError):  # tasks found a newer epoch, but no other driver owns the id
             return batch_errors.timed_out(attempt.open_s, self._options.transaction_timeout_s)
         return problem
+
+    def _of_jvm(self, rows: Rows, problem: BaseException, batch: int) -> OnceflowError | None:
+        """The clear error, if an attempt has failed because Spark's JVM has ended: by itself, or with a stop."""
+        ended = driver_jvm.ended(rows.sparkSession, problem)
+        if ended is None:
+            return None
+        until = monotonic() + _SIGNAL_S
+        while not (stops := self._is_stopped(rows, problem)) and monotonic() < until:
+            sleep(_TURN_S)
+        return batch_errors.stopped(self._flow, batch, problem, on_purpose=True) if stops else ended
 
     def _log_restored(self, batch: int, problem: BaseException) -> None:
         log.warning(
