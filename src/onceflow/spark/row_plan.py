@@ -80,8 +80,8 @@ def planned(make: JavaFunctions, spark: SparkSession, node: Any, base: plans.Pat
     if any(at is not None for at in passed):
         made = [each for each, at in zip(plans.items(node.output()), passed, strict=True) if at is None]
         whole = plans.projected(spark, [*made, *row], _carried(spark, node, base, named, row))
-    else:
-        whole = plans.grafted(spark, node, {base: named})
+    else:  # functions over whole rows (mapInArrow) must not see the number
+        whole = plans.grafted(spark, node, {base: plans.projected(spark, plans.items(named.output())[:-1], named)})
     if batch_plan.is_random(spark, whole):
         raise NoProgramError("random numbers")  # each batch needs new seeds
     if batch_plan.has_other_times(spark, whole):
