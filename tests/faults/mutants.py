@@ -38,6 +38,7 @@ from onceflow.driver.progress_ahead import ProgressAhead
 from onceflow.messages import TaskReport
 from onceflow.protocol.progress import Progress
 from onceflow.protocol.transaction import GIVEN, Epoch, Event
+from onceflow.spark.checkpoint_files import LocalFolder, look_at
 from onceflow.spark.memory_file import MemoryFile
 from onceflow.spark.query_facts import QueryFacts
 from onceflow.spark.row_program import RowProgram
@@ -178,10 +179,12 @@ def stale_start(patch: Patch, once: Path) -> None:
     was restored from a backup.)"""
     reader = direct_module.SourceReader
     once.touch()
-    for log in once.with_name("checkpoint").glob("[oc]*s"):  # offsets and commits
-        last = max((file for file in log.iterdir() if file.name.isdecimal()), key=lambda file: int(file.name))
-        last.with_name(f".{last.name}.crc").unlink()
-        last.unlink()
+    checkpoint = once.with_name("checkpoint")
+    if checkpoint.exists():
+        last = look_at(LocalFolder(checkpoint)).committed
+        for name in (f"{last}", f".{last}.crc"):
+            for log in ("offsets", "commits"):
+                (checkpoint / log / name).unlink()
 
     def earlier(offsets: Any) -> Any:
         return {partition: offset - 5 for partition, offset in offsets.items()}

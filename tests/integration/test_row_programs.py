@@ -13,7 +13,6 @@ from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pytest
-from pyspark import cloudpickle
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -215,35 +214,27 @@ def test_columns_that_are_never_null(bench: Bench) -> None:
     assert bench.driver(rows, query) == bench.job(query) == [("1", "[1]", "True", "'A'"), ("2", "[]", "False", "'B'")]
 
 
-def names_in_arrow(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        yield pa.RecordBatch.from_pydict({"names": [",".join(batch.schema.names)] * batch.num_rows})
-
-
-def names_in_pandas(frames: Iterator[Any]) -> Iterator[Any]:
-    import pandas as pd
-
-    for frame in frames:
-        yield pd.DataFrame({"names": [",".join(frame.columns)] * len(frame)})
-
-
 @pytest.mark.short_form
 def test_functions_see_the_columns_that_there_are(bench: Bench) -> None:
     """Those of the DataFrame, in their order, and no others, whatever is in front of the function."""
+
+    def in_arrow(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield pa.RecordBatch.from_pydict({"names": [",".join(batch.schema.names)] * batch.num_rows})
+
+    def in_pandas(frames: Iterator[Any]) -> Iterator[Any]:
+        import pandas as pd
+
+        for frame in frames:
+            yield pd.DataFrame({"names": [",".join(frame.columns)] * len(frame)})
+
     rows = bench.spark.range(3).selectExpr("id", "string(id) AS value", "id * 2 AS unused")
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
-    try:
-        for given in (rows, rows.where("id > 0"), rows.select("value", "id"), rows.selectExpr("*", "id + 1 AS more")):
-            for query in (
-                given.mapInArrow(names_in_arrow, "names string"),
-                given.mapInPandas(names_in_pandas, "names string"),
-            ):
-                for behind in (query, query.where("names <> ''").selectExpr("names", "1 AS one")):
-                    found = bench.driver(rows, behind)
-                    assert found == bench.job(behind)
-                    assert {each[0] for each in found} == {repr(",".join(given.columns))}
-    finally:
-        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    for given in (rows, rows.where("id > 0"), rows.select("value", "id"), rows.selectExpr("*", "id + 1 AS more")):
+        for query in (given.mapInArrow(in_arrow, "names string"), given.mapInPandas(in_pandas, "names string")):
+            for behind in (query, query.where("names <> ''").selectExpr("names", "1 AS one")):
+                found = bench.driver(rows, behind)
+                assert found == bench.job(behind)
+                assert {each[0] for each in found} == {repr(",".join(given.columns))}
 
 
 def test_columns_of_one_name_and_no_columns(bench: Bench) -> None:

@@ -74,14 +74,16 @@ def planned(make: JavaFunctions, spark: SparkSession, node: Any, base: plans.Pat
     fields = [T.StructField(each.name, each.dataType) for each in plans.struct_of(leaf)]
     struct = T.StructType([*fields, T.StructField(_ROW, T.LongType())])
     given = _leaf(make, spark, struct, file)
-    row = plans.items(plans.analyzed(given).output())[-1:]
-    named = plans.renamed(spark, plans.analyzed(given), plans.items(leaf.output()), row)
     passed = _passed_on(node, base)
-    if any(at is not None for at in passed):
+    carries = any(at is not None for at in passed)
+    # Without columns that are passed on nobody needs the number, and functions over whole rows must not see it.
+    row = plans.items(plans.analyzed(given).output())[-1:] if carries else []
+    named = plans.renamed(spark, plans.analyzed(given), plans.items(leaf.output()), row)
+    if carries:
         made = [each for each, at in zip(plans.items(node.output()), passed, strict=True) if at is None]
         whole = plans.projected(spark, [*made, *row], _carried(spark, node, base, named, row))
-    else:  # functions over whole rows (mapInArrow) must not see the number
-        whole = plans.grafted(spark, node, {base: plans.projected(spark, plans.items(named.output())[:-1], named)})
+    else:
+        whole = plans.grafted(spark, node, {base: named})
     if batch_plan.is_random(spark, whole):
         raise NoProgramError("random numbers")  # each batch needs new seeds
     if batch_plan.has_other_times(spark, whole):
