@@ -160,6 +160,39 @@ def test_no_partition_is_passed_over_for_ever(most: dict[str, int]) -> None:
     assert left == {"a": dict.fromkeys(range(5), 10**6) | dict.fromkeys(range(5, 12), 0), "b": {0: 0}}
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_waits_is_taken_evenly(seed: int) -> None:
+    """Of random partitions with a backlog, in whatever order responses have their records: all are read at the same
+    pace, and none takes more than waits. A topic without a limit is taken whole."""
+    rng = random.Random(seed)
+    partitions, most = rng.randrange(1, 9), rng.randrange(1, 400)
+    whole = {n: rng.choice((0, 3, 5_000, 20_000)) for n in range(partitions)}
+    shares, read = Shares({"a": most}), dict.fromkeys(range(partitions), 0)
+    waiting = dict.fromkeys(range(partitions), 0)
+    while sum(read.values()) < sum(whole.values()):
+        for n, count in whole.items():
+            if waiting[n] < most:  # the next response has all that is left of one, and some records of another
+                waiting[n] = min(count - read[n], waiting[n] + rng.choice((most, 20_000)))
+        left = {n: count - read[n] for n, count in whole.items()}
+        taken = shares.of_waiting({"a": waiting, "b": {0: 7}}, {"a": left})
+        assert taken["b"] == {0: 7}
+        assert sum(taken["a"].values()) == min(most, sum(waiting.values()))
+        for n, count in taken["a"].items():
+            assert 0 <= count <= waiting[n]
+            waiting[n] -= count
+            read[n] += count
+        paces = [read[n] / count for n, count in whole.items() if count >= 5_000]
+        assert not paces or max(paces) - min(paces) <= 0.1
+
+
+def test_what_has_not_arrived_leaves_its_share_to_others() -> None:
+    """A batch is as large as it may be, although most of what is left to read is on a broker that is slow."""
+    left = {"a": {0: 100_000, 1: 300, 2: 100}}
+    assert Shares({"a": 200}).of_waiting({"a": {0: 20, 1: 300, 2: 100}}, left)["a"] == {0: 20, 1: 135, 2: 45}
+    assert Shares({"a": 200}).of_waiting({"a": {0: 0, 1: 300, 2: 100}}, left)["a"] == {0: 0, 1: 150, 2: 50}
+    assert Shares({"a": 200}).of_waiting({"a": {0: 5, 1: 3, 2: 0}}, {})["a"] == {0: 5, 1: 3, 2: 0}
+
+
 def test_partitions_that_have_the_same_left_take_turns() -> None:
     shares = Shares({})
     left = {"a": dict.fromkeys(range(20), 10**6)}

@@ -71,6 +71,15 @@ class Arrivals:
         """How many of the offsets that wait a batch may take that takes so many of each topic at most."""
         return sum(min(count, most.get(topic, count)) for topic, count in self.offsets.items())
 
+    def waiting(self, bounds: Mapping[str, Mapping[int, int]] | None = None) -> TopicOffsets:
+        """How many offsets of each partition wait that a batch may take; see `take`."""
+        found = {topic: dict.fromkeys(offsets, 0) for topic, offsets in self.taken.items()}
+        for part in self._waiting:
+            topic, partition = part.place
+            end = part.end if bounds is None else min(part.end, bounds.get(topic, {}).get(partition, part.start))
+            found[topic][partition] += max(0, end - part.start)
+        return found
+
     def add(self, part: FetchedPart) -> None:
         """Records of a partition have arrived. They follow those that have arrived before."""
         self._waiting.append(part)

@@ -254,7 +254,7 @@ class DirectLoop:
 
     def _run_batch(self) -> None:
         limits = Limits(self._records_per_batch, self._size.records, BATCH_BYTES)
-        taken = self._reader.arrivals.take(limits, self._bounds())
+        taken = self._reader.arrivals.take(limits, self._ends_of_shares())
         quiet = self._reader.quiet()
         if not taken.source.max_rows and not self._batches.wants_batch(taken.source, quiet):
             self._fetch(_WAIT_S)  # what waits may not be taken yet
@@ -281,6 +281,14 @@ class DirectLoop:
         self._report(taken.source, _records_of(taken), started_ms, seconds)
         self._busy_s, self._ahead_s = self._ahead_s, 0.0
         self._ran(now, behind=self._reader.has_more)
+
+    def _ends_of_shares(self) -> TopicOffsets | None:
+        """Where the next batch has to end. If more of a topic waits than its limit, each partition has its share."""
+        arrivals, bounds = self._reader.arrivals, self._bounds()
+        if all(arrivals.offsets[topic] <= most for topic, most in self._records_per_batch.items()):
+            return bounds
+        shares = self._shares.of_waiting(arrivals.waiting(bounds), self._reader.lag())
+        return _ends(arrivals.taken, shares)
 
     def _take_arrived(self) -> None:
         """While brokers commit a batch, the records of the next one are decoded. What goes wrong says nothing about the
@@ -341,11 +349,7 @@ class DirectLoop:
         """Where a batch of so many records ends that tasks read, if so many offsets of each partition are left."""
         # If records cost much, all tasks have to have some; that responses are not used whole costs little then.
         least = _TASKS_RANGE_MIN if records >= _TASKS_RECORDS_MIN else max(1, records // _SHARES)
-        shares = self._shares.next(wanted, records, least)
-        taken = self._reader.arrivals.taken
-        return {
-            topic: {n: taken[topic][n] + count for n, count in offsets.items()} for topic, offsets in shares.items()
-        }
+        return _ends(self._reader.arrivals.taken, self._shares.next(wanted, records, least))
 
     def _report(self, source: SourceRange, rows: Mapping[str, int], started_ms: int, seconds: float) -> None:
         if self._reports is None or self._batches.summary is None:
@@ -391,6 +395,10 @@ def _records_of(taken: Taken) -> dict[str, int]:
     for part in taken.parts:
         rows[part.place[0]] += part.records
     return rows
+
+
+def _ends(taken: TopicOffsets, shares: TopicOffsets) -> TopicOffsets:
+    return {topic: {n: taken[topic][n] + count for n, count in offsets.items()} for topic, offsets in shares.items()}
 
 
 def _total(lag: TopicOffsets) -> int:

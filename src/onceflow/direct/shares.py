@@ -1,4 +1,4 @@
-"""How much of each partition a batch takes that tasks read."""
+"""How much of each partition a batch takes: of what waits in the driver, or of what tasks read by themselves."""
 
 from __future__ import annotations
 
@@ -40,6 +40,28 @@ class Shares:
             for n, count in offsets.items()
             if count and not shares[topic][n]
         }
+        return shares
+
+    def of_waiting(self, waiting: Left, left: Left) -> TopicOffsets:
+        """How many offsets of each partition the next batch of the driver takes. Of a topic with a limit, each partition
+        has its part of what is left to read, not of what has arrived first: or else one is read after the other, and
+        event time stands still meanwhile, because the watermark is the least of all partitions.
+
+        Args:
+            waiting: how many offsets of each partition wait and may be taken, by topic. left: how many are left to
+                read, as far as it is known.
+        """
+        wanted = {
+            topic: {n: count and max(count, left.get(topic, {}).get(n, 0)) for n, count in offsets.items()}
+            for topic, offsets in waiting.items()
+        }
+        most = {topic: self._most.get(topic, sum(offsets.values())) for topic, offsets in waiting.items()}
+        shares = self.next(wanted, sum(sum(offsets.values()) for offsets in wanted.values()), 1)
+        for topic, offsets in waiting.items():
+            taken = {n: min(count, shares[topic][n]) for n, count in offsets.items()}
+            rest = {n: count - taken[n] for n, count in offsets.items()}
+            more = spread({topic: rest}, most[topic] - sum(taken.values()))[topic]
+            shares[topic] = {n: count + more[n] for n, count in taken.items()}
         return shares
 
     def _in_turn(self, left: Left, records: int, least: int) -> TopicOffsets:

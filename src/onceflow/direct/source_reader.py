@@ -179,13 +179,16 @@ class SourceReader:
         return math.inf if self._bounds is None else self._bounds.get(place[0], {}).get(place[1], 0)
 
     def _pause(self) -> None:
-        """Leave partitions out of requests that are at their bound, and topics of which a batch has enough."""
+        """Leave partitions out of requests that are at their bound, or of which a batch has enough. The other partitions
+        of such a topic are asked for: each batch has something of every partition."""
         full = self._full()
         if not (full or self._pausing or self._bounds is not None):
             return
         self._pausing = False
         for place, each in self._poll.followed.items():
-            if place[0] in full or self._arrived[place] >= self._bound(place):
+            waiting = self._arrived[place] - self.arrivals.taken[place[0]][place[1]]
+            enough = place[0] in full and waiting >= self._most[place[0]]
+            if enough or self._arrived[place] >= self._bound(place):
                 self._pausing = True
                 self._poll.pause(*place)
             elif each.paused:
