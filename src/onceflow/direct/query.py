@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 from uuid import uuid4
 
@@ -160,6 +161,22 @@ class DirectQuery:
             raise error
 
     def _source_ends(self) -> dict[str, dict[int, int]]:
+        """Where the sources end. Brokers may not answer, and the query may fail because of that meanwhile."""
+        answer: Future[dict[str, dict[int, int]]] = Future()
+
+        def look() -> None:
+            try:
+                answer.set_result(self._look_for_ends())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=look, daemon=True, name=f"onceflow-ends-{self._batches.flow}").start()
+        while not self._ended.is_set():
+            if wait([answer], _WAIT_S).done:
+                return answer.result()
+        return {}
+
+    def _look_for_ends(self) -> dict[str, dict[int, int]]:
         deadline = Deadline(_LOOK_S, f"looking for the ends of the sources of flow {self._batches.flow}")
         wanted = {topic: sorted(offsets) for topic, offsets in self._loop.read.items()}
         cluster = Cluster(self._settings, refused_s=None)
