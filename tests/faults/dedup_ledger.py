@@ -79,7 +79,7 @@ def check(pipe: Any) -> None:
         partition: end for (_, partition), end in independent.end_offsets(pipe.bootstrap, pipe.source).items()
     }
     assert accounted == len(passed), f"{len(passed) - accounted} outputs are of no batch"
-    check_table(pipe, stamps, watermark, deletes=len(before) == 1)
+    check_table(pipe, stamps, watermark)
 
 
 def fold(batch: list[Record], stamps: dict[str, int], watermark: int | None, passed: set[int], number: int) -> int:
@@ -105,10 +105,9 @@ def fold(batch: list[Record], stamps: dict[str, int], watermark: int | None, pas
     return expected
 
 
-def check_table(pipe: Any, stamps: dict[str, int], watermark: int | None, *, deletes: bool) -> None:
-    """Args: whether ids must have been deleted. Those of one source partition come in the order of time, so that whole
-    segments are forgotten (``segments.py``). A batch of several may have the newest records of one, and none of others.
-    """
+def check_table(pipe: Any, stamps: dict[str, int], watermark: int | None) -> None:
+    """Ids must have been deleted, too: batches take something of every partition, so whole segments are forgotten
+    (``segments.py``)."""
     from onceflow import Table
 
     table: dict[str, int] = {}
@@ -121,6 +120,6 @@ def check_table(pipe: Any, stamps: dict[str, int], watermark: int | None, *, del
     assert not {id_: ms for id_, ms in table.items() if stamps[id_] != ms}, "the table has other times"
     lacking = [id_ for id_, ms in stamps.items() if (watermark is None or ms >= watermark) and id_ not in table]
     assert not lacking, f"the table lacks {lacking[:3]}"
-    assert not deletes or len(table) < len(stamps), "no ids are deleted"
+    assert len(table) < len(stamps), "no ids are deleted"
     stored = {key.decode(): int.from_bytes(value, "big") for key, value in Table.of_flow(pipe.folder).range()}
     assert stored == table, "the local copies differ from the topic"

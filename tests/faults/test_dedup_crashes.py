@@ -35,11 +35,6 @@ def options(turn: int) -> dict[str, Any]:
     return {"deduplicate": dedup_ledger.OPTIONS, "write": write, "inside": turn % 3 == 2, "records_per_batch": 500}
 
 
-def partitions(turn: int) -> int:
-    """Of the source. What one partition has comes in the order of time, so that the driver deletes ids."""
-    return 4 if turn % 3 else 1
-
-
 def run(pipe: Any, turn: int = 0) -> Any:
     given = options(turn)
     read = {"max_records_per_batch": given["records_per_batch"]}
@@ -51,7 +46,7 @@ def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
     """One SIGKILL meets flows at different steps."""
     pipes = {step: make_state_pipe() for step in ("write", "end")}
     for pipe in pipes.values():
-        dedup_ledger.fill(pipe, 1500)
+        dedup_ledger.fill(pipe, 3000)
     killed_together(pipes, {step: options(turn) for turn, step in enumerate(pipes, 1)})
 
     def recover(turn_and_pipe: tuple[int, Any]) -> None:
@@ -68,7 +63,7 @@ def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
 @pytest.mark.parametrize("step", hooks.STEPS)
 def test_driver_kills_itself(make_state_pipe: Any, step: str) -> None:
     turn = hooks.STEPS.index(step)
-    pipe = make_state_pipe(partitions(turn))
+    pipe = make_state_pipe()
     dedup_ledger.fill(pipe, 3000)
     rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": BATCH}))
     process = pipe.driver(rule, **options(turn))
@@ -90,7 +85,7 @@ def test_task_dies(
 ) -> None:
     monkeypatch.setattr(placement, "TASK_ROWS", 200)
     pipe = make_state_pipe()
-    dedup_ledger.fill(pipe, 2500)
+    dedup_ledger.fill(pipe, 3000)
     once = pipe.tmp_path / "fired"
     inject(step, action, where="task", batch=BATCH, task=0, once_file=str(once))
     query = run(pipe, turn)
@@ -146,7 +141,7 @@ def test_the_check_notices(
     mutant: Callable[[pytest.MonkeyPatch], None] | None,
 ) -> None:
     """A batch fails when its ids are written. Each mutant then loses or doubles records; the sound build does not."""
-    pipe = make_state_pipe(partitions(0))
+    pipe = make_state_pipe()
     dedup_ledger.fill(pipe, 3000)
     if mutant is not None:
         mutant(monkeypatch)

@@ -150,7 +150,7 @@ def test_no_partition_is_passed_over_for_ever(most: dict[str, int]) -> None:
     shares = Shares(most)
     left = {"a": dict.fromkeys(range(5), 10**6) | dict.fromkeys(range(5, 12), 100), "b": {0: 5}}
     for _ in range(12):
-        taken = shares.next(left, 20_000, 4_000)
+        taken = shares.next(left, 20_000)
         assert sum(taken["a"].values()) <= most.get("a", 20_000)
         assert sum(count for offsets in taken.values() for count in offsets.values()) <= 20_000
         for topic, offsets in taken.items():
@@ -193,10 +193,16 @@ def test_what_has_not_arrived_leaves_its_share_to_others() -> None:
     assert Shares({"a": 200}).of_waiting({"a": {0: 5, 1: 3, 2: 0}}, {})["a"] == {0: 5, 1: 3, 2: 0}
 
 
+def test_tasks_take_something_of_every_partition_of_a_topic_with_a_small_limit() -> None:
+    """However many records a batch of other topics may have."""
+    shares = Shares({"a": 500}).next({"a": {0: 2_500, 1: 2_500, 2: 1_000, 3: 0}, "b": {0: 29_000}}, 30_000)
+    assert shares["a"] == {0: 209, 1: 208, 2: 83, 3: 0}
+
+
 def test_partitions_that_have_the_same_left_take_turns() -> None:
     shares = Shares({})
     left = {"a": dict.fromkeys(range(20), 10**6)}
-    turns = [[n for n, count in shares.next(left, 20_000, 4_000)["a"].items() if count] for _ in range(8)]
+    turns = [[n for n, count in shares.next(left, 20_000)["a"].items() if count] for _ in range(8)]
     assert all(len(turn) == 5 for turn in turns)
     for round_ in (turns[:4], turns[4:]):
         assert sorted(n for turn in round_ for n in turn) == list(range(20))

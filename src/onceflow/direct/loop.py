@@ -43,8 +43,6 @@ _LOOK_EVERY_S = 0.5  # answers of brokers are taken so often, also while enough 
 # A batch that tasks read takes about so long: it starts a Spark job.
 _TASKS_S = 1.0
 _TASKS_RECORDS_FIRST, _TASKS_RECORDS_MIN, _TASKS_RECORDS_MAX = 100_000, 20_000, 5_000_000
-_TASKS_RANGE_MIN = 4_000  # records of a partition
-_SHARES = 64  # partitions, among which a batch of fewer records than that is divided
 
 
 class DirectLoop:
@@ -347,9 +345,7 @@ class DirectLoop:
 
     def _spread(self, wanted: TopicOffsets, records: int) -> TopicOffsets:
         """Where a batch of so many records ends that tasks read, if so many offsets of each partition are left."""
-        # If records cost much, all tasks have to have some; that responses are not used whole costs little then.
-        least = _TASKS_RANGE_MIN if records >= _TASKS_RECORDS_MIN else max(1, records // _SHARES)
-        return _ends(self._reader.arrivals.taken, self._shares.next(wanted, records, least))
+        return _ends(self._reader.arrivals.taken, self._shares.next(wanted, records))
 
     def _report(self, source: SourceRange, rows: Mapping[str, int], started_ms: int, seconds: float) -> None:
         if self._reports is None or self._batches.summary is None:

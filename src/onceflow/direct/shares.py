@@ -9,6 +9,12 @@ from onceflow.protocol.names import TopicPartition
 
 Left = Mapping[str, Mapping[int, int]]
 
+# Tasks take at least so many records of a partition, or none: responses have whole record batches, so of a very short
+# range most of what is fetched would be thrown away. A small batch is divided among so many partitions instead: if
+# records cost much, all tasks have to have some, and that responses are not used whole costs little.
+_RANGE_MIN = 4_000
+_SMALL, _PARTITIONS = 20_000, 64
+
 
 class Shares:
     """The shares of one batch after the other. No partition waits for ever, however much others have left.
@@ -21,31 +27,25 @@ class Shares:
         self._most = most
         self._passed_over: dict[TopicPartition, int] = {}  # how many batches in a row
 
-    def next(self, left: Left, records: int, least: int) -> TopicOffsets:
-        """How many offsets of each partition the next batch takes.
+    def next(self, left: Left, records: int) -> TopicOffsets:
+        """How many offsets of each partition the next batch takes that tasks read.
 
         Args:
             left: how many offsets are left of each partition, by topic. records: how many it takes.
-            least: it takes at least so many offsets of a partition, or nothing: responses have whole record batches, so
-                of a very short range most of what is fetched would be thrown away.
         """
         wanted = {
-            topic: self._in_turn({topic: offsets}, self._most[topic], least)[topic] if topic in self._most else offsets
+            topic: self._in_turn({topic: offsets}, most, _least(min(most, records)))[topic]
+            if (most := self._most.get(topic)) is not None
+            else offsets
             for topic, offsets in left.items()
         }
-        shares = self._in_turn(wanted, records, least)
-        self._passed_over = {
-            (topic, n): self._passed_over.get((topic, n), 0) + 1
-            for topic, offsets in left.items()
-            for n, count in offsets.items()
-            if count and not shares[topic][n]
-        }
-        return shares
+        return self._noted(left, self._in_turn(wanted, records, _least(records)))
 
     def of_waiting(self, waiting: Left, left: Left) -> TopicOffsets:
-        """How many offsets of each partition the next batch of the driver takes. Of a topic with a limit, each partition
-        has its part of what is left to read, not of what has arrived first: or else one is read after the other, and
-        event time stands still meanwhile, because the watermark is the least of all partitions.
+        """How many offsets of each partition the next batch of the driver takes.
+
+        Of a topic with a limit, each partition has its part of what is left to read. In the order of arrival one would
+        be read after the other, and the watermark would stand still meanwhile: it is the least of all partitions.
 
         Args:
             waiting: how many offsets of each partition wait and may be taken, by topic. left: how many are left to
@@ -55,13 +55,23 @@ class Shares:
             topic: {n: count and max(count, left.get(topic, {}).get(n, 0)) for n, count in offsets.items()}
             for topic, offsets in waiting.items()
         }
-        most = {topic: self._most.get(topic, sum(offsets.values())) for topic, offsets in waiting.items()}
-        shares = self.next(wanted, sum(sum(offsets.values()) for offsets in wanted.values()), 1)
+        shares: TopicOffsets = {}
         for topic, offsets in waiting.items():
-            taken = {n: min(count, shares[topic][n]) for n, count in offsets.items()}
+            most = self._most.get(topic, sum(offsets.values()))
+            share = self._in_turn({topic: wanted[topic]}, most, 1)[topic]
+            taken = {n: min(count, share[n]) for n, count in offsets.items()}
             rest = {n: count - taken[n] for n, count in offsets.items()}
-            more = spread({topic: rest}, most[topic] - sum(taken.values()))[topic]
+            more = spread({topic: rest}, most - sum(taken.values()))[topic]
             shares[topic] = {n: count + more[n] for n, count in taken.items()}
+        return self._noted(waiting, shares)
+
+    def _noted(self, left: Left, shares: TopicOffsets) -> TopicOffsets:
+        self._passed_over = {
+            (topic, n): self._passed_over.get((topic, n), 0) + 1
+            for topic, offsets in left.items()
+            for n, count in offsets.items()
+            if count and not shares[topic][n]
+        }
         return shares
 
     def _in_turn(self, left: Left, records: int, least: int) -> TopicOffsets:
@@ -80,11 +90,15 @@ class Shares:
         return {topic: {n: had + more[topic][n] for n, had in offsets.items()} for topic, offsets in shares.items()}
 
 
+def _least(records: int) -> int:
+    return _RANGE_MIN if records >= _SMALL else max(1, records // _PARTITIONS)
+
+
 def spread(left: Left, records: int, least: int = 1) -> TopicOffsets:
     """Divide the offsets of a batch among the partitions that have the most left.
 
     Args:
-        left: how many offsets are left of each partition, by topic. least: see `Shares.next`.
+        left: how many offsets are left of each partition, by topic. least: of one partition, or nothing of it.
 
     Returns:
         Of each partition that is taken the same part of what it has left.

@@ -179,8 +179,8 @@ class SourceReader:
         return math.inf if self._bounds is None else self._bounds.get(place[0], {}).get(place[1], 0)
 
     def _pause(self) -> None:
-        """Leave partitions out of requests that are at their bound, or of which a batch has enough. The other partitions
-        of such a topic are asked for: each batch has something of every partition."""
+        """Leave partitions out of requests that are at their bound, or of which a batch has enough. Other partitions of
+        such a topic are asked for: each batch has something of every partition."""
         full = self._full()
         if not (full or self._pausing or self._bounds is not None):
             return
