@@ -174,7 +174,7 @@ def test_what_waits_is_taken_evenly(seed: int) -> None:
             if waiting[n] < most:  # the next response has all that is left of one, and some records of another
                 waiting[n] = min(count - read[n], waiting[n] + rng.choice((most, 20_000)))
         left = {n: count - read[n] for n, count in whole.items()}
-        taken = shares.of_waiting({"a": waiting, "b": {0: 7}}, {"a": left})
+        taken = shares.of_waiting({"a": waiting, "b": {0: 7}}, {"a": left}, 10**6)
         assert taken["b"] == {0: 7}
         assert sum(taken["a"].values()) == min(most, sum(waiting.values()))
         for n, count in taken["a"].items():
@@ -185,12 +185,29 @@ def test_what_waits_is_taken_evenly(seed: int) -> None:
         assert not paces or max(paces) - min(paces) <= 0.1
 
 
+def test_a_topic_with_a_small_limit_is_not_held_back_by_others() -> None:
+    """A part of its limit in proportion to what is left of others would be next to nothing."""
+    left = {"a": dict.fromkeys(range(4), 10**7), "b": dict.fromkeys(range(64), 10**6)}
+    shares = Shares({"a": 500, "b": 200_000})
+    for _ in range(20):
+        taken = shares.next(left, 100_000)
+        assert taken["a"] == dict.fromkeys(range(4), 125)
+        assert sum(taken["b"].values()) == 99_500
+
+
+def test_a_batch_that_is_smaller_than_the_limit_is_divided_evenly_too() -> None:
+    waiting = {"a": {0: 50_000, 1: 100, 2: 20_000}, "b": {0: 700}}
+    left = {"a": {0: 50_000, 1: 50_000, 2: 50_000}, "b": {0: 700}}
+    taken = Shares({"a": 10_000}).of_waiting(waiting, left, 1_070)
+    assert taken == {"a": {0: 501, 1: 100, 2: 399}, "b": {0: 70}}
+
+
 def test_what_has_not_arrived_leaves_its_share_to_others() -> None:
     """A batch is as large as it may be, although most of what is left to read is on a broker that is slow."""
     left = {"a": {0: 100_000, 1: 300, 2: 100}}
-    assert Shares({"a": 200}).of_waiting({"a": {0: 20, 1: 300, 2: 100}}, left)["a"] == {0: 20, 1: 135, 2: 45}
-    assert Shares({"a": 200}).of_waiting({"a": {0: 0, 1: 300, 2: 100}}, left)["a"] == {0: 0, 1: 150, 2: 50}
-    assert Shares({"a": 200}).of_waiting({"a": {0: 5, 1: 3, 2: 0}}, {})["a"] == {0: 5, 1: 3, 2: 0}
+    assert Shares({"a": 200}).of_waiting({"a": {0: 20, 1: 300, 2: 100}}, left, 999)["a"] == {0: 20, 1: 135, 2: 45}
+    assert Shares({"a": 200}).of_waiting({"a": {0: 0, 1: 300, 2: 100}}, left, 999)["a"] == {0: 0, 1: 150, 2: 50}
+    assert Shares({"a": 200}).of_waiting({"a": {0: 5, 1: 3, 2: 0}}, {}, 999)["a"] == {0: 5, 1: 3, 2: 0}
 
 
 def test_tasks_take_something_of_every_partition_of_a_topic_with_a_small_limit() -> None:

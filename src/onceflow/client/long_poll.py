@@ -62,6 +62,9 @@ class LongPoll(Generic[C]):
         form: what it returns: lists, or with a `ColumnForm` Arrow columns.
         fetch_bytes: size of a response, which limits memory. A single larger batch is still returned as a whole.
         partition_bytes: size of the part of each partition in a response; None: one partition may fill it.
+
+    Attributes:
+        partition_bytes: as above; it may be changed between calls.
     """
 
     @overload
@@ -102,7 +105,7 @@ class LongPoll(Generic[C]):
         # In the order in which they are asked for. A partition that has returned records goes to the end.
         self.followed = {place: Followed(*place, position=position) for place, position in positions.items()}
         self._form: ChunkForm[Any, C] = form
-        self._fetch_bytes, self._partition_bytes = fetch_bytes, partition_bytes
+        self._fetch_bytes, self.partition_bytes = fetch_bytes, partition_bytes
         self._asked: dict[int, list[Followed]] = {}  # by node, while its request is in flight
         self._unwritten = 0  # how many of these requests wait for their connections
         self._results: list[PollResult] = []
@@ -264,7 +267,7 @@ class LongPoll(Generic[C]):
             isolation_level=READ_COMMITTED,
             max_wait_ms=wait_ms,
             max_bytes=self._fetch_bytes,
-            partition_bytes=self._partition_bytes,
+            partition_bytes=self.partition_bytes,
             topic_ids=self._ids,
         )
 

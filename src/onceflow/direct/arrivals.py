@@ -131,21 +131,21 @@ class Arrivals:
                 kept.append(part)
                 held.add(part.place)
                 continue
+            nbytes = part.nbytes
             if end < part.end:
                 part, rest = part.split(end)
+                nbytes -= rest.nbytes  # the sizes of both are rounded down
                 kept.append(rest)
                 held.add(part.place)
             left -= part.end - part.start
             if topic in by_topic:
                 by_topic[topic] -= part.end - part.start
-            size -= part.nbytes
-            self.nbytes -= part.nbytes
+            size -= nbytes
+            self.nbytes -= nbytes
             self.offsets[topic] -= part.end - part.start
             self.taken[topic][partition] = part.end
             parts.append(part)
         self._waiting.extend(kept)
-        if not kept:
-            self.nbytes = 0  # sizes of divided parts are rounded
         limited = left <= 0 or size <= 0 or any(most <= 0 for most in by_topic.values())
         epochs = {part.place: part.leader_epoch for part in parts}
         return Taken(SourceRange(before, self._snapshot(), epochs=epochs), tuple(parts), limited)

@@ -285,8 +285,8 @@ class DirectLoop:
         arrivals, bounds = self._reader.arrivals, self._bounds()
         if all(arrivals.offsets[topic] <= most for topic, most in self._records_per_batch.items()):
             return bounds
-        shares = self._shares.of_waiting(arrivals.waiting(bounds), self._reader.lag())
-        return _ends(arrivals.taken, shares)
+        left = self._within_bounds(self._reader.lag())
+        return _ends(arrivals.taken, self._shares.of_waiting(arrivals.waiting(bounds), left, self._size.records))
 
     def _take_arrived(self) -> None:
         """While brokers commit a batch, the records of the next one are decoded. What goes wrong says nothing about the

@@ -39,31 +39,48 @@ class Shares:
             else offsets
             for topic, offsets in left.items()
         }
-        return self._noted(left, self._in_turn(wanted, records, _least(records)))
+        whole = self._whole(left, wanted, records)
+        others = {topic: offsets for topic, offsets in wanted.items() if topic not in whole}
+        rest = records - sum(_total(offsets) for offsets in whole.values())
+        return self._noted(left, {**whole, **self._in_turn(others, rest, _least(rest))})
 
-    def of_waiting(self, waiting: Left, left: Left) -> TopicOffsets:
+    def _whole(self, left: Left, wanted: Left, records: int) -> TopicOffsets:
+        """The topics whose limit is small against the batch. They get all that it allows: a part of it, because others
+        have more left, would be next to nothing."""
+        found: TopicOffsets = {}
+        for topic in sorted(self._most.keys() & wanted.keys(), key=self._most.__getitem__):
+            if _total(left[topic]) > self._most[topic]:
+                records -= 2 * self._most[topic]
+                if records < 0:
+                    break
+                found[topic] = dict(wanted[topic])
+        return found
+
+    def of_waiting(self, waiting: Left, left: Left, records: int) -> TopicOffsets:
         """How many offsets of each partition the next batch of the driver takes.
 
-        Of a topic with a limit, each partition has its part of what is left to read. In the order of arrival one would
-        be read after the other, and the watermark would stand still meanwhile: it is the least of all partitions.
+        Each partition of a topic has its part of what is left to read. In the order of arrival one would be read after
+        the other, and the watermark would stand still meanwhile: it is the least of all partitions.
 
         Args:
             waiting: how many offsets of each partition wait and may be taken, by topic. left: how many are left to
-                read, as far as it is known.
+                read, as far as it is known. records: how many it takes.
         """
-        wanted = {
-            topic: {n: count and max(count, left.get(topic, {}).get(n, 0)) for n, count in offsets.items()}
-            for topic, offsets in waiting.items()
-        }
+        limits = {topic: {0: self._may_take(topic, offsets)} for topic, offsets in waiting.items()}
         shares: TopicOffsets = {}
-        for topic, offsets in waiting.items():
-            most = self._most.get(topic, sum(offsets.values()))
-            share = self._in_turn({topic: wanted[topic]}, most, 1)[topic]
+        for topic, most in spread(limits, records).items():
+            offsets, known = waiting[topic], left.get(topic, {})
+            wanted = {n: count and max(count, known.get(n, 0)) for n, count in offsets.items()}
+            share = self._in_turn({topic: wanted}, most[0], 1)[topic]
             taken = {n: min(count, share[n]) for n, count in offsets.items()}
             rest = {n: count - taken[n] for n, count in offsets.items()}
-            more = spread({topic: rest}, most - sum(taken.values()))[topic]
+            more = spread({topic: rest}, most[0] - _total(taken))[topic]
             shares[topic] = {n: count + more[n] for n, count in taken.items()}
         return self._noted(waiting, shares)
+
+    def _may_take(self, topic: str, offsets: Mapping[int, int]) -> int:
+        total = _total(offsets)
+        return min(total, self._most.get(topic, total))
 
     def _noted(self, left: Left, shares: TopicOffsets) -> TopicOffsets:
         self._passed_over = {
@@ -88,6 +105,10 @@ class Shares:
             records -= shares[topic][n]
         more = spread({t: {n: left[t][n] - had for n, had in s.items()} for t, s in shares.items()}, records, least)
         return {topic: {n: had + more[topic][n] for n, had in offsets.items()} for topic, offsets in shares.items()}
+
+
+def _total(offsets: Mapping[int, int]) -> int:
+    return sum(offsets.values())
 
 
 def _least(records: int) -> int:

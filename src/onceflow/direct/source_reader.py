@@ -14,6 +14,7 @@ from types import MappingProxyType
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.column_chunks import ColumnChunk, ColumnForm
 from onceflow.client.deadline import Deadline
+from onceflow.client.followed import Followed
 from onceflow.client.leaders import known_leader
 from onceflow.client.long_poll import LongPoll
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
@@ -33,6 +34,8 @@ log = logging.getLogger("onceflow")
 BUFFER_BYTES = 32_000_000
 FETCH_BYTES = 4_000_000
 #: How often the partitions of the sources are looked at, in seconds: some may have been added.
+_PARTITION_BYTES = 32_000  # of a partition in a response, at least, if all are to have the same
+_SILENT_S = 0.5  # a partition that has nothing new is asked so often, if a batch has enough of its topic
 _LOOK_EVERY_S = 5.0
 _START_S = 60.0
 # While tasks read: how long the answer of a leader is waited for, and for how long it is not asked if none came.
@@ -117,7 +120,7 @@ class SourceReader:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there are records that can be fetched now, as far as it is known."""
+        """Whether there are records that can be fetched now, as far as it is known, of a topic that batches lack."""
         full = self._full()
         return any(
             each.last_stable_offset > self._arrived[place]
@@ -129,7 +132,7 @@ class SourceReader:
 
     @property
     def has_enough(self) -> bool:
-        """Whether of one of the topics as much waits as a batch may take, so that no more of it is fetched."""
+        """Whether of one of the topics as much waits as a batch may take."""
         return bool(self._full())
 
     @property
@@ -179,20 +182,34 @@ class SourceReader:
         return math.inf if self._bounds is None else self._bounds.get(place[0], {}).get(place[1], 0)
 
     def _pause(self) -> None:
-        """Leave partitions out of requests that are at their bound, or of which a batch has enough. Other partitions of
-        such a topic are asked for: each batch has something of every partition."""
+        """Leave partitions out of requests that are at their bound, or of which enough waits.
+
+        If a batch has enough of a topic, its partitions get the same room in responses, and the others of them are
+        still asked for: without that, whoever has answered first would be read first.
+        """
         full = self._full()
+        self._poll.partition_bytes = max(_PARTITION_BYTES, FETCH_BYTES // len(self._arrived)) if full else None
         if not (full or self._pausing or self._bounds is not None):
             return
         self._pausing = False
+        now = time.monotonic()
         for place, each in self._poll.followed.items():
-            waiting = self._arrived[place] - self.arrivals.taken[place[0]][place[1]]
-            enough = place[0] in full and waiting >= self._most[place[0]]
-            if enough or self._arrived[place] >= self._bound(place):
+            if self._arrived[place] >= self._bound(place) or (place[0] in full and self._has_share(each, now)):
                 self._pausing = True
                 self._poll.pause(*place)
             elif each.paused:
                 self._poll.resume(*place)
+
+    def _has_share(self, each: Followed, now: float) -> bool:
+        """Whether nothing more of a partition is needed for now. Of its topic as much waits as a batch may take."""
+        if self.arrivals.nbytes >= BUFFER_BYTES // 2:
+            return True  # the rest is for other topics
+        taken = self.arrivals.taken[each.topic]
+        waiting = self._arrived[each.topic, each.partition] - taken[each.partition]
+        if each.position >= each.last_stable_offset and each.known_at is not None and now - each.known_at < _SILENT_S:
+            return True  # a broker answers only when there are records, and others would wait for that
+        most = self._most[each.topic]
+        return waiting >= most or waiting * len(taken) >= 2 * most
 
     def fetch(self, timeout_s: float) -> bool:
         """Wait for records, at most this many seconds. Returns whether any have arrived, or offsets without records.
