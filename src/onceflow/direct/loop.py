@@ -182,8 +182,10 @@ class DirectLoop:
             if not self._run_by_tasks():
                 self._reader.go_on(self._batches.progress.epochs)
         elif self._is_due(now):
-            self._backlog.looked(_total(self._wanted()), now=now)
+            wanted = _total(self._wanted())
+            self._backlog.looked(wanted, now=now)
             if not self._backlog.by_tasks:
+                self._size.looked(wanted)
                 self._fill()
                 self._run_batch()
         elif not self._fetch(_WAIT_S) and not self._reader.is_behind:

@@ -21,6 +21,9 @@ _RECORDS_MIN, _RECORDS_MAX = 500, 500_000
 BATCH_BYTES = 16_000_000
 # In seconds: what a batch may take at least, even if the trigger is shorter, at most, and without a trigger.
 _TARGET_MIN, _TARGET_MAX, _TARGET_DEFAULT = 0.05, 1.0, 0.25
+# With a backlog, records wait much longer than an interval anyway. So a batch takes this part of the time that is needed
+# for all of it, at most so many seconds: what a batch costs however few records it has is shared by more of them.
+_BACKLOG_PART, _TARGET_BACKLOG = 0.25, 0.5
 _CHANGE_MAX = 2.0  # from one batch to the next
 _SMOOTHING = 0.5
 # If the interval leaves less to the records than what a batch costs without them, they get as much time as that cost,
@@ -46,10 +49,22 @@ class BatchSize:
         self, trigger_s: float, *, first: int = _FIRST_RECORDS, least: int = _RECORDS_MIN, most: int = _RECORDS_MAX
     ) -> None:
         self._least, self._most = least, most
-        self._target_s = min(_TARGET_MAX, max(_TARGET_MIN, trigger_s)) if trigger_s else _TARGET_DEFAULT
+        self._interval_s = min(_TARGET_MAX, max(_TARGET_MIN, trigger_s)) if trigger_s else _TARGET_DEFAULT
+        self._target_s = self._interval_s
         self.records = first
         self._ran: collections.deque[tuple[int, float]] = collections.deque(maxlen=_REMEMBERED)
         self._record_s: float | None = None  # what one record more costs, once it is known
+
+    def looked(self, left: int) -> None:
+        """So many offsets are left to read."""
+        if not self._ran:
+            return
+        offsets, seconds = self._ran[-1]
+        behind_s = left * seconds / offsets
+        target_s = max(self._interval_s, min(_TARGET_BACKLOG, _BACKLOG_PART * behind_s))
+        if target_s < self._target_s:
+            self.records = max(self._least, round(self.records * target_s / self._target_s))
+        self._target_s = target_s
 
     def ran(self, offsets: int, seconds: float) -> bool:
         """A batch has run. Returns whether it took as much as it may.
