@@ -86,3 +86,32 @@ def test_a_slow_begin_does_not_make_batches_too_large(trigger_s: float) -> None:
         size.ran(size.records, took[-1] + extra_s)
     assert max(took) < 1.5 * trigger_s
     assert took[-1] == pytest.approx(trigger_s, rel=0.3)
+
+
+@pytest.mark.parametrize("trigger_s", [0.1, 0.0])
+def test_with_a_backlog_batches_are_larger_until_it_is_nearly_gone(trigger_s: float) -> None:
+    per_second, fixed_s, left = 50_000, 0.02, 1_000_000
+    size, seconds = BatchSize(trigger_s), []
+    interval = trigger_s or 0.25
+    while left:
+        size.looked(left)
+        taken = min(left, size.records)
+        seconds.append(fixed_s + taken / per_second)
+        assert seconds[-1] <= 0.8, "records are visible within about half a second"
+        assert seconds[-1] <= max(2 * interval, left / per_second / 2), "the last ones wait for one interval only"
+        size.ran(taken, seconds[-1])
+        left -= taken
+    assert statistics.median(seconds[8:-8]) == pytest.approx(0.5, rel=0.2)
+    for _ in range(8):  # it has caught up, and then there is just too much for one interval
+        size.looked(size.records + 1)
+        size.ran(size.records, fixed_s + size.records / per_second)
+    assert fixed_s + size.records / per_second == pytest.approx(interval, rel=0.3)
+
+
+def test_a_long_interval_stays_as_it_is_with_a_backlog() -> None:
+    size = BatchSize(1.0)
+    size.ran(size.records, 0.1)
+    before = size.records
+    size.looked(10**9)
+    size.looked(0)
+    assert size.records == before
