@@ -21,8 +21,8 @@ _RECORDS_MIN, _RECORDS_MAX = 500, 500_000
 BATCH_BYTES = 16_000_000
 # In seconds: what a batch may take at least, even if the trigger is shorter, at most, and without a trigger.
 _TARGET_MIN, _TARGET_MAX, _TARGET_DEFAULT = 0.05, 1.0, 0.25
-# With a backlog, records wait much longer than an interval anyway. So a batch takes this part of the time that is needed
-# for all of it, at most so many seconds: what a batch costs however few records it has is shared by more of them.
+# With a backlog, records wait much longer than an interval anyway. So a batch takes this part of the time that is
+# needed for all of it, at most so many seconds: what a batch costs as such is shared by more records.
 _BACKLOG_PART, _TARGET_BACKLOG = 0.25, 0.5
 _CHANGE_MAX = 2.0  # from one batch to the next
 _SMOOTHING = 0.5

@@ -12,6 +12,7 @@ from uuid import uuid4
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
+from onceflow.arrow_types import nullable
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.deadline import Deadline
 from onceflow.client.topics import find_topics, topic_limits
@@ -39,7 +40,7 @@ from onceflow.spark.collect import arrow_schema
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
 from onceflow.spark.master import current_cores, is_local
 from onceflow.spark.row_program import RowPrograms
-from onceflow.task.sink_form import TableForm, nullable
+from onceflow.task.sink_form import TableForm
 
 log = logging.getLogger("onceflow")
 

@@ -11,6 +11,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
+from onceflow.arrow_types import nullable
 from onceflow.column_names import is_case_sensitive, twice
 from onceflow.errors import OptionError, SchemaError
 from onceflow.spark.collect import arrow_schema_of
@@ -48,7 +49,7 @@ def map_of(
     sent = Sent(pickled(function, flow=flow))  # an error is raised at this line of user code
     columns = _struct(df.sparkSession, df.schema if schema is None else schema, flow)
     _check_names(columns.names, flow, case_sensitive=is_case_sensitive(df.sparkSession))
-    types = arrow_schema_of(df.sparkSession, columns, "which Python code in tasks cannot have")
+    types = nullable(arrow_schema_of(df.sparkSession, columns, "which Python code in tasks cannot have"))
     return RowsMap(sent, name, number, types, flow), columns
 
 

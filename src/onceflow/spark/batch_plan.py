@@ -94,10 +94,19 @@ def has_other_times(spark: SparkSession, plan: Any) -> bool:
     """Whether a plan has times that only the optimizer knows: ``current_time()`` of Spark 4.1, and texts such as
     ``now`` that are cast to a date or a time (Spark: ``SpecialDatetimeValues``)."""
     make = JavaFunctions(spark)
-    for name, found in (("CURRENT_LIKE", _is_current_time), ("CAST", _is_special)):
-        mark = make.tree_pattern(name)
-        for node in jvm.nodes(plan, mark):
-            if any(found(each) for root in plans.items(node.expressions()) for each in jvm.nodes(root, mark)):
+    known = (("CURRENT_LIKE", _is_current_time), ("CAST", _is_special))
+    return any(_has(spark, plan, make.tree_pattern(name), found) for name, found in known)
+
+
+def _has(spark: SparkSession, plan: Any, mark: Any, found: Callable[[Any], bool]) -> bool:
+    """Whether an expression is found, also in a subquery."""
+    subqueries = bool(plan.containsPattern(JavaFunctions(spark).tree_pattern("PLAN_EXPRESSION")))
+    for node in jvm.nodes(plan, mark):
+        for each in (each for root in plans.items(node.expressions()) for each in jvm.nodes(root, mark)):
+            if found(each):
+                return True
+            query = plans.subquery(spark, each) if subqueries else None
+            if query is not None and _has(spark, query, mark, found):
                 return True
     return False
 

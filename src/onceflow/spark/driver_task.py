@@ -25,6 +25,8 @@ _CONVERTERS = "org.apache.spark.sql.execution.arrow.ArrowConverters"
 _CONTEXT, _CONTEXT_IMPL = "org.apache.spark.TaskContext", "org.apache.spark.TaskContextImpl"
 _MEMORY, _RDD = "org.apache.spark.memory.TaskMemoryManager", "org.apache.spark.rdd.RDD"
 _ITERATOR = "java.util.Iterator"
+_BLOCKS, _SEQUENCE = "org.apache.spark.storage.BlockManager", "scala.collection.immutable.Seq"
+_RELEASE = "releaseAllLocksForTask"
 _REFERENCE = "java.util.concurrent.atomic.AtomicReference"
 _OBJECT = "java.lang.Object"
 _SET, _GET = f"set({_OBJECT}) -> void", f"get() -> {_OBJECT}"
@@ -57,6 +59,7 @@ class DriverTask:
         self._context, self._rest = (make.static(_REFERENCE)() for _ in range(2))
         self._running = False
         self._thread: Any = None
+        self._number = next(_task_ids)
         self._file = file
         self._calls: _Calls | None = None
         partitions = list(rdd.partitions())
@@ -129,10 +132,12 @@ class DriverTask:
         keep = make.typed(make.method(_REFERENCE, _SET, of=self._context), "void", _CONTEXT)
         keep_rest = make.typed(make.method(_REFERENCE, _SET, of=self._rest), "void", _ITERATOR)
         write = make.typed(make.method("java.io.OutputStream", "write([B) -> void", of=self._stream), "void", _OBJECT)
-        end = make.fed(make.once("end", self._end), 0, make.method(_REFERENCE, _GET, of=self._context))
+        ended = make.lastly(make.once("end", self._end), self._of_blocks(_RELEASE))
+        end = make.fed(ended, 0, make.method(_REFERENCE, _GET, of=self._context))
         some = self._some(write, end)
         first = make.then(rows, self._batches(spark, schema), as_java, make.after(keep_rest, some))
         first = make.after(make.once("set", self._set), make.after(keep, first))
+        first = make.after(self._of_blocks("registerTask"), first)
         new = make.once("new", lambda: self._new(spark))
         begin = make.fed(make.rescued(first, make.ignoring(end, 0, _CONTEXT)), 0, new)
         # Another program may have run since, in the same thread.
@@ -172,11 +177,10 @@ class DriverTask:
         properties = make.static("java.util.Properties")()
         properties.putAll(make.function("scala.collection.JavaConverters", "mapAsJavaMap")(settings))
         empty = make.object(_CONTEXT).empty()
-        number = next(_task_ids)
-        memory = make.bound(make.constructor(_MEMORY), 0, environment.memoryManager(), number)
+        memory = make.bound(make.constructor(_MEMORY), 0, environment.memoryManager(), self._number)
         given = properties, environment.metricsSystem(), empty.taskMetrics(), 1, empty.resources()
         context = make.bound(make.constructor(_CONTEXT_IMPL), 7, *given)
-        return make.fed(make.bound(context, 0, -1, 0, 0, number, 0, 1), 0, memory)
+        return make.fed(make.bound(context, 0, -1, 0, 0, self._number, 0, 1), 0, memory)
 
     def _set(self) -> Any:
         return self._make.method(f"{_CONTEXT}$", f"setTaskContext({_CONTEXT}) -> void", of=self._make.object(_CONTEXT))
@@ -197,6 +201,14 @@ class DriverTask:
         )
         freed = make.typed(freed, "void", _CONTEXT)
         return make.lastly(make.lastly(done, freed), make.ignoring(self._unset(), 0, _CONTEXT))
+
+    def _of_blocks(self, name: str) -> Any:
+        """For a task context: a method of the block manager for the task. Blocks, such as broadcast variables, are read
+        only for tasks that it knows."""
+        make = self._make
+        blocks = make.once("blocks", lambda: make.function("org.apache.spark.SparkEnv", "get")().blockManager())
+        found = make.method(_BLOCKS, f"{name}(long) -> {_SEQUENCE if name == _RELEASE else 'void'}", of=blocks)
+        return make.ignoring(make.typed(make.bound(found, 0, self._number), "void"), 0, _CONTEXT)
 
 
 class _Calls(NamedTuple):

@@ -98,7 +98,7 @@ def projected(spark: SparkSession, columns: Iterable[Any], child: Any) -> Any:
 
 
 def mapped(spark: SparkSession, plan: Any, pattern: Any, change: Callable[[Any], Any]) -> Any:
-    """The plan with other expressions.
+    """The plan with other expressions, also in its subqueries.
 
     Args:
         pattern: one of Catalyst's tree patterns. Only expressions that have it, themselves or below, are looked at.
@@ -123,7 +123,18 @@ def _changed(spark: SparkSession, expression: Any, pattern: Any, change: Callabl
     if found is not None:
         return found
     below = [_changed(spark, each, pattern, change) for each in children(expression)]
-    return expression.withNewChildren(sequence(spark, below))
+    expression = expression.withNewChildren(sequence(spark, below))
+    query = subquery(spark, expression)
+    return expression if query is None else expression.withNewPlan(mapped(spark, query, pattern, change))
+
+
+def subquery(spark: SparkSession, expression: Any) -> Any:
+    """The plan of an expression that is a subquery; None: it is none."""
+    make = JavaFunctions(spark)
+    if not expression.containsPattern(make.tree_pattern("PLAN_EXPRESSION")):
+        return None
+    kind = make.java_class("org.apache.spark.sql.catalyst.expressions.PlanExpression")
+    return expression.plan() if kind.isInstance(expression) else None
 
 
 def grafted(spark: SparkSession, plan: Any, new: Mapping[Path, Any]) -> Any:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
+from onceflow.arrow_types import nullable
 from onceflow.spark import batch_plan, plans
 from onceflow.spark.collect import arrow_schema_of, collect
 from onceflow.spark.java_functions import JavaFunctions
@@ -39,7 +40,7 @@ class RowJob:
         leaf = plans.at(node, base)
         struct = plans.struct_of(leaf)
         self._schema = struct.json()
-        self._given = arrow_schema_of(spark, _by_number(struct), "which rows of a batch cannot have")
+        self._given = nullable(arrow_schema_of(spark, _by_number(struct), "which rows of a batch cannot have"))
         self.needed = frozenset(range(len(struct)))
         self._other_times = batch_plan.has_other_times(spark, node)
         self._utils = JavaFunctions(spark).static("org.apache.spark.sql.api.python.PythonSQLUtils")

@@ -13,6 +13,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
+from onceflow.arrow_types import nullable
 from onceflow.spark import batch_plan, jvm, plan_columns, plans
 from onceflow.spark.collect import arrow_schema_of
 from onceflow.spark.java_functions import JavaFunctions
@@ -91,7 +92,7 @@ def planned(make: JavaFunctions, spark: SparkSession, node: Any, base: plans.Pat
     whole, timed = batch_plan.with_variable_time(spark, whole, clock)
     df = plans.frame(spark, whole)
     _check(df._jdf.queryExecution().executedPlan(), local=is_local(spark))
-    schema = arrow_schema_of(spark, struct, "which rows cannot have outside of a job", large=False)
+    schema = nullable(arrow_schema_of(spark, struct, "which rows cannot have outside of a job", large=False))
     return RowPlan(df, schema, _used(plans.optimized(df), given), tuple(passed), timed)
 
 

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from onceflow.arrow_types import made_anew
+
 #: The Arrow type of each column of Spark's Kafka source, in its order. Only a read with headers has the last one.
 SOURCE_TYPES: dict[str, pa.DataType] = {
     "key": pa.binary(),
@@ -187,18 +189,6 @@ def _plain_leaf(kind: Any) -> Any:
     if pa.types.is_large_string(kind):
         return pa.string()
     return pa.binary() if pa.types.is_large_binary(kind) else kind
-
-
-def made_anew(kind: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The type with others in place of those that contain none, and with fields that may be null."""
-    if pa.types.is_list(kind):
-        return pa.list_(made_anew(kind.value_type, leaf))
-    if pa.types.is_map(kind):
-        return pa.map_(made_anew(kind.key_type, leaf), made_anew(kind.item_type, leaf))
-    if pa.types.is_struct(kind):
-        fields = [kind.field(at) for at in range(kind.num_fields)]
-        return pa.struct([pa.field(field.name, made_anew(field.type, leaf)) for field in fields])
-    return leaf(kind)
 
 
 def batch_of(columns: Arrays, names: Sequence[str], rows: int) -> pa.RecordBatch:

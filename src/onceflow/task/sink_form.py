@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from onceflow.state.engine import input_batch
-from onceflow.task.row_operators import made_anew, reinterpreted
+from onceflow.task.row_operators import reinterpreted
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,3 @@ class TableForm:
 
 
 Form = SinkForm | TableForm
-
-
-def nullable(schema: pa.Schema) -> pa.Schema:
-    """The schema with fields that may all be null, also those inside of others."""
-    return pa.schema([pa.field(field.name, made_anew(field.type, lambda kind: kind)) for field in schema])
