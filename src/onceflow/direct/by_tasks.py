@@ -19,6 +19,7 @@ from onceflow.spark.imports import ImportCheck
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.master import current_cores, is_local
 from onceflow.spark.pickling import pickled
+from onceflow.spark.row_program import RowPrograms
 from onceflow.state.table_facts import TableFacts
 
 log = logging.getLogger("onceflow")
@@ -34,9 +35,12 @@ def range_source(
     query: StreamedQuery,
     choice: EngineChoice,
     topic_ids: Mapping[str, str],
+    programs: RowPrograms,
 ) -> RangeSource:
     """What tasks are told that read by themselves."""
     plan, program = query.planned()
+    if plan.needs_frame:
+        programs.keep_settings()
     return RangeSource(
         flow=startup.flow,
         settings=startup.settings,
@@ -46,6 +50,7 @@ def range_source(
         schema=T.StructType([query.df.schema[name] for name in plan.columns if name in query.df.columns]),
         deadline_s=max(query.options.transaction_timeout_s, _PATIENCE_S),
         spark=spark,
+        programs=programs,
         node=query.node,
         all_batches=choice.place == TASKS and not is_local(spark),
     )

@@ -94,7 +94,7 @@ class RunParts:
                 records_per_batch={t: s.max_records for t, s in plan.reads.items() if s.max_records is not None},
                 until=_end_of_run(startup, starts, deadline) if query.options.once else None,
                 backlog=backlog_of(self.spark, startup, query, self.choice, self.imports),
-                tasks=range_source(self.spark, startup, query, self.choice, topic_ids),
+                tasks=range_source(self.spark, startup, query, self.choice, topic_ids, self.programs),
                 programs=self.programs,
             )
             found = told()

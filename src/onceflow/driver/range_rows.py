@@ -21,7 +21,7 @@ from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.range_tasks import dealt
 from onceflow.spark import batch_plan, plans
 from onceflow.spark.query_facts import Node, SourceNode, node_of
-from onceflow.spark.query_session import clone_of
+from onceflow.spark.row_program import RowPrograms
 from onceflow.task.range_reader import ReadOrder
 from onceflow.task.range_tasks import RangeTask, ReadTask
 from onceflow.task.source_rows import QueryRows
@@ -39,6 +39,7 @@ class RangeSource:
         schema: of the rows for Spark.
         deadline_s: how long a task may wait without getting any records.
         spark: the session of the query.
+        programs: of the operators that the driver evaluates. Tasks have the same settings.
         node: the root of its analyzed plan.
         all_batches: whether tasks also run batches without records, because the state is where they run.
     """
@@ -51,13 +52,14 @@ class RangeSource:
     schema: T.StructType
     deadline_s: float
     spark: SparkSession
+    programs: RowPrograms
     node: Any
     all_batches: bool = False
 
-    @cached_property
+    @property
     def frames(self) -> SparkSession:
         """The session in which rows become DataFrames."""
-        return clone_of(self.spark)
+        return self.programs.session
 
     @cached_property
     def reads(self) -> list[tuple[Node, SourceNode]]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
+from onceflow.errors import UnsupportedQueryError
 from onceflow.spark import function_names, jvm, plan_columns, plans
 from onceflow.spark.operators import Operator, operator
 from onceflow.spark.plan_columns import PlanColumn, TakenColumn
@@ -206,7 +208,8 @@ class QueryFacts:
     @property
     def reads_little(self) -> bool:
         """Whether few source records mean little work for Spark: the query joins nothing and keeps no state."""
-        return all(node.streaming and node.kind != "Join" and not node.operator.stateful for node in self.root.nodes())
+        joins = ("Join", "LateralJoin")
+        return all(n.streaming and n.kind not in joins and not n.operator.stateful for n in self.root.nodes())
 
     @property
     def may_merge_tasks(self) -> bool:
@@ -252,12 +255,25 @@ def facts_of(df: DataFrame, *, columns: bool = True) -> QueryFacts:
     Args:
         columns: whether columns and conditions are read, too. They are most of the calls of the JVM.
     """
-    return QueryFacts(_read(df.sparkSession, plans.analyzed(df), (), columns=columns))
+    with _deep():
+        return QueryFacts(_read(df.sparkSession, plans.analyzed(df), (), columns=columns))
 
 
 def node_of(spark: SparkSession, plan: Any) -> Node:
     """Read an analyzed plan."""
-    return _read(spark, plan, (), columns=True)
+    with _deep():
+        return _read(spark, plan, (), columns=True)
+
+
+@contextmanager
+def _deep() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise UnsupportedQueryError(
+            "The query has too many operators, one after the other",
+            next_step="make several columns by one select or withColumns, in place of one withColumn after the other",
+        ) from error
 
 
 def _read(spark: SparkSession, node: Any, path: plans.Path, *, columns: bool) -> Node:

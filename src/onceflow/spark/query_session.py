@@ -9,6 +9,8 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
+from onceflow.spark import versions
+
 #: Spark's setting for adaptive execution.
 ADAPTIVE = "spark.sql.adaptive.enabled"
 _ARROW_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
@@ -41,6 +43,22 @@ def clone_of(spark: SparkSession) -> SparkSession:
     clone = SparkSession(spark.sparkContext, session._jsparkSession.cloneSession())
     set_up_clone(clone)
     return clone
+
+
+@contextlib.contextmanager
+def active(spark: SparkSession) -> Iterator[None]:
+    """Generated code takes settings from the active session of the thread that makes it (Spark: ``SQLConf.get``)."""
+    sessions = versions.sql_class(spark, "SparkSession")
+    before = sessions.getActiveSession()
+    session: Any = spark
+    sessions.setActiveSession(session._jsparkSession)
+    try:
+        yield
+    finally:
+        if before.isDefined():
+            sessions.setActiveSession(before.get())
+        else:
+            sessions.clearActiveSession()
 
 
 def set_up_clone(session: SparkSession) -> None:

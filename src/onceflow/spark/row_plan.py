@@ -23,8 +23,9 @@ from onceflow.spark.operators import operator
 #: Physical operators that need nothing but the rows of their own partition.
 _NARROW = frozenset(
     {
-        "WholeStageCodegenExec", "InputAdapter", "ProjectExec", "FilterExec", "GenerateExec", "RDDScanExec",
-        "LocalTableScanExec", "EmptyRelationExec", "MapInArrowExec", "PythonMapInArrowExec", "MapInPandasExec",
+        "WholeStageCodegenExec", "InputAdapter", "ProjectExec", "FilterExec", "ExpandExec", "GenerateExec",
+        "RDDScanExec", "LocalTableScanExec", "EmptyRelationExec",
+        "MapInArrowExec", "PythonMapInArrowExec", "MapInPandasExec",
         "ArrowEvalPythonExec", "BatchEvalPythonExec", "ArrowEvalPythonUDTFExec", "BatchEvalPythonUDTFExec",
     }
 )  # fmt: skip

@@ -25,7 +25,7 @@ from onceflow.spark.driver_task import DriverTask
 from onceflow.spark.java_functions import JavaFunctions
 from onceflow.spark.jvm import SPARK_ERRORS, first_line
 from onceflow.spark.memory_file import MemoryFile
-from onceflow.spark.query_session import clone_of
+from onceflow.spark.query_session import active, clone_of
 from onceflow.spark.row_job import RowJob, cast, there
 from onceflow.spark.row_plan import NoProgramError, planned
 from onceflow.spark.slow_classes import initialize_ahead
@@ -136,8 +136,13 @@ class RowPrograms:
         self.now_us = 0
 
     @cached_property
-    def _session(self) -> SparkSession:
-        return clone_of(self._spark)  # its settings stay as they are
+    def session(self) -> SparkSession:
+        """A clone of the session. Its settings stay as they were when the clone was needed first."""
+        return clone_of(self._spark)
+
+    def keep_settings(self) -> None:
+        """From now on the settings of the session stay as they are."""
+        self.session  # noqa: B018
 
     @cached_property
     def _make(self) -> JavaFunctions:
@@ -157,12 +162,12 @@ class RowPrograms:
 
     def _program(self, node: Any, base: plans.Path) -> RowProgram | RowJob:
         try:
-            return RowProgram(self._make, self._session, node, base, self._now)
+            return RowProgram(self._make, self.session, node, base, self._now)
         except NoProgramError as error:
             why = str(error)
         except SPARK_ERRORS as error:  # such as the time of a batch in the condition of a join
             why = first_line(error)
-        return RowJob(self._session, node, base, self._now, job=why)
+        return RowJob(self.session, node, base, self._now, job=why)
 
     def _now(self) -> int:
         return max(self.now_us, 1 << 32)  # py4j makes an Integer of less, and the time is a Long
@@ -185,7 +190,8 @@ def _executed(df: DataFrame) -> Any:
         NoProgramError: only a job can compute it.
     """
     try:
-        rdd = df._jdf.queryExecution().executedPlan().execute()
+        with active(df.sparkSession):
+            rdd = df._jdf.queryExecution().executedPlan().execute()
     except SPARK_ERRORS as error:
         if "not serializable" not in str(error):
             raise
