@@ -275,6 +275,23 @@ def test_many_rows_are_computed_as_they_are_taken(bench: Bench) -> None:
     assert whole(other, given, 5)[1] == 5
 
 
+def test_whoever_takes_no_more_keeps_no_lock_of_a_broadcast_variable(bench: Bench) -> None:
+    rows = bench.spark.range(2).selectExpr("id")
+    sent = bench.spark.sparkContext.broadcast(["x" * 5000, "y" * 5000])
+    text = F.udf(lambda n: sent.value[n % 2], "string")
+    query = rows.select(F.explode(F.sequence(F.lit(1), F.lit(8000))).alias("n")).select(text("n").alias("t"))
+    program = bench.program(rows, query)
+    for _ in range(3):
+        begun = program.rows([pa.array(range(2))], 2)
+        next(begun)
+        begun.close()
+    assert whole(program, [pa.array(range(2))], 2)[1] == 16_000
+    sent.unpersist(blocking=True)
+    assert whole(program, [pa.array(range(2))], 2)[1] == 16_000
+    assert query.count() == 16_000
+    sent.destroy(blocking=True)
+
+
 # ---- errors ------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ ALLOWED = {
     "claim_check": {"arguments", "clock", "column_names", "errors", "object_storage", "sizes", "spark", "state"},
     "messages": {"client", "errors", "protocol", "state", "user_code"},
     "task": {
+        "arrow_types",
         "calls",
         "client",
         "clock",
@@ -46,6 +47,7 @@ ALLOWED = {
     "metrics": {"_version", "arguments", "durations", "errors", "hooks", "planning", "state"},
     "server": {"_version", "client", "clock", "durations", "errors", "protocol", "state", "tables"},
     "planning": {
+        "arrow_types",
         "calls",
         "column_names",
         "durations",

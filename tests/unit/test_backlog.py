@@ -202,6 +202,15 @@ def test_a_batch_that_is_smaller_than_the_limit_is_divided_evenly_too() -> None:
     assert taken == {"a": {0: 501, 1: 100, 2: 399}, "b": {0: 70}}
 
 
+@pytest.mark.parametrize("limit, records, wanted", [(50, 5_000, 50), (500, 5_000, 500), (500, 500, 1), (20, 3, 1)])
+def test_of_what_waits_a_small_topic_has_its_part(limit: int, records: int, wanted: int) -> None:
+    shares = Shares({"a": limit, "b": 200_000})
+    for _ in range(5):
+        taken = shares.of_waiting({"a": {0: 620, 1: 620}, "b": {0: 300_000}}, {}, records)
+        assert sum(taken["a"].values()) == wanted
+        assert records - 1 <= wanted + taken["b"][0] <= records + 1
+
+
 def test_what_has_not_arrived_leaves_its_share_to_others() -> None:
     """A batch is as large as it may be, although most of what is left to read is on a broker that is slow."""
     left = {"a": {0: 100_000, 1: 300, 2: 100}}

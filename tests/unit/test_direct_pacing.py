@@ -108,6 +108,21 @@ def test_with_a_backlog_batches_are_larger_until_it_is_nearly_gone(trigger_s: fl
     assert fixed_s + size.records / per_second == pytest.approx(interval, rel=0.3)
 
 
+def test_sparse_batches_leave_the_size_alone() -> None:
+    """They take long for their few records, because brokers are waited for."""
+    size, rng = BatchSize(0.1), random.Random(3)
+    before = size.records
+    for _ in range(200):
+        size.looked(rng.randrange(100))
+        size.ran(rng.randrange(1, 60), 0.1)
+    assert size.records == before
+    settled(size, per_second=50_000, fixed_s=0.01)
+    before = size.records
+    for left in (10**6, 0, 10**6, 0, 0):
+        size.looked(left)
+    assert size.records == before, "it was not larger with the backlog"
+
+
 def test_a_long_interval_stays_as_it_is_with_a_backlog() -> None:
     size = BatchSize(1.0)
     size.ran(size.records, 0.1)

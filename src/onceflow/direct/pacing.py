@@ -54,16 +54,19 @@ class BatchSize:
         self.records = first
         self._ran: collections.deque[tuple[int, float]] = collections.deque(maxlen=_REMEMBERED)
         self._record_s: float | None = None  # what one record more costs, once it is known
+        self._per_s: float | None = None  # of the last full batch
+        self._at_interval = first  # the size before there was a backlog
 
     def looked(self, left: int) -> None:
         """So many offsets are left to read."""
-        if not self._ran:
+        if self._per_s is None:
             return
-        offsets, seconds = self._ran[-1]
-        behind_s = left * seconds / offsets
-        target_s = max(self._interval_s, min(_TARGET_BACKLOG, _BACKLOG_PART * behind_s))
+        target_s = max(self._interval_s, min(_TARGET_BACKLOG, _BACKLOG_PART * left / self._per_s))
+        if target_s > self._target_s == self._interval_s:
+            self._at_interval = self.records
         if target_s < self._target_s:
-            self.records = max(self._least, round(self.records * target_s / self._target_s))
+            less = max(self._at_interval, round(self.records * target_s / self._target_s))
+            self.records = min(self.records, less)
         self._target_s = target_s
 
     def ran(self, offsets: int, seconds: float) -> bool:
@@ -76,6 +79,8 @@ class BatchSize:
         if not offsets:
             return False
         self._ran.append((offsets, seconds))
+        if full:
+            self._per_s = offsets / max(seconds, 1e-4)
         if not (full or seconds > self._target_s):
             return False
         fitting = self._fitting() if seconds > self._target_s else offsets * self._target_s / max(seconds, 1e-4)

@@ -39,21 +39,21 @@ class Shares:
             else offsets
             for topic, offsets in left.items()
         }
-        whole = self._whole(left, wanted, records)
+        whole = {topic: dict(wanted[topic]) for topic in self._whole(_totals(left), records)}
         others = {topic: offsets for topic, offsets in wanted.items() if topic not in whole}
-        rest = records - sum(_total(offsets) for offsets in whole.values())
+        rest = records - sum(_totals(whole).values())
         return self._noted(left, {**whole, **self._in_turn(others, rest, _least(rest))})
 
-    def _whole(self, left: Left, wanted: Left, records: int) -> TopicOffsets:
+    def _whole(self, left: Mapping[str, int], records: int) -> list[str]:
         """The topics whose limit is small against the batch. They get all that it allows: a part of it, because others
         have more left, would be next to nothing."""
-        found: TopicOffsets = {}
-        for topic in sorted(self._most.keys() & wanted.keys(), key=self._most.__getitem__):
-            if _total(left[topic]) > self._most[topic]:
+        found: list[str] = []
+        for topic in sorted(self._most.keys() & left.keys(), key=self._most.__getitem__):
+            if left[topic] > self._most[topic]:
                 records -= 2 * self._most[topic]
                 if records < 0:
                     break
-                found[topic] = dict(wanted[topic])
+                found.append(topic)
         return found
 
     def of_waiting(self, waiting: Left, left: Left, records: int) -> TopicOffsets:
@@ -66,21 +66,24 @@ class Shares:
             waiting: how many offsets of each partition wait and may be taken, by topic. left: how many are left to
                 read, as far as it is known. records: how many it takes.
         """
-        limits = {topic: {0: self._may_take(topic, offsets)} for topic, offsets in waiting.items()}
         shares: TopicOffsets = {}
-        for topic, most in spread(limits, records).items():
+        for topic, most in self._by_topic(_totals(waiting), records).items():
             offsets, known = waiting[topic], left.get(topic, {})
             wanted = {n: count and max(count, known.get(n, 0)) for n, count in offsets.items()}
-            share = self._in_turn({topic: wanted}, most[0], 1)[topic]
+            share = self._in_turn({topic: wanted}, most, 1)[topic]
             taken = {n: min(count, share[n]) for n, count in offsets.items()}
             rest = {n: count - taken[n] for n, count in offsets.items()}
-            more = spread({topic: rest}, most[0] - _total(taken))[topic]
+            more = spread({topic: rest}, most - sum(taken.values()))[topic]
             shares[topic] = {n: count + more[n] for n, count in taken.items()}
         return self._noted(waiting, shares)
 
-    def _may_take(self, topic: str, offsets: Mapping[int, int]) -> int:
-        total = _total(offsets)
-        return min(total, self._most.get(topic, total))
+    def _by_topic(self, waiting: Mapping[str, int], records: int) -> dict[str, int]:
+        """How much of each topic: something of every one that has anything."""
+        most = {topic: min(count, self._most.get(topic, count)) for topic, count in waiting.items()}
+        whole = self._whole(waiting, records)
+        rest = records - sum(most[topic] for topic in whole)
+        others = spread({topic: {0: count} for topic, count in most.items() if topic not in whole}, rest)
+        return {**most, **{topic: max(share[0], min(1, most[topic])) for topic, share in others.items()}}
 
     def _noted(self, left: Left, shares: TopicOffsets) -> TopicOffsets:
         self._passed_over = {
@@ -107,8 +110,8 @@ class Shares:
         return {topic: {n: had + more[topic][n] for n, had in offsets.items()} for topic, offsets in shares.items()}
 
 
-def _total(offsets: Mapping[int, int]) -> int:
-    return sum(offsets.values())
+def _totals(offsets: Left) -> dict[str, int]:
+    return {topic: sum(each.values()) for topic, each in offsets.items()}
 
 
 def _least(records: int) -> int:

@@ -33,9 +33,9 @@ log = logging.getLogger("onceflow")
 #: So many bytes wait for a batch at most; a response that is under way when they are reached is still taken.
 BUFFER_BYTES = 32_000_000
 FETCH_BYTES = 4_000_000
-#: How often the partitions of the sources are looked at, in seconds: some may have been added.
 _PARTITION_BYTES = 32_000  # of a partition in a response, at least, if all are to have the same
 _SILENT_S = 0.5  # a partition that has nothing new is asked so often, if a batch has enough of its topic
+#: How often the partitions of the sources are looked at, in seconds: some may have been added.
 _LOOK_EVERY_S = 5.0
 _START_S = 60.0
 # While tasks read: how long the answer of a leader is waited for, and for how long it is not asked if none came.

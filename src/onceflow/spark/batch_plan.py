@@ -100,12 +100,13 @@ def has_other_times(spark: SparkSession, plan: Any) -> bool:
 
 def _has(spark: SparkSession, plan: Any, mark: Any, found: Callable[[Any], bool]) -> bool:
     """Whether an expression is found, also in a subquery."""
-    subqueries = bool(plan.containsPattern(JavaFunctions(spark).tree_pattern("PLAN_EXPRESSION")))
+    make = JavaFunctions(spark)
+    has_subquery = bool(plan.containsPattern(make.tree_pattern("PLAN_EXPRESSION")))
     for node in jvm.nodes(plan, mark):
         for each in (each for root in plans.items(node.expressions()) for each in jvm.nodes(root, mark)):
             if found(each):
                 return True
-            query = plans.subquery(spark, each) if subqueries else None
+            query = plans.subquery(make, each) if has_subquery else None
             if query is not None and _has(spark, query, mark, found):
                 return True
     return False

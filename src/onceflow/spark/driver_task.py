@@ -25,7 +25,7 @@ _CONVERTERS = "org.apache.spark.sql.execution.arrow.ArrowConverters"
 _CONTEXT, _CONTEXT_IMPL = "org.apache.spark.TaskContext", "org.apache.spark.TaskContextImpl"
 _MEMORY, _RDD = "org.apache.spark.memory.TaskMemoryManager", "org.apache.spark.rdd.RDD"
 _ITERATOR = "java.util.Iterator"
-_BLOCKS, _SEQUENCE = "org.apache.spark.storage.BlockManager", "scala.collection.immutable.Seq"
+_BLOCKS = "org.apache.spark.storage.BlockManager"
 _RELEASE = "releaseAllLocksForTask"
 _REFERENCE = "java.util.concurrent.atomic.AtomicReference"
 _OBJECT = "java.lang.Object"
@@ -144,7 +144,8 @@ class DriverTask:
         again = make.fed(make.once("set", self._set), 0, make.method(_REFERENCE, _GET, of=self._context))
         rest = make.fed(some, 0, make.method(_REFERENCE, _GET, of=self._rest))
         go_on = make.rescued(make.after(again, rest), end)
-        return _Calls(*(make.as_interface(each, "java.util.concurrent.Callable") for each in (begin, go_on, end)))
+        give_up = make.after(again, end)  # listeners give back what they hold for the task of the thread
+        return _Calls(*(make.as_interface(each, "java.util.concurrent.Callable") for each in (begin, go_on, give_up)))
 
     def _some(self, write: Any, end: Any) -> Any:
         """For an iterator of Arrow batches: writes some of them. Returns whether there are more; if not, it ends."""
@@ -207,8 +208,13 @@ class DriverTask:
         only for tasks that it knows."""
         make = self._make
         blocks = make.once("blocks", lambda: make.function("org.apache.spark.SparkEnv", "get")().blockManager())
-        found = make.method(_BLOCKS, f"{name}(long) -> {_SEQUENCE if name == _RELEASE else 'void'}", of=blocks)
+        found = make.method(_BLOCKS, f"{name}(long) -> {self._sequence() if name == _RELEASE else 'void'}", of=blocks)
         return make.ignoring(make.typed(make.bound(found, 0, self._number), "void"), 0, _CONTEXT)
+
+    def _sequence(self) -> str:
+        """What Scala calls ``Seq``: before 2.13 another class."""
+        version = self._make.once("scala", self._make.function("scala.util.Properties", "versionNumberString"))
+        return "scala.collection.Seq" if str(version).startswith("2.12") else "scala.collection.immutable.Seq"
 
 
 class _Calls(NamedTuple):

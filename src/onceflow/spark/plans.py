@@ -107,32 +107,29 @@ def mapped(spark: SparkSession, plan: Any, pattern: Any, change: Callable[[Any],
     if not plan.containsPattern(pattern):
         return plan
     java: Any = spark._jvm
+    make = JavaFunctions(spark)
+    has_subquery = bool(plan.containsPattern(make.tree_pattern("PLAN_EXPRESSION")))
+
+    def anew(expression: Any) -> Any:
+        if not expression.containsPattern(pattern):
+            return expression
+        found = change(expression)
+        if found is not None:
+            return found
+        made = expression.withNewChildren(sequence(spark, [anew(each) for each in children(expression)]))
+        query = subquery(make, made) if has_subquery else None
+        return made if query is None else made.withNewPlan(mapped(spark, query, pattern, change))
+
     plan = plan.withNewChildren(sequence(spark, [mapped(spark, each, pattern, change) for each in children(plan)]))
     changed = java.java.util.IdentityHashMap()
     for expression in items(plan.expressions()):
-        changed.put(expression, _changed(spark, expression, pattern, change))
-    make = JavaFunctions(spark)
+        changed.put(expression, anew(expression))
     look_up = make.method("java.util.Map", "get(java.lang.Object) -> java.lang.Object", of=changed)
     return plan.mapExpressions(make.as_interface(look_up, "scala.Function1"))
 
 
-def _changed(spark: SparkSession, expression: Any, pattern: Any, change: Callable[[Any], Any]) -> Any:
-    if not expression.containsPattern(pattern):
-        return expression
-    found = change(expression)
-    if found is not None:
-        return found
-    below = [_changed(spark, each, pattern, change) for each in children(expression)]
-    expression = expression.withNewChildren(sequence(spark, below))
-    query = subquery(spark, expression)
-    return expression if query is None else expression.withNewPlan(mapped(spark, query, pattern, change))
-
-
-def subquery(spark: SparkSession, expression: Any) -> Any:
+def subquery(make: JavaFunctions, expression: Any) -> Any:
     """The plan of an expression that is a subquery; None: it is none."""
-    make = JavaFunctions(spark)
-    if not expression.containsPattern(make.tree_pattern("PLAN_EXPRESSION")):
-        return None
     kind = make.java_class("org.apache.spark.sql.catalyst.expressions.PlanExpression")
     return expression.plan() if kind.isInstance(expression) else None
 

@@ -17,6 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.errors import UnsupportedQueryError
 from onceflow.spark import function_names, jvm, plan_columns, plans
+from onceflow.spark.java_functions import JavaFunctions
 from onceflow.spark.operators import Operator, operator
 from onceflow.spark.plan_columns import PlanColumn, TakenColumn
 
@@ -214,7 +215,8 @@ class QueryFacts:
     @property
     def may_merge_tasks(self) -> bool:
         """Whether one task may read several source partitions, one after the other: the query has nothing but
-        projections, filters and unions. Functions over batches may count on one partition for each task."""
+        operators that look at one row at a time, and unions. Functions over batches may count on one partition for
+        each task."""
         return all(node.operator.row_by_row for node in self.root.nodes())
 
     @property
@@ -256,13 +258,32 @@ def facts_of(df: DataFrame, *, columns: bool = True) -> QueryFacts:
         columns: whether columns and conditions are read, too. They are most of the calls of the JVM.
     """
     with _deep():
-        return QueryFacts(_read(df.sparkSession, plans.analyzed(df), (), columns=columns))
+        plan = plans.analyzed(df)
+        facts = QueryFacts(_read(df.sparkSession, plan, (), columns=columns))
+        _check_subqueries(JavaFunctions(df.sparkSession), plan)
+        return facts
 
 
 def node_of(spark: SparkSession, plan: Any) -> Node:
     """Read an analyzed plan."""
     with _deep():
         return _read(spark, plan, (), columns=True)
+
+
+def _check_subqueries(make: JavaFunctions, plan: Any) -> None:
+    """Spark does not look at them when it checks a query on streams, and fails at the first batch."""
+    mark = make.tree_pattern("PLAN_EXPRESSION")
+    for node in jvm.nodes(plan, mark):
+        for each in (each for root in plans.items(node.expressions()) for each in jvm.nodes(root, mark)):
+            query = plans.subquery(make, each)
+            if query is None:
+                continue
+            if query.isStreaming():
+                raise UnsupportedQueryError(
+                    "A stream is read in a subquery, or in LATERAL",
+                    next_step="join the two streams; or read what the subquery needs as a batch, with spark.read",
+                )
+            _check_subqueries(make, query)
 
 
 @contextmanager
