@@ -39,7 +39,7 @@ def range_source(
 ) -> RangeSource:
     """What tasks are told that read by themselves."""
     plan, program = query.planned()
-    if plan.needs_frame:
+    if plan.by_spark:
         programs.keep_settings()
     return RangeSource(
         flow=startup.flow,
