@@ -160,6 +160,7 @@ def test_settings_are_those_of_the_start(engines: Engines, topic: str) -> None:
         query.stop()
 
 
+@pytest.mark.long
 def test_what_is_refused_is_named(onceflow_broker: str, onceflow_spark: Any, make_topic: MakeTopic) -> None:
     topic, out = make_topic("in", 1), make_topic("out", 1)
     flow = Flow("refused", onceflow_spark, bootstrap_servers=onceflow_broker)

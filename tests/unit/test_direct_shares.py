@@ -57,8 +57,7 @@ def rotating(reader: SourceReader, logs: Logs, starts: dict[int, int], inflated:
     return reader
 
 
-@pytest.mark.parametrize("inflated", [1, 4], ids=["as they are", "compressed"])
-@pytest.mark.parametrize("partitions, most", [(2, 1), (9, 500), (64, 500), (100, 50)])
+@pytest.mark.parametrize("partitions, most, inflated", [(2, 1, 4), (9, 500, 4), (64, 500, 1), (100, 50, 4)])
 def test_all_partitions_are_read_at_the_same_pace(
     reader_of: Callable[..., SourceReader],
     monkeypatch: pytest.MonkeyPatch,
@@ -78,14 +77,14 @@ def test_all_partitions_are_read_at_the_same_pace(
     def ran(source: SourceRange) -> None:
         now[0] += 0.1
         waiting.append(reader.arrivals.nbytes)
-        if len(waiting) > 200:
+        if len(waiting) > 100:
             loop.stop()
 
     written.before = ran
     loop._run()
     assert loop.error is None
     ends = list(written.progress.offsets[TOPIC].values())
-    assert sum(ends) >= 190 * most
+    assert sum(ends) >= 95 * most
     assert min(ends) >= 0.7 * sum(ends) / partitions
     assert max(waiting) <= BUFFER_BYTES // 2 + FETCH_BYTES * inflated
     assert max(later - before for before, later in itertools.pairwise(looked)) <= 1.0, "nobody is heard"
