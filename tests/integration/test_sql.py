@@ -127,7 +127,7 @@ SOME = ("where", "columns of the source", "udf", "another key")
     [
         {name: QUERIES[name] for name in SOME},
         pytest.param({n: q for n, q in QUERIES.items() if n not in SOME}, marks=pytest.mark.long),
-        JOBS,
+        pytest.param(JOBS, marks=pytest.mark.long),  # test_sql_edges.py has some
     ],
     ids=["some", "others", "with jobs"],
 )

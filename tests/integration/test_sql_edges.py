@@ -24,7 +24,7 @@ try:
 finally:
     sys.path.pop(0)
 
-pytestmark = [pytest.mark.integration, pytest.mark.short_form]
+pytestmark = pytest.mark.integration
 
 #: A value that is null in half of the rows, where the type says that what is in it is never null.
 NESTED = {
@@ -104,6 +104,7 @@ def engines_place(engines: Engines) -> str:
     return "tasks" if engines.by_tasks else "driver"
 
 
+@pytest.mark.short_form
 def test_operators_and_nulls(engines: Engines, topic: str) -> None:
     compare(engines, topic, QUERIES)
 
