@@ -233,7 +233,7 @@ def pinned_once(patch: pytest.MonkeyPatch) -> None:
     "mutant",
     [
         pytest.param(recorded_later, marks=pytest.mark.long),
-        pytest.param(read_to_the_end, marks=pytest.mark.long),
+        read_to_the_end,
         pytest.param(pinned_once, marks=pytest.mark.long),
     ],
 )
