@@ -20,7 +20,7 @@ from onceflow import Flow, UnsupportedQueryError
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:
-    from both_engines import Engines, MakeTopic
+    from both_engines import PLACES, Engines, MakeTopic
 finally:
     sys.path.pop(0)
 
@@ -95,13 +95,9 @@ def compare(engines: Engines, topic: str, queries: dict[str, Callable[[DataFrame
     kafka = {"kafka.bootstrap.servers": engines.bootstrap, "subscribe": topic}
     batch = engines.spark.read.format("kafka").options(**kafka).load()
     wanted = Counter((bytes(row.key), row.value.encode()) for row in every(batch).collect())
-    result = engines.run(engines_place(engines), lambda flow: every(flow.read(topic)))
+    result = engines.run("direct", lambda flow: every(flow.read(topic)))
     assert Counter((seen.key, seen.value) for seen in result.records) == wanted
     assert {value.partition(b":")[0].decode() for _, value in wanted} == {*queries}, "a comparison of nothing"
-
-
-def engines_place(engines: Engines) -> str:
-    return "tasks" if engines.by_tasks else "driver"
 
 
 @pytest.mark.short_form
@@ -149,7 +145,7 @@ def test_settings_are_those_of_the_start(engines: Engines, topic: str) -> None:
     flow = Flow(f"settings-{target}", engines.spark, bootstrap_servers=engines.bootstrap)
     empty = engines.make_topic("in", 1)
     made = flow.read(empty).selectExpr("key", "to_json(map_from_arrays(array('x', 'x'), array(1, offset))) AS value")
-    query = flow.write(made, topic=target, engine=engines_place(engines)).start()
+    query = flow.write(made, topic=target, engine=PLACES[engines.by_tasks]).start()
     try:
         engines.spark.conf.set(policy, "EXCEPTION")
         producer = confluent_kafka.Producer({"bootstrap.servers": engines.bootstrap})

@@ -39,8 +39,6 @@ def range_source(
 ) -> RangeSource:
     """What tasks are told that read by themselves."""
     plan, program = query.planned()
-    if plan.by_spark:
-        programs.keep_settings()
     return RangeSource(
         flow=startup.flow,
         settings=startup.settings,

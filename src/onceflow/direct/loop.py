@@ -313,7 +313,8 @@ class DirectLoop:
         if not self._backlog.by_tasks:
             return False
         most = min(self._tasks_size.records, self._backlog.records_max())
-        source = self._reader.arrivals.take_unread(self._spread(wanted, most))
+        arrivals = self._reader.arrivals
+        source = arrivals.take_unread(_ends(arrivals.taken, self._shares.next(wanted, most)))
         started_ms, started = clock_ms(), time.monotonic()
         self._programs.now_us = started_ms * 1000  # for timers that are left
         rows = RangeRows(self._tasks, source, started_ms * 1000)
@@ -344,10 +345,6 @@ class DirectLoop:
         would fall behind further."""
         due = self._next_at or started
         self._next_at = started if behind else max(due, started - self._trigger_s) + self._trigger_s
-
-    def _spread(self, wanted: TopicOffsets, records: int) -> TopicOffsets:
-        """Where a batch of so many records ends that tasks read, if so many offsets of each partition are left."""
-        return _ends(self._reader.arrivals.taken, self._shares.next(wanted, records))
 
     def _report(self, source: SourceRange, rows: Mapping[str, int], started_ms: int, seconds: float) -> None:
         if self._reports is None or self._batches.summary is None:
@@ -396,6 +393,7 @@ def _records_of(taken: Taken) -> dict[str, int]:
 
 
 def _ends(taken: TopicOffsets, shares: TopicOffsets) -> TopicOffsets:
+    """Where a batch ends that takes so many offsets of each partition."""
     return {topic: {n: taken[topic][n] + count for n, count in offsets.items()} for topic, offsets in shares.items()}
 
 

@@ -95,21 +95,7 @@ def has_other_times(spark: SparkSession, plan: Any) -> bool:
     ``now`` that are cast to a date or a time (Spark: ``SpecialDatetimeValues``)."""
     make = JavaFunctions(spark)
     known = (("CURRENT_LIKE", _is_current_time), ("CAST", _is_special))
-    return any(_has(spark, plan, make.tree_pattern(name), found) for name, found in known)
-
-
-def _has(spark: SparkSession, plan: Any, mark: Any, found: Callable[[Any], bool]) -> bool:
-    """Whether an expression is found, also in a subquery."""
-    make = JavaFunctions(spark)
-    has_subquery = bool(plan.containsPattern(make.tree_pattern("PLAN_EXPRESSION")))
-    for node in jvm.nodes(plan, mark):
-        for each in (each for root in plans.items(node.expressions()) for each in jvm.nodes(root, mark)):
-            if found(each):
-                return True
-            query = plans.subquery(make, each) if has_subquery else None
-            if query is not None and _has(spark, query, mark, found):
-                return True
-    return False
+    return any(found(each) for name, found in known for each in plans.expressions(make, plan, make.tree_pattern(name)))
 
 
 def _with_texts(spark: SparkSession, plan: Any, now_us: int) -> Any:

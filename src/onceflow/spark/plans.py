@@ -128,6 +128,17 @@ def mapped(spark: SparkSession, plan: Any, pattern: Any, change: Callable[[Any],
     return plan.mapExpressions(make.as_interface(look_up, "scala.Function1"))
 
 
+def expressions(make: JavaFunctions, plan: Any, pattern: Any) -> Iterator[Any]:
+    """The expressions of a plan and of its subqueries that have a tree pattern of Catalyst, themselves or below."""
+    has_subquery = bool(plan.containsPattern(make.tree_pattern("PLAN_EXPRESSION")))
+    for node in jvm.nodes(plan, pattern):
+        for each in (each for root in items(node.expressions()) for each in jvm.nodes(root, pattern)):
+            yield each
+            query = subquery(make, each) if has_subquery else None
+            if query is not None:
+                yield from expressions(make, query, pattern)
+
+
 def subquery(make: JavaFunctions, expression: Any) -> Any:
     """The plan of an expression that is a subquery; None: it is none."""
     kind = make.java_class("org.apache.spark.sql.catalyst.expressions.PlanExpression")

@@ -272,18 +272,13 @@ def node_of(spark: SparkSession, plan: Any) -> Node:
 
 def _check_subqueries(make: JavaFunctions, plan: Any) -> None:
     """Spark does not look at them when it checks a query on streams, and fails at the first batch."""
-    mark = make.tree_pattern("PLAN_EXPRESSION")
-    for node in jvm.nodes(plan, mark):
-        for each in (each for root in plans.items(node.expressions()) for each in jvm.nodes(root, mark)):
-            query = plans.subquery(make, each)
-            if query is None:
-                continue
-            if query.isStreaming():
-                raise UnsupportedQueryError(
-                    "A stream is read in a subquery, or in LATERAL",
-                    next_step="join the two streams; or read what the subquery needs as a batch, with spark.read",
-                )
-            _check_subqueries(make, query)
+    for each in plans.expressions(make, plan, make.tree_pattern("PLAN_EXPRESSION")):
+        query = plans.subquery(make, each)
+        if query is not None and query.isStreaming():
+            raise UnsupportedQueryError(
+                "A stream is read in a subquery, or in LATERAL",
+                next_step="join the two streams; or read what the subquery needs as a batch, with spark.read",
+            )
 
 
 @contextmanager

@@ -137,12 +137,9 @@ class RowPrograms:
 
     @cached_property
     def session(self) -> SparkSession:
-        """A clone of the session. Its settings stay as they were when the clone was needed first."""
+        """A clone of the session. Its settings stay as they were when the clone was needed first: for operators of
+        Spark, at the start."""
         return clone_of(self._spark)
-
-    def keep_settings(self) -> None:
-        """From now on the settings of the session stay as they are."""
-        self.session  # noqa: B018
 
     @cached_property
     def _make(self) -> JavaFunctions:
