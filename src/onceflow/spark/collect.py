@@ -56,7 +56,16 @@ def arrow_schema(df: DataFrame) -> pa.Schema:
     Raises:
         SchemaError: Arrow has no type for one.
     """
-    return arrow_schema_of(df.sparkSession, df.schema, "which tasks cannot bring to another system")
+    try:
+        schema = df.schema
+    except PySparkException as error:  # before Spark 4, Python cannot even name the type of an interval
+        types = df._jdf.schema().simpleString()
+        raise SchemaError(
+            f"The columns are {types}, and one of them has a type that Python does not know",
+            detail=str(error).splitlines()[0],
+            next_step="select it as text, string(column), or leave it out",
+        ) from error
+    return arrow_schema_of(df.sparkSession, schema, "which tasks cannot bring to another system")
 
 
 def arrow_schema_of(spark: SparkSession, schema: StructType, why: str, *, large: bool | None = None) -> pa.Schema:
