@@ -70,7 +70,7 @@ def test_a_first_start_one_after_a_stop_and_one_after_a_crash(make_pipe: Any, st
     assert lines[1] == "first start: nothing is committed yet"
     assert lines[2] == f"reads {pipe.source}: from {{0: 0, 1: 0}}; 30 offsets waiting"
     assert lines[3].startswith(
-        f"writes {pipe.target}: the driver reads and writes; with a large backlog, tasks do; Spark "
+        f"writes {pipe.target}: the driver reads and writes; with a large backlog and enough cores, tasks do; Spark "
     )
     assert lines[4] == "engine direct: its plan needs no Spark job"
     assert (facts["engine"], facts["engine_reason"]) == ("direct", "its plan needs no Spark job")
@@ -158,7 +158,9 @@ def test_state_in_spark_and_another_system(make_pipe: Any, starts: Starts, tmp_p
         flow.write_external(rows, sink, once=True).start().awaitTermination()
     lines, facts = starts()
     assert lines[1] == "first start: nothing is committed yet"
-    assert lines[-2].startswith(f"writes {sink.target}: the driver reads and writes; with a large backlog, tasks do; ")
+    assert lines[-2].startswith(
+        f"writes {sink.target}: the driver reads and writes; with a large backlog and enough cores, tasks do; "
+    )
     assert lines[-1] == "engine direct: its plan needs no Spark job"
     assert facts["outputs"] == [sink.target]
 

@@ -156,7 +156,7 @@ class StartReport:
 
 
 _PLACES = {
-    AUTO: "the driver reads and writes; with a large backlog, tasks do",
+    AUTO: "the driver reads and writes; with a large backlog and enough cores, tasks do",
     DRIVER: "the driver reads and writes",
     TASKS: "tasks read and write",
 }

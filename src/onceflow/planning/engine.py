@@ -79,7 +79,8 @@ def _how(plan: DirectPlan, job: str, place: str) -> str:
     if place == TASKS:
         return "each of its batches is a Spark job; one takes 0.1 seconds or more, however few records it has"
     if job:
-        return f"each of its batches is a small Spark job, because of {job}; one takes 0.1 seconds or more"
+        cheaper = "; F.broadcast() around a small DataFrame makes it cheaper" if "join" in job else ""
+        return f"each of its batches is a small Spark job, because of {job}; one takes 0.1 seconds or more{cheaper}"
     if plan.by_spark:
         return "Spark evaluates its rows in the driver, without a job; that takes some 10 ms a batch, 50 with Python"
     return "its plan needs no Spark job"
