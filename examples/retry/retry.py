@@ -16,6 +16,16 @@ AMOUNT_MAX = 1_000_000
 YEAR_2100_MS = 4_102_444_800_000
 
 
+# Causes that are in the order itself, or in what the provider says of it for good.
+NEVER_RETRIED = onceflow.Retry.PERMANENT | {
+    "AlreadyChargedError",
+    "KeyError",
+    "PaymentDeclinedError",
+    "TypeError",
+    "ValueError",
+}
+
+
 class PaymentDeclinedError(Exception):
     """The provider says no, and will say so again."""
 
@@ -102,7 +112,7 @@ def main() -> None:
             base="0.2 seconds",
             ceiling="2 seconds",
             max_attempts=4,
-            permanent=onceflow.Retry.PERMANENT | {"AlreadyChargedError", "PaymentDeclinedError"},
+            permanent=NEVER_RETRIED,
         )
         rows = flow.process(onceflow.Retry.by_origin(read(failed)), policy, table=waiting, state_dir=given.state_dir)
     topic = charged if given.flow == "charge" else retry

@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow import json_logs, topic_frame
 from onceflow.arguments import known_arguments
+from onceflow.client.key_stores import check_pem
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
 from onceflow.durations import option_seconds
@@ -27,7 +28,7 @@ from onceflow.planning.read_until import Until, check_until
 from onceflow.planning.source_starts import StartingOffsets
 from onceflow.planning.step_frames import state_columns
 from onceflow.protocol.names import Names
-from onceflow.spark import queries, shipping
+from onceflow.spark import jvm, queries, shipping
 from onceflow.spark.kafka_source import load_source
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinTable
@@ -51,8 +52,9 @@ class Flow(FlowSteps):
         bootstrap_servers: ``host:port``, several separated by commas.
         options: connection options by their Java names (``security.protocol``, ``sasl.jaas.config``, ...), with
             or without Spark's ``kafka.`` prefix. They go to Spark's reader and to onceflow's own connections.
-        transactional_id_prefix, group_id_prefix: put before the transactional id and the consumer group, so that one
-            prefixed ACL covers many flows.
+        transactional_id_prefix: put before the transactional id and the consumer group, so that one prefixed ACL covers
+            many flows.
+        group_id_prefix: put before the consumer group in its place.
         connect_timeout: how long a start waits while all ``bootstrap_servers`` refuse connections or do not resolve.
             Raise it for a flow that is started before its brokers.
         read_only: the object can only `peek`. Everything that would fence a running driver or write raises OptionError.
@@ -71,7 +73,7 @@ class Flow(FlowSteps):
         bootstrap_servers: str,
         options: Mapping[str, str] | None = None,
         transactional_id_prefix: str = "",
-        group_id_prefix: str = "",
+        group_id_prefix: str | None = None,
         connect_timeout: str = "15 seconds",
         read_only: bool = False,
     ) -> None:
@@ -80,6 +82,7 @@ class Flow(FlowSteps):
         settings = ClientSettings(bootstrap_servers, options or {})
         refused_s = option_seconds(connect_timeout, "connect_timeout", name)
         queries.check_session(spark, name)
+        check_pem(settings.options, jvm.java_version(spark))
         shipping.share_modules(spark)
         super().__init__(name, spark, settings, FlowRuns(names, settings, refused_s, read_only=read_only))
         self._beside: Flow | None = None  # the second flow of a chain
@@ -183,6 +186,7 @@ class Flow(FlowSteps):
         state_dir: str | Path | None = None,
         adopt_existing: bool = False,
         idle_timeout: str = "30 seconds",
+        clock_after: str | None = None,
         max_timers_per_batch: int | None = 1_000,
         max_dead_letters: int | float | None = None,
         tables: Mapping[str, str | JoinTable] | None = None,
@@ -220,6 +224,9 @@ class Flow(FlowSteps):
                 of a copy (``onceflow fork``), the table may also begin empty in place of a copied one.
             idle_timeout: the watermark ignores a source partition that has had no new records for this long, over all
                 runs of the flow.
+            clock_after: when no source partition has had records for this long, event time goes on by the clock, as far
+                as the time of day: windows close, though nothing comes any more. Records that come later with an
+                earlier time are late. At least ``idle_timeout``. None: event time stands still.
             max_timers_per_batch: maximum number of timers that fire in one partition and batch, the earliest first. The
                 others fire in further batches, which follow at once. None: all due timers fire in one transaction.
             max_dead_letters: stop the flow when one run has more dead letters than this: a count (``100``), or a share
@@ -243,6 +250,7 @@ class Flow(FlowSteps):
         options = StepOptions(
             table, partitions, on_error, dead_letter_topic, late_topic, retention, snapshot_per_partition, store,
             state_dir, adopt_existing, idle_timeout, max_timers_per_batch, max_dead_letters, changelog,
+            clock_after=clock_after,
         )  # fmt: skip
         return self._step(df, options, processor, partial(state_columns, df, self.name), tables=tables)
 

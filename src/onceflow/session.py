@@ -21,7 +21,9 @@ from onceflow.arguments import known_arguments
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host import jars
 from onceflow.host.java import find_java
+from onceflow.host.user import check_user
 from onceflow.interactive import again
+from onceflow.private_folders import scratch_folder
 from onceflow.spark import class_archive, jvm_options, logs, versions
 from onceflow.spark.master import local_cores
 
@@ -56,6 +58,8 @@ DEFAULTS: Mapping[str, str] = {
 # Makes Python tasks shorter: without TCP between JVM and worker. Not on YARN: the sockets are in java.io.tmpdir, which
 # is a folder of the container there. Its path is longer than the 107 bytes that the address of a socket may have.
 UNIX_SOCKETS: Mapping[str, str] = {"spark.python.unix.domain.socket.enabled": "true"}
+_ADDRESS_MAX = 102 if sys.platform == "darwin" else 107
+_SOCKET_FOLDER = "spark.python.unix.domain.socket.dir"
 _SOCKET_NAME = len("/.00000000-0000-0000-0000-000000000000.sock")
 
 LOCAL_DEFAULTS: Mapping[str, str] = {
@@ -96,10 +100,11 @@ def session(
 
     Raises:
         EnvironmentUnusableError: this version of Spark is not supported, there is no Java 17, a jar cannot be resolved,
-            or Spark is already running without the Kafka connector.
+            Spark is already running without the Kafka connector, or the user id has no entry in /etc/passwd.
     """
     versions.check()
     find_java()
+    check_user()
     from onceflow.spark import driver_jvm, jvm_launch
 
     given = {key: str(value) for key, value in (config or {}).items()}
@@ -125,7 +130,7 @@ def session(
 
     has_local_fs = class_path_open or driver_jvm.can_load(LOCAL_FS_CLASS)
     settings = {**defaults_for(user["spark.master"], local_fs=has_local_fs), **user}
-    if not _sockets_fit(user.get("spark.driver.extraJavaOptions", "")):
+    if not _sockets_fit(user.get("spark.driver.extraJavaOptions", ""), settings.get(_SOCKET_FOLDER)):
         settings = {name: value for name, value in settings.items() if name not in UNIX_SOCKETS or name in user}
     if not class_path_open:
         return _get_or_create(settings)
@@ -143,6 +148,8 @@ def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
     cores = local_cores(master)
     if cores is not None:
         settings.update(LOCAL_DEFAULTS)
+        # Whoever may write to a socket is heard: there is no secret. On other hosts the folder may not be there.
+        settings[_SOCKET_FOLDER] = str(scratch_folder())
         # Spark's default of 200 is for a cluster. Here, each partition of a shuffle is one more task on the same cores.
         settings["spark.sql.shuffle.partitions"] = str(cores)
         if local_fs:
@@ -151,10 +158,15 @@ def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
     return settings
 
 
-def _sockets_fit(java_options: str) -> bool:
-    """Whether the JVM's folder for temporary files is not too long for the address of a socket in it."""
-    folder = re.search(r"-Djava\.io\.tmpdir=(\S+)", java_options)
-    return folder is None or len(os.fsencode(folder[1])) + _SOCKET_NAME <= 107
+def _sockets_fit(java_options: str, folder: str | None = None) -> bool:
+    """Whether the name of the folder of sockets is not too long for their addresses.
+
+    Args:
+        java_options: they may name the JVM's folder for temporary files. folder: that of `_SOCKET_FOLDER`.
+    """
+    found = re.search(r"-Djava\.io\.tmpdir=(\S+)", java_options)
+    folder = folder or (found and found[1])
+    return folder is None or len(os.fsencode(folder)) + _SOCKET_NAME <= _ADDRESS_MAX
 
 
 def submit_settings(arguments: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ the innermost one that belongs to none of them. Cells of notebooks and lines typ
 
 from __future__ import annotations
 
+import json
 import re
 import sysconfig
 import traceback
@@ -122,3 +123,23 @@ def cut(text: str, max_characters: int) -> str:
     if len(text) <= max_characters:
         return text
     return f"{text[:max_characters]}... ({len(text)} characters)"
+
+
+# What code raises if it, what it was given or what it names is wrong.
+_REPEATED = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    NameError,
+    ImportError,
+    NotImplementedError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
+
+
+def repeats(problem: BaseException) -> bool:
+    """Whether code fails again in the same way if it is called again, as far as the class of its error tells."""
+    # The answer of a server that is no JSON may be another one next time.
+    return isinstance(problem, _REPEATED) and not isinstance(problem, json.JSONDecodeError)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from retry import Charge
+from retry import NEVER_RETRIED, Charge
 
 from onceflow.demos import retry_data as data
 from onceflow.demos.audit import KINDS, Message, Origin, compare
@@ -77,9 +77,8 @@ def test_names_are_unique_and_keys_but_for_orders_that_come_twice(orders: list[d
 def test_the_processors_bring_every_order_to_where_the_seed_says(few: list[data.Order]) -> None:
     """Both processors without Kafka and Spark; what Kafka does between them is done here."""
     charging = ProcessorDriver(Charge(), on_error="dead-letter")
-    permanent = Retry.PERMANENT | {"AlreadyChargedError", "PaymentDeclinedError"}
     retrying = ProcessorDriver(
-        Retry(retry_topic="retry", parked_topic="parked", max_attempts=data.ATTEMPTS_MAX, permanent=permanent)
+        Retry(retry_topic="retry", parked_topic="parked", max_attempts=data.ATTEMPTS_MAX, permanent=NEVER_RETRIED)
     )
     charged: Counter[Any] = Counter()
     parked: Counter[Any] = Counter()

@@ -59,6 +59,7 @@ def killed(pipe: Any, columns: list[str], write: dict[str, Any], is_time: Callab
     assert process.returncode == 1
     assert "onceflow.errors.EnvironmentUnusableError: Spark's JVM has ended" in text
     assert "next step: start the driver again" in text
+    assert text.count("Traceback (most recent call last)") == 1, text
 
 
 @pytest.mark.parametrize("write", WAYS, ids=["driver", "tasks"])

@@ -43,7 +43,7 @@ def test_all_figures(tmp_path: Path) -> None:
     output, errors = (bench := started(tmp_path, 300)).communicate(timeout=180)
     assert bench.returncode == 0, errors
     results = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
-    assert json.loads(output.splitlines()[-1]) == results[-1]
+    assert output.splitlines()[-1].startswith(f"One instance answered {results[-1]['lookups_per_s']:,} look-ups/s")
     by_name: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         assert result["correct"] == "yes"

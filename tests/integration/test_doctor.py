@@ -35,7 +35,7 @@ def doctor(onceflow_broker: str, tmp_path: Path) -> Doctor:
     """Runs the command, and returns what it has found about Kafka."""
 
     def run(*arguments: str, servers: str = onceflow_broker, code: int = 0) -> list[dict[str, str]]:
-        common = ["--bootstrap-servers", servers, "--state-dir", str(tmp_path), "--json"]
+        common = ["--bootstrap-servers", servers, "--state-dir", str(tmp_path), "--json", "--no-session"]
         answer = CliRunner().invoke(cli, ["doctor", *arguments, *common], standalone_mode=False)
         assert answer.exception is None, answer.exception
         found = [json.loads(line) for line in answer.stdout.splitlines()]

@@ -323,7 +323,7 @@ def test_user_code_that_may_make_any_number_of_rows_runs_in_tasks(make_pipe: Any
     options: dict[str, Any] = {"once": True, "checkpoint": pipe.tmp_path / "checkpoint"}
     query = flow.write(rows.mapInArrow(many, rows.schema), topic=pipe.target, **options).start()
     query.awaitTermination()
-    assert [(batch.records, batch.path) for batch in query.batches] == [(500, "1 tasks")]
+    assert [(batch.records, batch.path) for batch in query.batches] == [(500, "1 task")]
     assert len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True)) == 500
 
 

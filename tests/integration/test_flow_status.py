@@ -51,6 +51,8 @@ class Alarms(onceflow.Processor):
             state.map("seen").clear()
             state.timers.cancel("alarm")
 
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> None: ...
+
 
 @pytest.fixture
 def call(onceflow_broker: str, monkeypatch: pytest.MonkeyPatch) -> Call:

@@ -128,6 +128,8 @@ class Counted(onceflow.Processor):
         state.timers.register("end", 4_000_000_000_000, "processing")
         yield onceflow.Record(key=key, value=b"seen")
 
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> None: ...
+
 
 def visible(pipe: Any, topics: Mapping[str, str]) -> dict[str, int]:
     """How many records librdkafka sees in each topic, read_committed."""

@@ -65,7 +65,7 @@ def test_a_service_that_fails(make_topic: Any, onceflow_broker: str, tmp_path: P
     assert said.count(cause) == 4, "three attempts that are done again, and the error"
     assert "\tat " not in said, "a stack trace of Java"
     assert len(OF_A_WORKER.sub("", said).splitlines()) < 35, said
-    (log,) = tmp_path.glob("onceflow-spark-pid*.log")
+    (log,) = tmp_path.glob("onceflow-*/onceflow-spark-pid*.log")
     assert "\tat org.apache.spark" in log.read_text()
 
 

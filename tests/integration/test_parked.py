@@ -58,7 +58,8 @@ class Lot:
             named: False: with the origins alone as keys, as earlier versions have written them.
         """
         keys = []
-        driver = ProcessorDriver(Retry(retry_topic=self.retry, parked_topic=self.parked))
+        policy = Retry(retry_topic=self.retry, parked_topic=self.parked, permanent={"KeyError"})
+        driver = ProcessorDriver(policy)
         given = producer or Producer(
             {"bootstrap.servers": self.servers, "partitioner": "murmur2_random", "log_level": 0}
         )
@@ -110,7 +111,7 @@ def test_list_and_show(lot: Lot) -> None:
         [*(origin for origin, _, _ in MANY), "orders/0/100", "orders/0/101"], key=parking._order
     )
     answer = lot.call("list")
-    assert answer.stdout.splitlines()[1] == "orders/0/0           3  KeyError: "
+    assert answer.stdout.splitlines()[1] == "orders/0/0           3  permanent  KeyError: "
     shown = json.loads(lot.call("show", "orders/1/7", "--json").stdout)
     assert (shown["key"], shown["value"], shown["attempt"]) == ("key-7", "value-7", 3)
     assert shown["timestamp_ms"] == 1_700_000_000_000
@@ -342,7 +343,7 @@ def test_an_ordinary_topic_of_dead_letters(lot: Lot, make_topic: Callable[..., s
     origins = [*(f"orders/0/{n}" for n in range(50)), "orders/1/0", "orders/1/1"]
     assert lot.origins() == origins
     listed = lot.call("list")
-    assert listed.stdout.splitlines()[1].split() == ["orders/0/0", "1", "ValueError:", "never"]
+    assert listed.stdout.splitlines()[1].split() == ["orders/0/0", "1", "-", "ValueError:", "never"]
     assert listed.stderr == "52 ordinary dead letters: they cannot be retried or dropped here.\n"
     shown = json.loads(lot.call("show", "orders/0/17", "--json").stdout)
     assert (shown["key"], shown["value"], shown["retry_topic"]) == ("key-2", "value-17", None)
@@ -385,7 +386,7 @@ def test_large_records(lot: Lot) -> None:
 
 def test_the_record_that_the_flow_parks_is_the_one_that_is_read(lot: Lot) -> None:
     """`park` above stands for the flow; both come from the same processor."""
-    driver = ProcessorDriver(Retry(retry_topic=lot.retry, parked_topic=lot.parked))
+    driver = ProcessorDriver(Retry(retry_topic=lot.retry, parked_topic=lot.parked, permanent={"KeyError"}))
     (record,) = driver.send_many([Record("orders/0/1", b"v", headers=[("onceflow.error.class", b"KeyError")])])
     lot.park(("orders/0/1", None, b"v"))
     (found,) = parking.read(lot.settings, lot.parked, ["orders/0/1"])

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from onceflow.protocol.position import Position
-from onceflow.server.local import LocalTable
+from onceflow.server.local import LocalTable, Room
 from onceflow.server.seen import Seen
 from onceflow.tables.copies import Copy
 from onceflow.testing.served import Answer, Versions, write_rows
@@ -78,8 +78,8 @@ def test_the_copy_of_another_partition(problems: Callable[[], list[str]], monkey
     get, get_many = LocalTable.get, LocalTable.get_many
     monkeypatch.setattr(LocalTable, "get", lambda self, partition, key: get(self, (partition + 1) % 4, key))
 
-    def others(self: LocalTable, partition: int, keys: Sequence[bytes]) -> list[bytes | None]:
-        return get_many(self, (partition + 1) % 4, keys)
+    async def others(self: LocalTable, partition: int, keys: Sequence[bytes], room: Room) -> list[bytes | None]:
+        return await get_many(self, (partition + 1) % 4, keys, room)
 
     monkeypatch.setattr(LocalTable, "get_many", others)
     assert "expected" in problems()[0]

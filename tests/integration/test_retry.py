@@ -97,7 +97,7 @@ def test_letters_come_back_when_nothing_else_arrives(
     producer.flush(30)
     flow = onceflow.Flow(f"flow-{failed}", onceflow_spark, bootstrap_servers=onceflow_broker)
     letters = onceflow.Retry.by_origin(flow.read(failed, include_headers=True))
-    policy = onceflow.Retry(retry_topic=again, parked_topic=parked, base="2 seconds", jitter=0)
+    policy = onceflow.Retry(retry_topic=again, parked_topic=parked, base="2 seconds", jitter=0, permanent={"KeyError"})
     rows = flow.process(letters, policy, table=f"waiting-{failed}", state_dir=tmp_path)
 
     def both_there() -> list[independent.Seen]:

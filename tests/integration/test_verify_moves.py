@@ -79,7 +79,7 @@ def test_after_a_promotion(
     ours = ["--replay", f"{second}:Second", "--output", pipe.target]
     found, last = verify(pipe.flow, *ids)
     assert (found, last["checked"]["source records"]) == ([], 350), "before the new version has run"
-    found, last = verify(pipe.flow, *ours)
+    found, last = verify(pipe.flow, *ours, code=2)
     assert (found, last["checked"]["replayed records"]) == ([], 0)
 
     pipe.fill(100)
@@ -87,11 +87,11 @@ def test_after_a_promotion(
     after.run(process={"processor": load(f"{second}:Second")})
     found, last = verify(pipe.flow, *ids)
     assert (found, last["notes"], last["checked"]["source records"]) == ([], [], 450)
-    found, last = verify(pipe.flow, *ours)
+    found, last = verify(pipe.flow, *ours, code=2)
     assert (found, last["checked"]["replayed records"], last["checked"]["output records"]) == ([], 250, 450)
-    assert last["notes"] == [
-        f"{name} has taken the place of this flow's earlier version: what that version has written is not judged",
-        "350 outputs differ from the replay, and are not judged: they may be from before the replay begins",
+    assert last["unjudged"] == [
+        f"what the earlier version of this flow has written, whose place {name} has taken",
+        "350 outputs that differ from the replay: they may be from before the replay begins",
     ]
     ((lost,), _) = verify(pipe.flow, "--replay", f"{second}:Loses", "--output", pipe.target, code=1)
     assert lost["kind"] == "lost", "the one that the new version had to write"
@@ -133,9 +133,11 @@ def test_without_progress(make_state_pipe: Callable[..., Any], verify: Any, call
     pipe.run()
     call("reset", pipe.flow)
     pipe.run(process={"adopt_existing": True})
-    found, last = verify(pipe.flow, "--replay", f"{LEDGER}:Ledger")
+    found, last = verify(pipe.flow, "--replay", f"{LEDGER}:Ledger", code=2)
     assert (found, last["checked"]["replayed records"], last["checked"]["output records"]) == ([], 60, 120)
-    assert last["notes"][-1].endswith("are not judged: they may be from before the flow was reset")
+    assert last["unjudged"][-1].endswith("that differ from the replay: they may be from before the flow was reset")
+    assert not last["exact"]
+    assert verify(pipe.flow, "--replay", f"{LEDGER}:Ledger", "--allow-unjudged", code=0)[0] == []
     found, last = verify(pipe.flow, "--id", "$.n")
     assert (found, last["notes"]) == (
         [],
@@ -150,11 +152,11 @@ def test_rows_that_a_reset_has_deleted(make_state_pipe: Callable[..., Any], veri
     call("reset", pipe.flow, "--to", "latest", "--state", "delete")
     pipe.fill(60)
     pipe.run()
-    found, last = verify(pipe.flow, "--replay", f"{LEDGER}:Ledger")
+    found, last = verify(pipe.flow, "--replay", f"{LEDGER}:Ledger", code=2)
     assert found == []
-    assert any("`onceflow reset` has deleted or changed rows of the table" in note for note in last["notes"])
+    assert any("`onceflow reset` has deleted or changed rows of the table" in text for text in last["unjudged"])
     call("reset", pipe.flow, "--to", "earliest", "--state", "delete")
     pipe.run()
-    found, last = verify(pipe.flow, "--replay", f"{LEDGER}:Ledger")
+    found, last = verify(pipe.flow, "--replay", f"{LEDGER}:Ledger", code=2)
     assert found == []
-    assert any("has read records twice" in note for note in last["notes"])
+    assert any("has read records twice" in text for text in last["unjudged"])

@@ -43,6 +43,13 @@ def test_progress_key(prefix: str) -> None:
     assert names.progress_key == f"{prefix}orders"
 
 
+def test_the_group_has_the_prefix_of_the_transactional_id() -> None:
+    """Two flows of one name with different prefixes committed their offsets to one group."""
+    assert Names("orders", transactional_id_prefix="team-a.").group_id == "team-a.orders"
+    assert Names("orders", transactional_id_prefix="team-a.", group_id_prefix="").group_id == "orders"
+    assert Names("orders", transactional_id_prefix="team-a.", group_id_prefix="g.").group_id == "g.orders"
+
+
 @settings(max_examples=100, deadline=None, derandomize="CI" in os.environ)
 @given(flow=flows, first=prefixes, second=prefixes)
 def test_round_trip(flow: str, first: str, second: str) -> None:

@@ -22,7 +22,7 @@ MAX_MODULE_LINES, MAX_FUNCTION_LINES = 1000, 50
 #: What each package may import of ours, besides itself.
 ALLOWED = {
     "protocol": {"errors"},
-    "host": {"errors"},
+    "host": {"errors", "private_folders"},
     "client": {"clock", "errors", "protocol"},
     "calls": {"arguments", "durations", "errors"},
     "external": {"arguments", "durations", "errors", "object_storage"},
@@ -42,8 +42,9 @@ ALLOWED = {
         "protocol",
         "spark",
         "state",
+        "user_code",
     },
-    "tables": {"arguments", "client", "clock", "durations", "errors", "protocol", "state"},
+    "tables": {"arguments", "client", "clock", "durations", "errors", "private_folders", "protocol", "state"},
     "metrics": {"_version", "arguments", "durations", "errors", "hooks", "planning", "state"},
     "server": {"_version", "client", "clock", "durations", "errors", "protocol", "state", "tables"},
     "planning": {

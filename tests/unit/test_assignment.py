@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,3 +84,24 @@ def test_instances_get_only_tables_that_they_serve() -> None:
     assert all(set(listed) == {"one", "both"} for listed in holders["a"])
     assert holders["b"] == [["both"], ["both"]]
     assert assign([], {"a": 1}, 1) == {"a": [[]]}
+
+
+@pytest.mark.parametrize("sizes, copies", [((10, 11), 1), ((10, 9), 2), ((3, 4), 2)])
+def test_ten_thousand_partitions(sizes: tuple[int, ...], copies: int) -> None:
+    """It took minutes: each move was searched among all partitions. The group waits for its leader for 30 seconds."""
+    partitions = {"a": 10_000}
+    holders: Holders = {}
+    for size in sizes:
+        there = members(holders, [f"http://{n}" for n in range(size)])
+        began = time.process_time()
+        holders = assign(there, partitions, copies)
+        assert time.process_time() - began < 10
+        before = {each.address: each.restored.get("a", frozenset()) for each in there}
+        settled = assign(members(holders, [each.address for each in there]), partitions, copies)
+        loads = Counter(address for listed in settled["a"] for address in listed)
+        assert max(loads.values()) - min(loads.values()) <= 1
+        if any(before.values()):  # about as few move as can be
+            usual = 10_000 * min(copies, size) // size + 1
+            new = sum(place not in before[each] for place, listed in enumerate(settled["a"]) for each in listed)
+            lacking = sum(max(0, usual - len(kept)) for kept in before.values())
+            assert new <= 1.2 * lacking

@@ -90,6 +90,34 @@ def test_other_texts_are_worth_another_attempt(text: str) -> None:
     assert of_task(RuntimeError(text)) is None
 
 
+@pytest.mark.parametrize(
+    "name, again",
+    [
+        ("SchemaError", False),
+        ("BadRecordError", False),
+        ("UnknownTopicError", False),
+        ("OptionError", False),
+        ("PermissionDeniedError", False),
+        ("AuthenticationFailedError", False),
+        ("ProtocolError", False),
+        ("ProcessorError", False),
+        ("DeadlineExceededError", True),
+        ("StorageUnavailableError", True),
+        ("EnvironmentUnusableError", True),  # of one executor: another one may be well
+    ],
+)
+def test_errors_of_tasks_that_another_attempt_would_meet(name: str, again: bool) -> None:
+    """They were run four times, and ended in "remove the cause"."""
+    text = f"Job aborted\n  File x\nonceflow.errors.{name}: It is so [topic=t]\n  detail: some\n  next step: do that\n"
+    found = of_task(RuntimeError(text))
+    if again:
+        assert found is None
+    else:
+        assert found is not None
+        assert (type(found).__name__, found.what, found.topic) == (name, "It is so", "t")
+        assert (found.detail, found.next_step) == ("some", "do that")
+
+
 class Lossy:
     """In the place of `Commit`, with at_most_once: progress has moved before the attempt fails."""
 

@@ -34,7 +34,7 @@ def test_findings(kinds: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyP
     assert code_of(*VERIFY) == code
 
 
-@pytest.mark.parametrize("kinds, code, last", [((), 2, "as far as it was checked"), ((LOST,), 1, "flow: 1 lost")])
+@pytest.mark.parametrize("kinds, code, last", [((), 2, "in what was checked and judged"), ((LOST,), 1, "flow: 1 lost")])
 def test_a_part_that_could_not_be_checked(
     kinds: tuple[str, ...], code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -272,7 +272,7 @@ def test_new_states_that_cannot_be(store: Any, new: dict[str, Any], match: str) 
 @pytest.mark.parametrize(
     "result, match",
     [
-        (pa.table({"key": ["k"]}), "returns outputs and new states, got Table"),
+        (pa.table({"key": ["k"]}), "a tuple of outputs and new states is expected, got Table"),
         (([{"key": b"k"}], None), "outputs are a table of pyarrow, pandas or Polars, got list"),
         ((pa.table({"key": ["k"]}), None), "key and value are needed"),
         ((pa.table({"key": ["k"], "value": ["v"], "partition": [1]}), None), "outputs have the columns"),

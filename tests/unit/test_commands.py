@@ -132,3 +132,52 @@ def test_a_mistyped_command(line: str, says: str) -> None:
     answer = CliRunner().invoke(cli, line.split())
     assert answer.exit_code == 2
     assert answer.stderr.splitlines()[-1] == f"Error: {says}"
+
+
+_PRINTS = """
+import sys
+from onceflow.cli import main
+import click
+
+@click.command()
+def command():
+    from rich.console import Console
+    click.echo("€ \N{CJK UNIFIED IDEOGRAPH-4E2D} \U0001f600")
+    Console().print("→ \N{CJK UNIFIED IDEOGRAPH-4E2D}")
+    click.echo("→", err=True)
+    for n in range(int(sys.argv[2])):
+        click.echo(f"{n} " + "x" * 100)
+
+main.COMMANDS["status"] = "__main__:command"
+main.main(["status"])
+"""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}, {"PYTHONIOENCODING": "cp1252"}, {"LC_ALL": "C"}],
+    ids=["ascii", "latin-1", "cp1252", "C"],
+)
+def test_a_terminal_that_cannot_print_a_value(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PRINTS, "status", "3"], env={**os.environ, **environment}, capture_output=True
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr.decode()
+    assert done.stdout.count(b"x" * 100) == 3
+
+
+def test_output_that_nobody_reads_to_its_end() -> None:
+    """As with `| head -1`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _PRINTS, "status", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        for _ in range(3):
+            running.stdout.readline()
+        running.stdout.close()
+        said = running.stderr.read().decode()
+        assert (running.wait(), said) == (141, "→\n")

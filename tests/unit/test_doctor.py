@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import resource
 import subprocess
@@ -45,14 +46,18 @@ from onceflow.admin.doctor_local import Host
 from onceflow.admin.doctor_reading import old_unread
 from onceflow.admin.finding import Check, Finding, Level, error, examine, failed, ok, skipped, warning
 from onceflow.admin.flow_status import FlowStatus, PartitionStatus, SourceStatus
+from onceflow.broker.config import Cluster as LocalCluster
+from onceflow.broker.config import Node as LocalNode
+from onceflow.broker.folder import Folder
 from onceflow.cli.main import cli
 from onceflow.client.allowed import operations
 from onceflow.client.brokers import Held, held_back_warning
 from onceflow.client.nodes import Node
 from onceflow.client.producers import OpenTransaction
 from onceflow.client.topics import Copies
-from onceflow.errors import OptionError, PermissionDeniedError, UnknownTopicError
+from onceflow.errors import EnvironmentUnusableError, OptionError, PermissionDeniedError, UnknownTopicError
 from onceflow.host import jars
+from onceflow.host.user import check_user
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
@@ -584,7 +589,7 @@ def test_group_and_transactional_id() -> None:
 
 def test_the_local_part_is_shown_when_no_broker_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "LOOK_REFUSED_S", 0.1)
-    arguments = ["doctor", "f", "--bootstrap-servers", "127.0.0.1:1", "--state-dir", str(tmp_path)]
+    arguments = ["doctor", "f", "--bootstrap-servers", "127.0.0.1:1", "--state-dir", str(tmp_path), "--no-session"]
     answer = CliRunner().invoke(cli, [*arguments, "--json"], standalone_mode=False)
     found = [json.loads(line) for line in answer.stdout.splitlines()]
     assert {each["check"] for each in found} == {check.name for check in doctor_machine.LOCAL} | {"connection"}
@@ -599,7 +604,8 @@ def test_the_local_part_is_shown_when_no_broker_answers(monkeypatch: pytest.Monk
 def test_a_package_that_cannot_be_imported_is_a_finding(package: str) -> None:
     program = (
         f"import sys; sys.modules[{package!r}] = None\n"
-        "from onceflow.cli.main import main; main(['doctor', '--json', '--bootstrap-servers', '127.0.0.1:1'])"
+        "from onceflow.cli.main import main\n"
+        "main(['doctor', '--json', '--no-session', '--bootstrap-servers', '127.0.0.1:1'])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     found = [json.loads(line) for line in run.stdout.splitlines()]
@@ -617,6 +623,56 @@ def test_the_page_lists_the_checks() -> None:
     listed = re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE)
     assert listed == [
         *(check.name for check in doctor_machine.LOCAL),
+        doctor_machine.SESSION.name,
         doctor_machine.CONNECTION,
         *(check.name for check in (*doctor.CLUSTER, *doctor.FLOW)),
     ]
+
+
+def test_spark_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command ended with 0 where `session()` failed."""
+    program = (
+        "import sys; print('WARN a', file=sys.stderr); from onceflow.errors import OptionError\n"
+        "raise OptionError('It is so', next_step='do that')"
+    )
+    monkeypatch.setattr(doctor_local, "_SESSION", program)
+    (found,) = doctor_local.check_session(Host(()))
+    assert (found.level, found.fix) == (Level.ERROR, "do that")
+    assert found.found == "Spark does not start: OptionError: It is so"
+    monkeypatch.setattr(doctor_local, "_SESSION", "import os; os._exit(7)")
+    (found,) = doctor_local.check_session(Host(()))
+    assert (found.level, found.found) == (Level.ERROR, "Spark does not start: its process has ended with code 7")
+    monkeypatch.setattr(doctor_local, "_SESSION", "pass")
+    assert [each.level for each in doctor_local.check_session(Host(()))] == [Level.OK]
+
+
+def test_a_user_id_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    check_user()
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(EnvironmentUnusableError, match="has no entry in /etc/passwd") as caught:
+        check_user()
+    assert ">> /etc/passwd" in caught.value.next_step
+
+
+def test_a_check_that_fails_in_any_way_is_an_error() -> None:
+    def fails(_: None) -> Any:
+        raise RuntimeError("Could not determine home directory.")
+
+    (found,) = examine([Check("it", fails)], None)
+    assert (found.level, found.found) == (Level.ERROR, "Could not determine home directory.")
+
+
+def test_a_local_broker_that_is_stopped_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ONCEFLOW_HOME", str(tmp_path))
+    monkeypatch.delenv("ONCEFLOW_BOOTSTRAP_SERVERS", raising=False)
+    node = LocalNode(1, tmp_path / "broker" / "node-1", 20_123, 20_124)
+    node.data_dir.mkdir(parents=True)
+    Folder(tmp_path / "broker").write(LocalCluster("cluster", "4.3.1", (node,)))
+    arguments = ["doctor", "--no-session", "--json", "--state-dir", str(tmp_path)]
+    answer = CliRunner().invoke(cli, arguments, standalone_mode=False)
+    (found,) = [each for each in map(json.loads, answer.stdout.splitlines()) if each["check"] == "connection"]
+    assert (found["level"], found["found"]) == ("error", "The local broker (127.0.0.1:20123) is stopped")
+    assert answer.return_value == 1

@@ -24,6 +24,7 @@ from onceflow.admin.flow_status import (
 from onceflow.admin.flow_status_reader import StatusReader
 from onceflow.admin.table_counts import TableCounts
 from onceflow.cli.main import cli
+from onceflow.cli.text import span
 from onceflow.client import first_connection
 from onceflow.errors import BrokerUnreachableError, DeadlineExceededError
 from onceflow.protocol.progress import DriverProcess
@@ -71,8 +72,8 @@ def test_a_table_of_flows(found: list[FlowStatus], call: Call) -> None:
     blind = FlowStatus("blind", warnings=["w"], missing=["READ on topic in"])
     found += [flow(), blind]
     columns, orders, unknown, *more = call().stdout.splitlines()
-    assert columns.split() == ["FLOW", "BATCH", "LAG", "LAG", "S", "LAST", "COMMIT", "WARNINGS"]
-    assert orders.split() == ["orders", "4", "3", "4.2", "2023-11-14T22:13:20+00:00", "0"]
+    assert columns.split() == ["FLOW", "BATCH", "LAG", "TIME", "LAG", "LAST", "COMMIT", "WARNINGS"]
+    assert orders.split() == ["orders", "4", "3", "4.2", "s", "2023-11-14T22:13:20+00:00", "0"]
     assert unknown.split() == ["blind", "?", "?", "?", "?", "2"]
     assert more == ["blind: warning: w", "blind: not permitted: READ on topic in"]
 
@@ -92,13 +93,33 @@ def test_details(found: list[FlowStatus], call: Call) -> None:
             "driver: not asked (give --endpoint); its transaction has been open for 2 s: "
             "a batch is being written, or its driver has ended in one"
         ),
-        "SOURCE  OFFSET  FIRST  STABLE  END  LAG  LAG S  HELD BACK",
-        "in-0         7      0      10   15    3    4.2          5",
-        "in-1         -      0       0    0    0      0          0",
+        "SOURCE  OFFSET  FIRST  STABLE  END  LAG  TIME LAG  HELD BACK",
+        "in-0         7      0      10   15    3     4.2 s          5",
+        "in-1         -      0       0    0    0       0 s          0",
         "TABLE  RECORDS AT MOST  END OFFSETS                  WATERMARK",
         "sums                 9          5.6  2020-09-13T12:26:40+00:00",
         "note: quiet",
     ]
+
+
+@pytest.mark.parametrize(
+    "seconds, told",
+    [
+        (None, "?"),
+        (0, "0 s"),
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (119, "119 s"),
+        (600, "10 min"),
+        (7_200, "2 h"),
+        (86_400, "24 h"),
+        (9 * 86_400, "9 days"),
+        (438_706_646, "14 years"),
+    ],
+)
+def test_spans_of_time(seconds: float | None, told: str) -> None:
+    """The lag of historic records was printed as 438,706,646 s."""
+    assert span(seconds) == told
 
 
 def test_the_driver_that_committed_last(found: list[FlowStatus], call: Call) -> None:
@@ -192,7 +213,7 @@ def test_what_could_not_be_asked_is_named(found: list[FlowStatus], call: Call) -
     lines = call("orders").stdout.splitlines()
     assert lines[0] == "orders: batch 4, a lag of at least 3 records"
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("in-")}
-    assert rows["in-0"] == ["7", "0", "10", "15", "3", "4.2", "5"]
+    assert rows["in-0"] == ["7", "0", "10", "15", "3", "4.2", "s", "5"]
     assert rows["in-2"] == ["9", *"??????"]
     assert lines[-2:] == [
         "not asked: in-2: it has no leader",

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -541,7 +542,13 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_state_dir() == tmp_path / ".local" / "state" / "onceflow"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    assert default_state_dir().name.startswith("onceflow-state-")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = tmp_path / f"onceflow-{os.geteuid()}"
+    assert default_state_dir() == mine / "local" / "state" / "onceflow"
+    earlier = tmp_path / f"onceflow-state-{os.geteuid()}"
+    earlier.mkdir()
+    assert default_state_dir() == earlier, "an earlier version has its state there"
+    assert earlier.stat().st_mode & 0o777 == 0o700
 
 
 # ---- a local table -----------------------------------------------------------------------------------

@@ -192,8 +192,8 @@ def test_the_driver_gets_the_error_of_a_task(function: Any) -> None:
         error.what, error.topic, error.detail, error.next_step,
     )  # fmt: skip
     assert of_task(error) is None, "it has its class"
-    other = f"onceflow.errors.ProcessorError: score failed\n  detail: {error.detail}\n  next step: none\n"
-    assert of_task(RuntimeError(other)) is None, "not of Flow.map"
+    other = f"onceflow.errors.BatchAbortedError: score failed\n  detail: {error.detail}\n  next step: none\n"
+    assert of_task(RuntimeError(other)) is None, "another attempt may help"
 
 
 def test_times_are_in_utc_whatever_time_zone_the_session_has() -> None:

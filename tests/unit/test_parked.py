@@ -33,7 +33,7 @@ def parked(
     ]
     if key is not None:
         headers.append(("onceflow.key", key))
-    driver = ProcessorDriver(Retry(retry_topic="retry", parked_topic="parked"))
+    driver = ProcessorDriver(Retry(retry_topic="retry", parked_topic="parked", permanent={"KeyError"}))
     (record,) = driver.send(origin, value, headers=headers, timestamp_ms=7)
     return Parked(
         origin,
@@ -160,9 +160,9 @@ def test_list(topic: dict[str, Any]) -> None:
     assert answer.exit_code == 0, answer.output
     assert topic["read"] == ("localhost:1", {"client.id": "me"}, "parked", None)
     assert answer.stdout.splitlines() == [
-        "ORIGIN        ATTEMPTS  CAUSE",
-        "orders/3/17          2  KeyError: 'card'",
-        "orders/3/100         2  KeyError: 'card'",
+        "ORIGIN        ATTEMPTS  WHY        CAUSE",
+        "orders/3/17          2  permanent  KeyError: 'card'",
+        "orders/3/100         2  permanent  KeyError: 'card'",
     ]
 
 
@@ -172,6 +172,7 @@ def test_list_as_json(topic: dict[str, Any]) -> None:
         "origin": ORIGIN,
         "name": topic["records"][0].name,
         "attempt": 2,
+        "why": "permanent",
         "error": "KeyError",
         "message": "'card'\nmore",
         "retry_topic": "retry",

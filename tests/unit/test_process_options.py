@@ -107,3 +107,43 @@ def test_a_retry_with_a_time_to_live_is_refused() -> None:
         with pytest.raises(OptionError, match="ttl cannot be combined with Retry"):
             check_options(RETRIES, brief, flow="f", sources=["s"], tables=[])
     assert check_options(RETRIES, policy(), flow="f", sources=["s"], tables=[])
+
+
+def _with(name: str, function: Any, base: type = Right) -> Any:
+    return type("Given", (base,), {name: function})()
+
+
+@pytest.mark.parametrize(
+    "name, function",
+    [
+        ("process", lambda self, key, records: []),
+        ("process", lambda self, records, *, state: []),
+        ("on_timer", lambda self, key, timer: []),
+        ("event_time", lambda self: 0),
+        ("open", lambda self: None),
+        ("close", lambda self, partition: None),
+        ("late_before_ms", lambda self: 0),
+        ("migrate", lambda self, payload: payload),
+        ("migrate", lambda self, payload, from_version, name, more: payload),
+    ],
+)
+def test_methods_that_cannot_be_called_are_refused(name: str, function: Any) -> None:
+    """Every record became a dead letter, or every batch failed."""
+    with pytest.raises(OptionError, match=rf"Given\.{name}\(.*cannot be called") as caught:
+        check_options(OPTIONS, _with(name, function), flow="f", sources=["s"], tables=[])
+    assert f"define it as {name}(self" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    "name, function",
+    [
+        ("process", lambda self, *arguments: []),
+        ("process", lambda self, key, records, state, more=1: []),
+        ("migrate", lambda self, payload, from_version: payload),
+        ("migrate", lambda self, payload, from_version, name: payload),
+        ("migrate", lambda self, payload, from_version, name=None: payload),
+        ("event_time", lambda self, record: 0),
+    ],
+)
+def test_methods_that_can_be_called(name: str, function: Any) -> None:
+    assert check_options(OPTIONS, _with(name, function), flow="f", sources=["s"], tables=[])

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from onceflow import BatchAbortedError
+from onceflow import BatchAbortedError, UnknownTopicError
+from onceflow.client import coordinators
 from onceflow.client import transactions as transactions_module
 from onceflow.client.cluster import ConnectionFailedError
 from onceflow.client.connections import SentRequest
 from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import offsets_code, offsets_unknown
 from onceflow.client.transaction_requests import end_transaction
 from onceflow.client.transactions import Transactions
 from onceflow.driver.progress_ahead import ProgressAhead, RecordPosition
@@ -195,6 +197,42 @@ def test_what_was_sent_ahead_is_repeated_as_everything_else_is(code: int | None,
     response = repeat(cluster, "request", "TxnOffsetCommit", 0, "flow", soon(), sent=sent)
     assert cluster.asked == [sent, *([None] if again else [])]
     assert response.error_code == (0 if again else code)
+
+
+def partition(code: int) -> SimpleNamespace:
+    return SimpleNamespace(error_code=code)
+
+
+class Forgetful:
+    """Answers an offset commit: a topic is not known, or only for a while."""
+
+    def __init__(self, clock: list[float], known_after: float) -> None:
+        self._clock, self._known_after = clock, known_after
+
+    def ask_coordinator(self, request: Any, kind: int, key: str, deadline: Deadline, *, sent: Any = None) -> Any:
+        self._clock[0] += 0.5
+        code = 0 if self._clock[0] >= self._known_after else 3
+        there, gone = SimpleNamespace(name="there", partitions=[partition(0)]), [partition(0), partition(code)]
+        return SimpleNamespace(topics=[there, SimpleNamespace(name="gone", partitions=gone)])
+
+
+def test_the_offsets_of_a_topic_that_was_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit was repeated until the transaction timed out, four times: minutes, for a topic that is gone. A broker
+    that has just started does not know its topics for a while."""
+    now = [0.0]
+    monkeypatch.setattr(coordinators, "monotonic", lambda: now[0])
+    deadline = Deadline(60, "test", clock=lambda: now[0], sleep=lambda _: None)
+
+    def commit(known_after: float) -> Any:
+        now[0] = 0.0
+        cluster: Any = Forgetful(now, known_after)
+        codes = {"code_of": offsets_code, "unknown": offsets_unknown}
+        return repeat(cluster, "request", "TxnOffsetCommit", 0, "flow", deadline, **codes)
+
+    assert offsets_code(commit(8.0)) == 0
+    with pytest.raises(UnknownTopicError, match="Topic 'gone' does not exist"):
+        commit(float("inf"))
+    assert 10 < now[0] < 15
 
 
 # ---- EndTxn --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -11,11 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from py4j.protocol import Py4JNetworkError
+from pyspark import SparkContext
 from pyspark.errors import StreamingQueryException
 
 from onceflow import interactive
 from onceflow.driver import pace
 from onceflow.errors import FencedError
+from onceflow.private_folders import private_temporary
 from onceflow.query import FlowQuery
 from onceflow.spark import logs
 from onceflow.spark.streaming_query import SparkQuery
@@ -104,12 +108,14 @@ def test_logs_of_processes_that_have_ended_are_removed_a_day_later(
         "onceflow-spark-pid999999999.log.1",
         f"onceflow-spark-pid{os.getpid()}.log",
     ]
+    folder = private_temporary()
+    assert folder.parent == tmp_path
     for name in [*names, "onceflow-spark-pid999999998.log"]:
-        (tmp_path / name).touch()
+        (folder / name).touch()
     for name in names:
-        os.utime(tmp_path / name, (0, 0))
-    assert logs.log_file().name == names[2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [names[2], "onceflow-spark-pid999999998.log"]
+        os.utime(folder / name, (0, 0))
+    assert logs.log_file() == folder / names[2]
+    assert sorted(path.name for path in folder.iterdir()) == [names[2], "onceflow-spark-pid999999998.log"]
 
 
 def test_why_a_query_ended_is_raised_without_the_stacks_of_spark() -> None:
@@ -149,3 +155,39 @@ def test_py4j_keeps_quiet_about_our_own_errors(caplog: pytest.LogCaptureFixture)
     except BrokenPipeError:
         logger.exception("Exception occurred while shutting down connection")
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]
+
+
+@pytest.mark.parametrize("error", [Py4JNetworkError("Answer from Java side is empty"), BrokenPipeError(), EOFError()])
+def test_py4j_keeps_quiet_about_connections_that_break(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """When the JVM ended, tracebacks of py4j stood in front of the error that says so."""
+    logs.silence_py4j()
+    for file, is_told in (("/x/py4j/java_gateway.py", False), ("/x/service.py", True)):
+        caplog.clear()
+        try:
+            raise error
+        except Exception:
+            info = sys.exc_info()
+        record = logging.LogRecord("root", logging.ERROR, file, 1, "Exception while sending command.", None, info)
+        logging.root.handle(record)
+        assert (record in caplog.records) is is_told
+
+
+def test_the_server_of_accumulators_keeps_quiet_about_connections_that_break(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[object] = []
+
+    class Server:
+        def handle_error(self, *about: object) -> None:
+            told.append(about)
+
+    server = Server()
+    monkeypatch.setattr(SparkContext, "_active_spark_context", SimpleNamespace(_accumulatorServer=server))
+    logs.silence_py4j()
+    logs.silence_py4j()
+    for error in (ConnectionResetError(), ValueError("a mistake")):
+        try:
+            raise error
+        except Exception:
+            server.handle_error("request", "address")
+    assert told == [("request", "address")]

@@ -324,6 +324,8 @@ class Ringing(Counts):
         state.timers.register("bell", state.now_ms + 10**9, clock="processing")
         yield from super().process(key, records, state)
 
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> None: ...
+
 
 class Withdrawn(Counts):
     """A timer is cancelled when the next record of the key comes. In the flow, it may have fired before."""
@@ -333,6 +335,8 @@ class Withdrawn(Counts):
             state.timers.register("idle", 0, clock="processing")
             state.timers.cancel("idle")
             yield onceflow.Record(key, record.value)
+
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> None: ...
 
 
 class Fleeting(Counts):
@@ -371,6 +375,8 @@ class Undated(Counts):
         state.timers.register("t", 1 << 40)
         state.put(1, ttl="never")
         return iter(())
+
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> None: ...
 
 
 class Timed(Counts):

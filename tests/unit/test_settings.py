@@ -26,6 +26,9 @@ def kafka_python(options: dict[str, Any], servers: str = "h:9092") -> dict[str, 
     arguments = ClientSettings(servers, options).kafka_python()
     assert arguments.pop("bootstrap_servers") == [s.strip() for s in servers.split(",")]
     assert arguments.pop("receive_message_max_bytes") >= 10_000_000
+    for name in ("reconnect_backoff_ms", "reconnect_backoff_max_ms"):
+        if name.replace("_", ".") not in options:
+            del arguments[name]
     if "client.id" not in options:
         assert arguments.pop("client_id") == "onceflow"
     return arguments
@@ -85,6 +88,7 @@ def test_foreign_names_get_the_list() -> None:
         ("acks", "in-sync"),
         ("isolation.level", "read_committed"),
         ("group.id", "group_id_prefix"),
+        ("allow.auto.create.topics", "onceflow topic create"),
         ("enable.auto.commit", "transaction"),
         ("auto.offset.reset", "starting_offsets"),
         ("key.serializer", "binary"),
@@ -332,9 +336,9 @@ def test_less_is_fetched_of_each_partition_when_there_are_many(partitions: int, 
 
 def test_what_the_user_sets_goes_before_our_defaults_for_spark() -> None:
     defaults = ClientSettings("h:1").spark_reader()
-    del defaults["kafka.bootstrap.servers"]
+    ours = {name: defaults.pop(name) for name in ("kafka.bootstrap.servers", "kafka.allow.auto.create.topics")}
     given = dict.fromkeys(defaults, "7")
-    assert ClientSettings("h:1", given).spark_reader() == {"kafka.bootstrap.servers": "h:1", **given}
+    assert ClientSettings("h:1", given).spark_reader() == {**ours, **given}
 
 
 @pytest.mark.parametrize(
@@ -605,3 +609,17 @@ def test_msk_options(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], p
     error = refused(options)
     assert re.search(problem, error.what)
     assert step in error.next_step
+
+
+def test_a_connection_is_tried_again_soon() -> None:
+    """With the default of kafka-python a flow stayed away for up to 30 seconds after its brokers were back."""
+    found = ClientSettings("localhost:9092").kafka_python()
+    assert (found["reconnect_backoff_ms"], found["reconnect_backoff_max_ms"]) == (50, 500)
+    given = ClientSettings("localhost:9092", {"reconnect.backoff.max.ms": "20000", "reconnect.backoff.ms": "700"})
+    found = given.kafka_python()
+    assert (found["reconnect_backoff_ms"], found["reconnect_backoff_max_ms"]) == (700, 20_000)
+
+
+def test_reading_never_creates_a_topic() -> None:
+    """With Java's default a topic that was deleted came back, empty, if the brokers have auto.create.topics.enable."""
+    assert ClientSettings("localhost:9092").spark_reader()["kafka.allow.auto.create.topics"] == "false"

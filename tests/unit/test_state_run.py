@@ -504,6 +504,8 @@ class Notes(Processor):
             notes.put(f"{len(records)}", 1, ttl="1 hour")
             state.timers.register("bell", 1_000_000 + len(records), "processing")
 
+    def on_timer(self, key: str, timer: Any, state: Any) -> None: ...
+
 
 def test_a_table_knows_its_rows_and_what_was_restored(tmp_path: Path, store: type[Store]) -> None:
     """After each batch, although its changes are applied with the next one."""

@@ -16,6 +16,8 @@ from onceflow.cli.table_cells import Cells
 from onceflow.cli.table_lookup import naming_state_dir
 from onceflow.state.stores.base import unusable
 
+SERVERS = ["--bootstrap-servers", "localhost:1"]
+
 
 @pytest.mark.parametrize(
     "form, text, raw",
@@ -155,7 +157,7 @@ def test_what_is_no_number(text: str, why: str) -> None:
 
 @pytest.mark.parametrize("form, start, end", [("long", "-5", "5"), ("long", "7", "5"), ("json", "9", "10")])
 def test_a_range_that_ends_before_it_starts(form: str, start: str, end: str) -> None:
-    answer = CliRunner().invoke(cli, ["table", "range", "t", "--key", form, "--start", start, "--end", end])
+    answer = CliRunner().invoke(cli, ["table", "range", "t", "--key", form, "--start", start, "--end", end, *SERVERS])
     assert answer.exit_code == 2
     said = " ".join(answer.stderr.split())
     assert f"--start {start} comes after --end {end} in the order of the keys' bytes" in said
@@ -197,6 +199,6 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timeout, why", [("soon", "--timeout: 'soon' is not a duration"), ("0.5", "shorter than")])
 def test_a_wrong_timeout(timeout: str, why: str) -> None:
-    answer = CliRunner().invoke(cli, ["table", "count", "t", "--timeout", timeout])
+    answer = CliRunner().invoke(cli, ["table", "count", "t", "--timeout", timeout, *SERVERS])
     assert answer.exit_code == 2
     assert why in answer.stderr

@@ -141,6 +141,8 @@ def test_a_row_that_is_too_large_because_of_its_key(where: str) -> None:
                 state.put("x")
             return [Record(None, b"done")]
 
+        def on_timer(self, key: str, timer: Any, state: Any) -> None: ...
+
     driver = driver_of(Keyed(), rows=TopicRules("table", TABLE), default=None)
     large = "s" * (TABLE - 100 if where == "key" else TABLE)
     driver.send(large.encode() * (2 if where == "key" else 1), large.encode())
@@ -490,7 +492,8 @@ def test_a_letter_that_is_parked_fits_there_too(size: int) -> None:
     record = Record(b"k" * 400, (NOISE * 4)[:size], "t" * 200, [], 7, 2, 3)
     letter = dead_letters.fitted(dead_letters.dead_letter(record, "failed", KeyError("x")), TopicRules("failed", LIMIT))
     parked = TopicRules("parked", LIMIT, compacted=True)
-    driver = driver_of(Retry(retry_topic="r" * 249, parked_topic="parked"), "fail", parked=parked)
+    retry = Retry(retry_topic="r" * 249, parked_topic="parked", permanent={KeyError})
+    driver = driver_of(retry, "fail", parked=parked)
     (found,) = driver.send("failed/0/3", letter.value, headers=[*letter.headers, (KEY, letter.key)])
     assert (found.topic, found.key.rpartition("/")[0]) == ("parked", "failed/0/3")
     assert parked.refusal(found.key.encode(), found.value, list(found.headers)) == ""

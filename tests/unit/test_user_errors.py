@@ -181,10 +181,12 @@ def test_a_timer_whose_key_the_serde_cannot_decode() -> None:
         def process(self, key: bytes, records: Any, state: Any) -> None:
             state.timers.register("t", 10, "processing")
 
+        def on_timer(self, key: bytes, timer: Any, state: Any) -> None: ...
+
     driver = ProcessorDriver(Timed())
     driver.send(b"k")
     driver.processor.key = LONG  # type: ignore[union-attr]
-    with pytest.raises(ProcessorError, match="could not be handled: the key of the timer is not a LONG: "):
+    with pytest.raises(ProcessorError, match="the key of a timer is not a LONG: "):
         driver.advance(1)
 
 
@@ -315,7 +317,7 @@ def test_the_line_of_what_event_time_gives() -> None:
     "given, told",
     [
         ((pa.table({"key": [1], "value": ["x"]}), None), "column key has type int64"),
-        ({}, "process() returns outputs and new states, got dict"),
+        ({}, "a tuple of outputs and new states is expected, got dict"),
     ],
 )
 def test_the_method_of_a_column_processor(given: Any, told: str) -> None:

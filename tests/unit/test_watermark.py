@@ -493,3 +493,74 @@ def test_while_the_source_has_more_records_no_partition_of_the_step_before_is_si
     runs.later(31)
     assert runs.batch({(None, 1): 20_000}, {A: -math.inf}) == (900, 900)
     assert runs.batch({(None, 1): 21_000}) == (900, 20_900)
+
+
+# ---- by the clock ----------------------------------------------------------------------------------------------
+
+
+def by_clock(clock: Clock, *, wall_ms: int = 10_000_000, clock_s: float = 60.0, **options: Any) -> Watermark:
+    start = clock.now
+    return Watermark(
+        [A, B],
+        lateness_ms=100,
+        idle_s=30,
+        clock_s=clock_s,
+        clock=clock,
+        wall_ms=lambda: wall_ms + round(1000 * (clock.now - start)),
+        **{"value_ms": None, **options},
+    )
+
+
+def test_event_time_goes_on_by_the_clock_when_nothing_comes() -> None:
+    """The last windows stayed open for ever: they closed only when new records came."""
+    clock = Clock()
+    watermark = by_clock(clock)
+    assert batch(watermark, p0=1000, p1=5000) == 900
+    seen = []
+    for clock.now in (31, 60, 61, 75, 3600):
+        watermark.planned(())
+        seen.append(watermark.advance())
+        assert watermark.after({}) == seen[-1], "a batch without records says the same"
+    assert seen == [900, 900, 900 + 1_000, 900 + 15_000, 900 + 3_540_000]
+    # What comes then is late, or goes on from there.
+    watermark.planned([A])
+    assert watermark.advance() == seen[-1]
+    assert batch(watermark, p0=2_000) == seen[-1]
+    assert batch(watermark, p0=4_000_000) == 3_999_900
+
+
+def test_it_does_not_pass_the_time_of_day() -> None:
+    clock = Clock()
+    watermark = by_clock(clock, wall_ms=2_000)
+    assert batch(watermark, p0=1_500, p1=1_500) == 1_400
+    clock.now = 3600
+    watermark.planned(())
+    assert watermark.advance() == 1_400 + 3_540_000
+    clock = Clock()
+    watermark = by_clock(clock, wall_ms=2_000)
+    assert batch(watermark, p0=9_000_000, p1=9_000_000) == 8_999_900, "a clock that is ahead"
+    clock.now = 3600
+    watermark.planned(())
+    assert watermark.advance() == 8_999_900
+
+
+def test_no_clock_while_records_wait_or_it_is_not_known() -> None:
+    clock = Clock()
+    watermark = by_clock(clock)
+    assert batch(watermark, p0=1000, p1=1000) == 900
+    clock.now = 500
+    watermark.planned((), {A: -math.inf, B: clock.now})
+    assert watermark.advance() == 900, "A has more"
+    watermark.planned((), {A: 20.0, B: clock.now})
+    assert watermark.advance() == 900, "nobody has heard of A since"
+    watermark.planned((), {A: 100.0, B: clock.now})
+    assert watermark.advance() == 900 + 40_000
+
+
+def test_it_waits_at_least_until_partitions_are_idle() -> None:
+    clock = Clock()
+    watermark = by_clock(clock, clock_s=1)
+    assert batch(watermark, p0=1000, p1=1000) == 900
+    for clock.now, expected in ((20, 900), (31, 1_900)):
+        watermark.planned(())
+        assert watermark.advance() == expected

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from onceflow.admin.identity import Identity
+from onceflow.admin.identity import Identity, kind_of
 from onceflow.admin.progress_history import breaks, last_of, read_history
 from onceflow.admin.readings import Readings, readings
 from onceflow.admin.replay_steps import begun_at, lives
@@ -102,6 +102,7 @@ class Audit:
         self.report = Report(limit)
         self._with_ids: set[tuple[int, str]] = set()  # sides and topics
         self._without_ids: set[str] = set()  # outputs in which no record has the id that the user has named
+        self._kinds: dict[int, set[str]] = {}  # what the ids of each side are, as JSON
 
     def run(self, tally: Tally) -> Report:
         """Check progress, group and tables, and compare the records if an identity is given.
@@ -159,7 +160,7 @@ class Audit:
             if self._last(self._history()) == before:
                 break
         else:
-            self.report.notes.append("group and tables are not checked: the flow commits too often")
+            self.report.unjudged.append("the group and the ends of tables: the flow commits too often")
             return
         for text in group:
             self.report.add(GROUP, text)
@@ -223,7 +224,7 @@ class Audit:
             unjudged += not self._judge(each, whole, written)
         is_lost = self._outputs.filtered or self.report.counts.get(LOST)  # not in the letters either
         strangers = is_lost and tally.counts[SOURCE] and (self._without_ids or (tally.counts[OUTPUT] and not tally.met))
-        if strangers and not self._is_judged():
+        if strangers and not self._is_judged(met=bool(tally.met)):
             unjudged = 0
         for pair in tally.reordered() if ordered else ():
             text = "its key's record before it was made of a later source record"
@@ -242,7 +243,7 @@ class Audit:
                 "gone: from the first record on was assumed. --from says otherwise"
             )
         if unjudged:
-            self.report.notes.append(f"{unjudged} output records are not judged: a source does not begin at 0 any more")
+            self.report.unjudged.append(f"{unjudged} output records: a source does not begin at 0 any more")
 
     def _take_sources(
         self, tally: Tally, found: Sequence[Sequence[Progress]], written: Offsets, later: Progress, identity: Identity
@@ -309,26 +310,34 @@ class Audit:
             return False
         return True
 
-    def _is_judged(self) -> bool:
-        """Whether the records are judged, although the sources and the outputs have none in common.
+    def _is_judged(self, *, met: bool) -> bool:
+        """Whether the records are judged, although the sources and the outputs have none in common, or (``met``) an
+        output has no ids.
 
         Probably the flow is not one that --id can check. But if the outputs have an id, all records may really be lost.
         """
         place = self._outputs.place
-        if not self._without_ids:
+        sides = {side for side, _ in self._with_ids}
+        of_source, of_output = (self._kinds.get(side, set()) for side in (SOURCE, OUTPUT))
+        if place is not None and SOURCE not in sides and OUTPUT in sides and not met:
+            known = f"no record of the sources has {place}, and outputs have it"
+        elif of_source and of_output and not of_source & of_output and not met:
+            kinds = " and ".join(sorted(of_source)), " and ".join(sorted(of_output))
+            known = f"the ids of the sources are {kinds[0]}, those of the outputs {kinds[1]}, so none can be the same"
+        elif not self._without_ids:
             what = "is the same as a source record" if place is None else f"has the {place} of a source record"
             self.report.notes.append(f"no output {what}. {_OF_ID}")
             return True
-        self.report.drop(LOST, FOREIGN)
-        known = f"no output has {place}, so this flow does not pass it on"
-        sides = {side for side, _ in self._with_ids}
-        if OUTPUT in sides:
+        elif OUTPUT in sides:
             known = (
                 f"no record of {', '.join(sorted(self._without_ids))} has {place}, and other outputs have it. Name "
                 "those that have it (--output), and the topics of dead letters (--dead-letter)"
             )
         elif SOURCE not in sides:
             known = f"neither the sources nor the outputs have {place}"
+        else:
+            known = f"no output has {place}, so this flow does not pass it on"
+        self.report.drop(LOST, FOREIGN)
         self.report.not_checked.append(f"records: {known}. {_OF_ID}")
         return False
 
@@ -364,6 +373,9 @@ class Audit:
         if _has_ids(chunk, identity):
             self._with_ids.add((side, topic))
             self._without_ids.discard(topic)
+            if side in (SOURCE, OUTPUT) and self._outputs.place is not None:
+                kinds = {*map(kind_of(self._outputs.place), chunk.values)}
+                self._kinds.setdefault(side, set()).update(kind for kind in kinds if kind is not None)
         elif side == OUTPUT and len(chunk.keys):
             self._without_ids.add(topic)
 

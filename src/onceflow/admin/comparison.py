@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from onceflow.admin.differing import described, without
 from onceflow.admin.identity import Identity
 from onceflow.admin.mover import known
 from onceflow.admin.settled_progress import SettledProgress
-from onceflow.admin.tally import OUTPUT, SOURCE, Place, Tally, digest_of
+from onceflow.admin.tally import OUTPUT, SOURCE, Difference, Place, Tally, digest_of
 from onceflow.admin.verify_report import Report, Tell
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import Chunk, CommittedReader
@@ -30,6 +32,7 @@ from onceflow.protocol.progress import ForkOrigin, Offsets, Progress
 
 OUTPUTS, TABLES = "output", "table"
 _CALL_S = 60.0
+_LOOKED_AT = 10  # times the limit: both versions of a record are found among so many differences
 
 Span = Mapping[int, tuple[int, int]]
 """By partition, the first offset and the one behind the last."""
@@ -44,12 +47,14 @@ class Compared:
         tables: by table, its copy, where it is not that of the fork.
         identity: what makes an output record one of a source record; None: records are compared as a whole.
         wait_s: how long to wait until both are at the same position.
+        ignored: fields of JSON values of outputs that do not count.
     """
 
     outputs: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, str] = field(default_factory=dict)
     identity: Identity | None = None
     wait_s: float = 30.0
+    ignored: Sequence[str] = ()
 
 
 class Comparison:
@@ -80,6 +85,7 @@ class Comparison:
         self._limit = limit
         self.report = Report(limit)
         self._is_known = False  # which outputs belong together
+        self._left = without(compared.ignored)
 
     def run(self) -> Report:
         """Compare outputs and tables. The report says so if there was nothing to compare.
@@ -174,7 +180,7 @@ class Comparison:
             for output, copy in sorted(pairs.items()):
                 self._add(tally, SOURCE, output, self._span(output, self._beginning(new.forked, output, ids)), ids)
                 self._add(tally, OUTPUT, copy, self._span(copy, {}), ids)
-            self._judge(OUTPUTS, tally)
+            self._judge(OUTPUTS, tally, pairs)
             self.report.checked["output records"] = tally.counts[SOURCE]
             self.report.checked["output records of the copy"] = tally.counts[OUTPUT]
 
@@ -210,20 +216,20 @@ class Comparison:
         return {partition: (max(first[partition], starts.get(partition, 0)), end[partition]) for partition in end}
 
     def _add(self, tally: Tally, side: int, topic: str, span: Span, ids: Any) -> None:
-        identity = self._compared.identity
+        identity, left = self._compared.identity, self._left
         for partition, chunk in self._chunks(topic, span):
             offsets = chunk.offsets.tolist()
             rows: Iterator[tuple[int, bytes]]
             if identity is None or ids is None:
                 rows = (
-                    (offset, digest_of(key, value))
+                    (offset, digest_of(key, left(value)))
                     for offset, key, value in zip(offsets, chunk.keys, chunk.values, strict=True)
                 )
             else:
                 found = _identities(chunk, identity)
                 there = np.isin(np.array([_low(each) for each in found], np.uint64), ids)
                 rows = (
-                    (offsets[n], digest_of(found[n], chunk.keys[n], chunk.values[n]))
+                    (offsets[n], digest_of(found[n], chunk.keys[n], left(chunk.values[n])))
                     for n in np.flatnonzero(there).tolist()
                 )
             tally.add(side, topic, partition, rows)
@@ -269,7 +275,7 @@ class Comparison:
                 with self._scratch() as tally:
                     self._rows(tally, SOURCE, table + suffix, old.changelogs)
                     self._rows(tally, OUTPUT, copy + suffix, new.changelogs)
-                    self._judge(TABLES, tally)
+                    self._judge(TABLES, tally, {table + suffix: copy + suffix})
                     rows = self.report.checked.get("rows of tables", 0)
                     self.report.checked["rows of tables"] = rows + tally.counts[SOURCE]
 
@@ -288,10 +294,22 @@ class Comparison:
 
     # ---- differences ---------------------------------------------------------------------------------
 
-    def _judge(self, kind: str, tally: Tally) -> None:
+    def _judge(self, kind: str, tally: Tally, pairs: Mapping[str, str]) -> None:
+        """Count what differs, and describe some of it.
+
+        Args:
+            pairs: by topic of the flow, that of its copy.
+        """
+        count, some = 0, list[Difference]()
         for each in tally.differences():
-            text = f"{self._names.flow} has it {each.expected} times, {self._other.flow} {each.found} times"
-            self.report.add(kind, text, each.places)
+            count += 1
+            if len(some) < self._limit * _LOOKED_AT:
+                some.append(each)
+        if not count:
+            return
+        names = self._names.flow, self._other.flow
+        told = islice(described(some, (pairs, names), self._reader, self._left), self._limit)
+        self.report.add_all(kind, count, told)
 
 
 def _level(old: Progress, new: Progress) -> bool:

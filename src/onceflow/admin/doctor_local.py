@@ -7,7 +7,9 @@ import os
 import platform
 import re
 import resource
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,8 @@ from onceflow.spark import versions
 PYTHON_MIN = (3, 10)
 #: Versions of Java that Spark 3.5 to 4.2 are made for, as far as onceflow is tested.
 JAVA_TESTED = (17, 21)
+_SESSION = "import onceflow; onceflow.session(app_name='onceflow doctor', master='local[1]').stop()"
+_SESSION_S = 180.0
 FILES_MIN, FILES_GOOD = 256, 4096
 _CONNECTOR = re.compile(r"spark-sql-kafka-0-10_(\d+\.\d+)[-:](\d+\.\d+(?:\.\d+)?)")
 #: The packages that decide whether a flow works, with the versions that fit: from the first one, below the second one.
@@ -154,3 +158,24 @@ def check_open_files(_: Host) -> Iterator[Finding]:
 
 def _text(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
+
+
+def check_session(_: Host) -> Iterator[Finding]:
+    """Whether ``onceflow.session()`` gives a session, in a process of its own."""
+    began = time.monotonic()
+    command = [sys.executable, "-c", _SESSION]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SESSION_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        yield error("session", f"Spark has not started within {_SESSION_S:g} s", f'see why: python -c "{_SESSION}"')
+        return
+    if not done.returncode:
+        yield ok("session", f"Spark starts, in {time.monotonic() - began:.0f} s")
+        return
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    found = next((line for line in reversed(said) if line.startswith("onceflow.errors.")), said[-1] if said else "")
+    steps = [line.removeprefix("next step: ") for line in said if line.startswith("next step: ")]
+    found = found.removeprefix("onceflow.errors.") or f"its process has ended with code {done.returncode}"
+    yield error("session", f"Spark does not start: {found}", steps[-1] if steps else f'see: python -c "{_SESSION}"')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from onceflow.admin.doctor_disk import check_disk, check_local_state
@@ -13,9 +14,11 @@ from onceflow.admin.doctor_local import (
     check_open_files,
     check_packages,
     check_python,
+    check_session,
     check_spark,
 )
-from onceflow.admin.finding import Check, Finding, Level, examine
+from onceflow.admin.finding import Check, Finding, Level, examine, of_error
+from onceflow.errors import OnceflowError
 
 LOCAL: tuple[Check[Host], ...] = (
     Check("python", check_python),
@@ -27,6 +30,8 @@ LOCAL: tuple[Check[Host], ...] = (
     Check("disk", check_disk),
     Check("local-state", check_local_state),
 )
+#: It starts Spark, so it comes last, and only if there is no other error.
+SESSION: Check[Host] = Check("session", check_session)
 #: The connection itself is no function of facts: without it there are none.
 CONNECTION = "connection"
 
@@ -53,9 +58,23 @@ def this_machine(state_dirs: Sequence[Path]) -> Host:
     return Host(tuple(state_dirs), configured)
 
 
-def local_findings(host: Host) -> Iterator[Finding]:
-    """What there is to say of this machine."""
-    return examine(LOCAL, host)
+def local_findings(host: Host, *, session: bool = True) -> Iterator[Finding]:
+    """What there is to say of this machine.
+
+    Args:
+        session: whether Spark is started, if there is no error before.
+    """
+    is_well = True
+    for finding in examine(LOCAL, host):
+        is_well &= finding.level is not Level.ERROR
+        yield finding
+    if session and is_well:
+        yield from examine([SESSION], host)
+
+
+def no_cluster(problem: OnceflowError) -> Finding:
+    """The finding if it is not known which cluster is meant, or how to connect to it."""
+    return replace(of_error("Kafka", problem), check=CONNECTION)
 
 
 def not_importable(problem: ImportError) -> Finding:

@@ -82,8 +82,8 @@ def examine(checks: Iterable[Check[T]], about: T) -> Iterator[Finding]:
                 yield replace(finding, check=check.name)
         except PermissionDeniedError as denied:
             yield replace(of_error(check.name, denied, Level.SKIPPED), check=check.name)
-        except (OnceflowError, OSError) as problem:
-            known = problem if isinstance(problem, OnceflowError) else OnceflowError(str(problem))
+        except Exception as problem:  # of whatever kind: the others run, and this one is no success
+            known = problem if isinstance(problem, OnceflowError) else OnceflowError(str(problem) or repr(problem))
             yield replace(of_error(check.name, known, Level.ERROR), check=check.name)
 
 

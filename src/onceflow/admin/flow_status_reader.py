@@ -63,7 +63,7 @@ class StatusReader:
         cluster: Cluster,
         *,
         transactional_id_prefix: str = "",
-        group_id_prefix: str = "",
+        group_id_prefix: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._cluster = cluster
@@ -173,6 +173,10 @@ class StatusReader:
             status.notes.append(
                 f"it has taken the place of flow {progress.became}, and does not exist under its own name any more: "
                 "`onceflow reset` makes the name free"
+            )
+        if progress.batch_id == 0 and progress.became is None:
+            status.notes.append(
+                "it has started, and has committed no batch yet; if it is not to run, `onceflow reset` forgets it"
             )
         status.batch, status.last_commit_ms = progress.batch_id, progress.time_ms
         status.age_s = self._age_s(progress.time_ms)

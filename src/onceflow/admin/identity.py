@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any
 
 from onceflow.admin.tally import digest_of
@@ -37,6 +38,27 @@ def identity_of(text: str) -> Identity:
     )
 
 
+def kind_of(text: str) -> Callable[[bytes | None], str | None]:
+    """What an id in a value is, as text: a number, a text or something else. None: the value has none, or ids are not
+    in values."""
+    names = text.split(".")[1:] if _PATH.fullmatch(text) else None
+
+    def found(value: bytes | None) -> str | None:
+        if names is None:
+            return None
+        try:
+            at: Any = exact_json.loads(value or b"")
+            for name in names:
+                at = at[name]
+        except (ValueError, KeyError, TypeError, IndexError):
+            return None
+        if isinstance(at, str):
+            return "texts"
+        return "numbers" if isinstance(at, int | float | Decimal) and not isinstance(at, bool) else "other values"
+
+    return found
+
+
 def _of_header(name: str) -> Identity:
     def found(key: bytes | None, value: bytes | None, headers: Headers) -> bytes:
         for given, content in headers:
@@ -53,7 +75,8 @@ def _of_field(names: Sequence[str]) -> Identity:
             at: Any = exact_json.loads(value or b"")
             for name in names:
                 at = at[name]
-            return digest_of(b"f", exact_json.dumps(at))  # what is nested deeply can be read, but not written
+            # In one form: 1, 1.0 and 1e0 are one number. What is nested deeply can be read, but not written.
+            return digest_of(b"f", exact_json.canonical(exact_json.dumps(at)))
         except (ValueError, KeyError, TypeError, IndexError):
             return digest_of(key, value)
 

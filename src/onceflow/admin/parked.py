@@ -40,7 +40,7 @@ from onceflow.protocol.names import transactional_id_of_parked
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import dead_letters
 from onceflow.state.api.record import Header
-from onceflow.state.retry import IDENTITY, KEY, NULL_VALUE, PARKED, RETRY_TOPIC
+from onceflow.state.retry import IDENTITY, KEY, NULL_VALUE, PARKED, PARKED_WHY, RETRY_TOPIC
 
 _PREPARE_S, _COMMIT_S = 60.0, 60.0
 _TIMEOUT_MS = 60_000
@@ -105,6 +105,11 @@ class Parked:
         return self.header(dead_letters.ERROR_MESSAGE)
 
     @property
+    def why(self) -> str:
+        """Why it is not retried any more, see `dead_letters.PARKED_WHY`; empty: an earlier version has parked it."""
+        return self.header(PARKED_WHY)
+
+    @property
     def retry_topic(self) -> str:
         """The topic of its retries; empty: not known from its headers."""
         return self.header(RETRY_TOPIC)
@@ -115,7 +120,7 @@ class Parked:
 
     def again(self, topic: str) -> Row:
         """The record for a retry topic: attempts are counted from the beginning again, the origin stays."""
-        left_out = (KEY, NULL_VALUE, RETRY_TOPIC, dead_letters.ATTEMPT)
+        left_out = (KEY, NULL_VALUE, RETRY_TOPIC, PARKED_WHY, dead_letters.ATTEMPT)
         headers = [(name, content) for name, content in self.headers if name not in left_out]
         headers.append((RETRY_TOPIC, topic.encode()))
         return Row(self.value, self.timestamp_ms, headers)

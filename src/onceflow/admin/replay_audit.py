@@ -157,7 +157,7 @@ class ReplayAudit:
                 replay.run(step)
             self._compare_outputs(outputs, replay, life)
             if outputs.left_out:
-                self._report.notes.append(f"{outputs.left_out} late records are not compared: name --dead-letter TOPIC")
+                self._report.unjudged.append(f"{outputs.left_out} late records: name --dead-letter TOPIC")
         self._tell_unjudged([*replay.reasons, *self._reasons])
 
     # ---- what is replayed ----------------------------------------------------------------------------
@@ -227,9 +227,8 @@ class ReplayAudit:
         # A fork that was promoted writes to topics that have the outputs of the earlier version.
         self._has_begun_later = found.before is not None or life[-1].forked is not None or self._was_reset
         if promoted := life[-1].promoted:
-            self._report.notes.append(
-                f"{promoted.flow} has taken the place of this flow's earlier version: what that version has written is "
-                "not judged"
+            self._report.unjudged.append(
+                f"what the earlier version of this flow has written, whose place {promoted.flow} has taken"
             )
         deadline = Deadline(_CALL_S, "reading the first offsets of sources")
         span = {topic: sorted(life[-1].offsets[topic]) for topic in what.sources}
@@ -288,7 +287,7 @@ class ReplayAudit:
 
     def _compare_table(self, replay: Replay, what: Replayed, progress: Progress, folder: Path) -> None:
         if progress.tables[what.table].local is not None:
-            self._report.notes.append(f"table {what.table} has no changelog: its rows are not compared")
+            self._report.unjudged.append(f"the rows of table {what.table}: it has no changelog")
             return
         count = 0
         with contextlib.ExitStack() as stack:
@@ -360,11 +359,11 @@ class ReplayAudit:
             if count:
                 when = "the flow was reset" if self._was_reset else "the replay begins"
                 why = "; ".join(dict.fromkeys(reasons)) or f"they may be from before {when}"
-                self._report.notes.append(f"{count} {what} differ from the replay, and are not judged: {why}")
+                self._report.unjudged.append(f"{count} {what} that differ from the replay: {why}")
         if self._older_rows:
-            self._report.notes.append(
-                f"{self._older_rows} rows differ from the replay, and are not judged: an earlier version of the "
-                "processor has written them"
+            self._report.unjudged.append(
+                f"{self._older_rows} rows that differ from the replay: an earlier version of the processor has written "
+                "them"
             )
 
 

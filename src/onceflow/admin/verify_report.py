@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from onceflow.admin.tally import Place
 from onceflow.protocol.progress import Progress
@@ -33,7 +34,8 @@ class Report:
         counts: by kind of finding, how many.
         examples: findings of each kind, the first ones.
         checked: what was compared, as name and number.
-        notes: what could not be checked, and why.
+        notes: what a reader has to know of the findings.
+        unjudged: what was looked at or left out, and may be right or wrong: how much of it, and why.
         not_checked: what was asked for and could not be checked at all, so that nothing is known of it.
     """
 
@@ -42,18 +44,25 @@ class Report:
     examples: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
-        """Whether all that was asked for was checked, and nothing was found."""
-        return not self.counts and not self.not_checked
+        """Whether all that was asked for was checked and judged, and nothing was found."""
+        return not (self.counts or self.not_checked or self.unjudged)
 
     def add(self, kind: str, text: str, places: Iterable[Place] = ()) -> None:
         """Count a finding, and keep it if it is one of the first of its kind."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if self.counts[kind] <= self.limit:
             self.examples.append(Finding(kind, text, tuple(places)))
+
+    def add_all(self, kind: str, count: int, described: Iterable[tuple[str, Iterable[Place]]]) -> None:
+        """Count findings of a kind, of which some are described."""
+        self.counts[kind] = self.counts.get(kind, 0) + count
+        room = self.limit - sum(each.kind == kind for each in self.examples)
+        self.examples += [Finding(kind, text, tuple(places)) for text, places in islice(described, max(0, room))]
 
     def drop(self, *kinds: str) -> None:
         """Forget the findings of these kinds."""

@@ -13,15 +13,16 @@ from pathlib import Path
 from onceflow.broker.config import HOST, Cluster, Node
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.host.file_lock import locked
+from onceflow.private_folders import in_home, make_private
 
 PORTS = range(20_000, 32_000)
 _given: set[int] = set()
 
 
 def default_data_dir() -> Path:
-    """``$ONCEFLOW_HOME/broker``, else ``~/.local/share/onceflow/broker``."""
+    """``$ONCEFLOW_HOME/broker``, else ``~/.local/share/onceflow/broker``, see `in_home`."""
     home = os.environ.get("ONCEFLOW_HOME")
-    base = Path(home).expanduser() if home else Path.home() / ".local" / "share" / "onceflow"
+    base = Path(home).expanduser() if home else in_home(".local", "share", "onceflow")
     return base / "broker"
 
 
@@ -109,7 +110,7 @@ class Folder:
     @contextlib.contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:
         """Hold the lock of the folder: only one process at a time may start or stop brokers in it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_private(self.path)
         with locked(
             self.path / "lock",
             timeout_s,

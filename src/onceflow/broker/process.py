@@ -23,6 +23,7 @@ from onceflow.broker.metadata import MetadataReader, metadata_reader
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.host.jars import kafka_broker_classpath
 from onceflow.host.java import find_java
+from onceflow.private_folders import make_private
 
 #: The main class of a broker's process; its argument is the path of server.properties.
 BROKER_CLASS = "kafka.Kafka"
@@ -81,7 +82,7 @@ def format_storage(cluster: Cluster, node: Node) -> None:
     """Format the data folder with Kafka's storage tool. Does nothing if it is formatted already."""
     if (node.kafka_data_dir / "meta.properties").exists():
         return
-    node.kafka_data_dir.mkdir(parents=True, exist_ok=True)
+    make_private(node.kafka_data_dir)
     # This JVM runs for about a second, so fast compilation matters more than fast code. Not for the broker's own JVM.
     command = _java(cluster, heap="256m", flags=["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"])
     command += ["kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster.cluster_id]
@@ -123,7 +124,7 @@ def laid_out_id(node: Node) -> str | None:
 
 def write_properties(cluster: Cluster, node: Node) -> None:
     """Write the node's server.properties. Only the owner may read it, because it may contain passwords."""
-    node.data_dir.mkdir(parents=True, exist_ok=True)
+    make_private(node.data_dir)
     text = render_properties(server_properties(cluster, node))
     with open(os.open(node.properties_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
         handle.write(text)

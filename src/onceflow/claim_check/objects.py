@@ -21,7 +21,13 @@ from typing import IO, Any, NamedTuple
 from onceflow.claim_check.reference import NAME, REFERS, Reference
 from onceflow.claim_check.scan import PIECE_BYTES, pieces_of, refers
 from onceflow.clock import clock_ms
-from onceflow.errors import ClaimCheckError, OnceflowError, OptionError, StorageUnavailableError
+from onceflow.errors import (
+    ClaimCheckError,
+    EnvironmentUnusableError,
+    OnceflowError,
+    OptionError,
+    StorageUnavailableError,
+)
 from onceflow.object_storage import (
     Bucket,
     Entry,
@@ -294,8 +300,14 @@ class ObjectStore:
         except Exception as error:
             raise self.failed("write", name, error) from error
 
-    def failed(self, what: str, name: str, error: Exception) -> StorageUnavailableError:
+    def failed(self, what: str, name: str, error: Exception) -> EnvironmentUnusableError:
         """The error for a store that refuses a request or does not answer. No record is to blame for it."""
+        if isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError):
+            return EnvironmentUnusableError(
+                f"{self.url} cannot be a store",
+                detail=f"to {what} {name or 'it'}: {said(error, self._options)[:_SAID_BYTES]}",
+                next_step="give store= a folder, not a file, in which all hosts may write",
+            )
         return StorageUnavailableError(
             f"The store at {self.url} cannot be used",
             detail=f"to {what} {name or 'it'}: {type(error).__name__}: {said(error, self._options)[:_SAID_BYTES]}",

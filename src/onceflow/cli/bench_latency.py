@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from onceflow.cli.bench_findings import finding
 from onceflow.cli.bench_report import bootstrap_option, exit_if_wrong, measured, output_option, print_tables
 from onceflow.cli.examples import examples
 
@@ -140,6 +141,7 @@ def latency(
             click.echo(json.dumps(result))
     else:
         print_tables(results)
+        click.echo(finding(results))
     if plot is not None:
         latency_plot.draw(plot, curves, f"Latency: {', '.join(_common(settings))}" if len(settings) > 1 else "Latency")
         click.echo(f"The plot is in {plot}.", err=True)

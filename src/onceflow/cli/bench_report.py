@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-# A terminal is 80 characters wide: a few results with more figures than these stand side by side, a line per figure.
-_MAX_COLUMNS, _MAX_SIDE_BY_SIDE = 8, 5
+from onceflow.cli.bench_findings import finding
+from onceflow.cli.text import laid_out, output_width
 
 output_option = click.option(
     "--output",
@@ -42,8 +41,6 @@ def measured(
     from rich.console import Console
 
     errors = Console(stderr=True)
-    # At Ctrl-C, py4j logs where it waited for the JVM, to the root logger.
-    logging.getLogger().addFilter(lambda record: "while sending command" not in record.getMessage())
     results = []
     for result in run(choices, lambda text: errors.print(text)):
         results.append(result)
@@ -53,9 +50,9 @@ def measured(
 
 
 def report(results: list[dict[str, Any]]) -> None:
-    """Print results, and end the command with exit code 1 if outputs of a run were wrong."""
+    """Print results and what they say, and end the command with exit code 1 if outputs of a run were wrong."""
     print_tables(results)
-    click.echo(json.dumps(results[-1]))
+    click.echo(finding(results))
     exit_if_wrong(results)
 
 
@@ -67,21 +64,26 @@ def exit_if_wrong(results: list[dict[str, Any]]) -> None:
 
 def print_tables(results: list[dict[str, Any]]) -> None:
     """A table for each benchmark."""
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    console = Console()
+    width = output_width()
     for name in dict.fromkeys(result["bench"] for result in results):
-        rows = [result for result in results if result["bench"] == name]
-        columns = [key for key in rows[0] if key != "bench"]
-        lines = [columns, *[[_shown(row[column]) for column in columns] for row in rows]]
-        if len(columns) > _MAX_COLUMNS and len(rows) <= _MAX_SIDE_BY_SIDE:
-            sides = [list(line) for line in zip(*lines, strict=True)]
-            lines = [["figure", "value"], *sides] if len(rows) == 1 else sides
-        table = Table(*[Column(each, justify="right", overflow="fold") for each in lines[0]], title=name)
-        for line in lines[1:]:
-            table.add_row(*line)
-        console.print(table)
+        rows = [_flat(result) for result in results if result["bench"] == name]
+        columns = list(dict.fromkeys(column for row in rows for column in row if column != "bench"))
+        click.echo(f"{name}:")
+        cells = [[_shown(row.get(column)) for column in columns] for row in rows]
+        if len(rows) == 1:
+            columns, cells = ["figure", "value"], [[*pair] for pair in zip(columns, *cells, strict=True)]
+        for line in laid_out(columns, cells, width):
+            click.echo(line)
+        click.echo()
+
+
+def _flat(result: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a result. Those of a part of it have its name in front of their own."""
+    flat: dict[str, Any] = {}
+    for name, value in result.items():
+        parts = {f"{name}_{part}": each for part, each in value.items()} if isinstance(value, dict) else {name: value}
+        flat |= parts
+    return flat
 
 
 def _shown(value: Any) -> str:

@@ -14,11 +14,12 @@ NOT_CHECKED = 2
 """The exit code of an error, as of wrong usage: nothing is known then."""
 
 
-def verdict(report: Report) -> int:
-    """The exit code of what was found; a finding counts more than what could not be checked."""
+def verdict(report: Report, *, allow_unjudged: bool = False) -> int:
+    """The exit code of what was found; a finding counts more than what could not be checked or judged."""
     if report.counts:
         return FINDING
-    return NOT_CHECKED if report.not_checked else 0
+    unknown = report.not_checked or (report.unjudged and not allow_unjudged)
+    return NOT_CHECKED if unknown else 0
 
 
 class Check(click.Command):

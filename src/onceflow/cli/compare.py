@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 )
 @click.option("--id", "identity", metavar="PLACE", help="Compare by source records: $.field, key or header:NAME.")
 @click.option(
+    "--ignore", "ignored", multiple=True, metavar="$.FIELD", help="A field of JSON values of outputs that may differ."
+)
+@click.option(
     "--table",
     "tables",
     multiple=True,
@@ -68,6 +71,7 @@ def compare(
     settings: ClientSettings,
     outputs: tuple[str, ...],
     identity: str | None,
+    ignored: tuple[str, ...],
     tables: tuple[str, ...],
     wait_s: float,
     limit: int,
@@ -96,6 +100,7 @@ def compare(
         dict(pair(each, "--table") for each in tables),
         None if identity is None else identity_of(identity),
         wait_s,
+        ignored,
     )
     names, other = (Names(each, transactional_id_prefix) for each in (flow, new))
     with contextlib.ExitStack() as stack:

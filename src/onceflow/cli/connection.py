@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from onceflow.errors import OptionError
+
 if TYPE_CHECKING:
     from onceflow.client.cluster import Cluster
     from onceflow.client.deadline import Deadline
@@ -82,7 +84,10 @@ def settings_of(
     if file.unused:
         click.echo(f"{path}: not used by onceflow: {', '.join(file.unused)}", err=True)
     pairs = {**file.options, **dict(pair(option, "--option") for option in options)}
-    return ClientSettings(bootstrap_servers or file.bootstrap_servers or default_servers(), pairs)
+    given = bootstrap_servers or file.bootstrap_servers
+    if given is None:
+        ClientSettings(LAST_RESORT, pairs)  # what is wrong in the options does not depend on the cluster
+    return ClientSettings(given or default_servers(), pairs)
 
 
 @contextlib.contextmanager
@@ -100,7 +105,12 @@ def connected(settings: ClientSettings, what: str) -> Iterator[tuple[Cluster, De
 
 
 def default_servers() -> str:
-    """The bootstrap servers when none are given: of the environment, of the local broker, or Kafka's usual address."""
+    """The bootstrap servers when none are given: of the environment, of the local broker, or Kafka's usual address.
+
+    Raises:
+        OptionError: there is a local broker, and it is stopped. What listens at Kafka's usual address is another
+            cluster then, perhaps somebody else's.
+    """
     from onceflow.broker import process
     from onceflow.broker.folder import Folder, default_data_dir
 
@@ -108,9 +118,15 @@ def default_servers() -> str:
     if given:
         return given
     local = Folder(default_data_dir()).read()
-    if local is not None and any(process.running(node) for node in local.nodes):
-        return local.bootstrap_servers
-    return LAST_RESORT
+    if local is None:
+        return LAST_RESORT
+    if not any(process.running(node) for node in local.nodes):
+        raise OptionError(
+            f"The local broker ({local.bootstrap_servers}) is stopped",
+            next_step="start it: `onceflow broker start`; or name another cluster with --bootstrap-servers or "
+            f"${VARIABLE}",
+        )
+    return local.bootstrap_servers
 
 
 def pair(text: str, option: str) -> tuple[str, str]:

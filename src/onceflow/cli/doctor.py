@@ -36,7 +36,8 @@ _COLOURS = {"ok": "green", "skipped": "cyan", "warning": "yellow", "error": "red
     help="A folder of local state; may be repeated.  [default: that of flows]",
 )
 @click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
-@click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`.")
+@click.option("--group-id-prefix", help="The same as in `Flow(...)`.")
+@click.option("--no-session", is_flag=True, help="Do not start Spark, which takes some seconds.")
 @click.option("--strict", is_flag=True, help="Warnings are failures, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each finding.")
 @connection_options
@@ -45,7 +46,8 @@ def doctor(
     topics: tuple[str, ...],
     state_dirs: tuple[Path, ...],
     transactional_id_prefix: str,
-    group_id_prefix: str,
+    group_id_prefix: str | None,
+    no_session: bool,
     strict: bool,
     as_json: bool,
     bootstrap_servers: str | None,
@@ -59,18 +61,21 @@ def doctor(
     """
     from onceflow.admin import doctor_machine
     from onceflow.admin.finding import failed
+    from onceflow.errors import OptionError
     from onceflow.protocol.names import Names
 
     names = None if flow is None else Names(flow, transactional_id_prefix, group_id_prefix)
     with _quiet():
         host = doctor_machine.this_machine(state_dirs)
-        found = _told("This machine", doctor_machine.local_findings(host), as_json)
+        found = _told("This machine", doctor_machine.local_findings(host, session=not no_session), as_json)
         try:
             from onceflow.admin import doctor as of_cluster
 
             settings = settings_of(bootstrap_servers, options, config_file)
         except ImportError as problem:  # of the Kafka client, for example
             found += _told("Kafka", iter([doctor_machine.not_importable(problem)]), as_json)
+        except OptionError as problem:
+            found += _told("Kafka", iter([doctor_machine.no_cluster(problem)]), as_json)
         else:
             title = f"Kafka at {settings.bootstrap_servers}" + (f", flow {flow}" if flow else "")
             found += _told(title, of_cluster.cluster_findings(settings, names, topics, host), as_json)

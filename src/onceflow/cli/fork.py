@@ -66,6 +66,7 @@ def _plan(planned: Forked) -> list[str]:
         f"Flow {planned.flow} is at batch {planned.origin.batch_id} and reads {read or 'no topic'}.",
         *(in_columns(["TABLE", "COPY", "PARTITIONS"], rows) if rows else ["It has no tables."]),
         *([f"At most {counted(planned.offsets, 'record')} of tables are copied."] if rows else []),
+        f"Do not start the program of {planned.new} before that: it would begin anew, with empty tables.",
     ]
 
 

@@ -5,8 +5,12 @@ Exit codes: 0 success; 1 a failed check or an error; 2 wrong usage; 130 interrup
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import io
+import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -76,6 +80,8 @@ SUMMARIES = {
 
 #: A package that only demos, chaos runs and benchmarks need.
 _TOOLS_NEED = "confluent_kafka"
+#: As of a program that SIGPIPE has ended.
+_BROKEN_PIPE = 141
 
 
 class LazyGroup(click.Group):
@@ -119,6 +125,7 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point; always ends with SystemExit."""
     errors = Errors()
+    _print_anything()
     try:
         # A command may return an exit code; without one it is a success.
         with interrupts_kept():
@@ -139,6 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             click.echo(f"onceflow: {pressed}", err=True)
         click.echo("onceflow: interrupted", err=True)
         sys.exit(INTERRUPTED)
+    except SystemExit:
+        if _is_read_by_nobody():  # click ends with 1 then
+            sys.exit(_BROKEN_PIPE)
+        raise
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == _TOOLS_NEED:
             click.echo("onceflow: this command needs confluent-kafka: pip install 'onceflow[testing]'", err=True)
@@ -147,7 +158,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise  # Python ends with 1
         traceback.print_exc()
         sys.exit(errors.exit_code)
+    with contextlib.suppress(BrokenPipeError, AttributeError):  # there may be no standard output at all
+        sys.stdout.flush()
+    if _is_read_by_nobody():
+        sys.exit(_BROKEN_PIPE)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _print_anything() -> None:
+    """What the encoding of the terminal does not have is printed as ``?``: a value of a record may be any text."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _is_read_by_nobody() -> bool:
+    """Whether the program that has read the output has ended, as ``head`` does. What is left of it is dropped then:
+    Python would complain when it flushes the output at its end."""
+    try:
+        number = sys.stdout.fileno()
+        waiting = select.poll()
+        waiting.register(number, 0)
+        is_gone = any(events & (select.POLLERR | select.POLLHUP) for _, events in waiting.poll(0))
+    except (AttributeError, OSError, ValueError):  # it is no file, or is closed
+        return False
+    if is_gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return is_gone
 
 
 if __name__ == "__main__":

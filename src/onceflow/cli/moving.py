@@ -33,7 +33,7 @@ class Options:
 
     dry_run: bool
     transactional_id_prefix: str
-    group_id_prefix: str
+    group_id_prefix: str | None
     yes: bool
     as_json: bool
 
@@ -54,7 +54,7 @@ def moving_options(*, dry_run: str, prefixes: str) -> Callable[[Callable[..., An
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @click.option("--dry-run", is_flag=True, help=dry_run)
         @click.option("--transactional-id-prefix", default="", help=prefixes)
-        @click.option("--group-id-prefix", default="", help=prefixes)
+        @click.option("--group-id-prefix", help=prefixes)
         @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
         @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
         @functools.wraps(command)
@@ -62,7 +62,7 @@ def moving_options(*, dry_run: str, prefixes: str) -> Callable[[Callable[..., An
             *arguments: Any,
             dry_run: bool,
             transactional_id_prefix: str,
-            group_id_prefix: str,
+            group_id_prefix: str | None,
             yes: bool,
             as_json: bool,
             **named: Any,
@@ -108,8 +108,11 @@ class Texts(Generic[_FoundT]):
         else:
             click.echo("\n".join(self.plan(found) if found.progress is None else self.done(found)))
 
-    def ask(self, planned: _FoundT, options: Options) -> None:
+    def ask(self, planned: _FoundT, options: Options, servers: str) -> None:
         """Show what would be done, and ask.
+
+        Args:
+            servers: of the cluster.
 
         Raises:
             click.Abort: it is not confirmed.
@@ -117,6 +120,7 @@ class Texts(Generic[_FoundT]):
         if not (options.yes and options.as_json):
             click.echo("\n".join(self.plan(planned)), err=True)
         if not options.yes:
+            click.echo(f"Cluster: {servers}", err=True)
             click.confirm(self.question(planned), abort=True, err=True)
 
 
@@ -138,7 +142,7 @@ def carry_out(
     with contextlib.closing(Cluster(settings)) as cluster:
         found = preview(cluster)
         if found.progress is None and not options.dry_run:
-            texts.ask(found, options)
+            texts.ask(found, options, settings.bootstrap_servers)
             with telling() as tell:
                 found = act(cluster, tell)
         texts.tell(found, as_json=options.as_json)

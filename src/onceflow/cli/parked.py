@@ -63,11 +63,13 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
     often = {origin for origin, count in Counter(record.origin for record in found).items() if count > 1}
     names = [shown(record.name if record.origin in often else record.origin) for record in found]
     width = max(6, *map(len, names))
-    click.echo(f"{'ORIGIN':{width}}  ATTEMPTS  CAUSE")
-    for name, record in zip(names, found, strict=True):
+    whys = [shown(record.why) or "-" for record in found]
+    wide = max(3, *map(len, whys))
+    click.echo(f"{'ORIGIN':{width}}  ATTEMPTS  {'WHY':{wide}}  CAUSE")
+    for name, why, record in zip(names, whys, found, strict=True):
         message = shown(record.message.partition("\n")[0])
         message = message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:_MESSAGE_CHARACTERS]}..."
-        click.echo(f"{name:{width}}  {record.attempt:8}  {shown(record.cause)}: {message}")
+        click.echo(f"{name:{width}}  {record.attempt:8}  {why:{wide}}  {shown(record.cause)}: {message}")
     dead_letters = sum(record.dead_letter for record in found)
     if dead_letters:
         click.echo(
@@ -173,7 +175,8 @@ def drop(
     chosen = _chosen(origins, everything)
     if not yes:
         what = "everything that is" if chosen is None else f"what has {counted(len(set(chosen)), 'origin')} and is"
-        click.confirm(f"Drop {what} parked in {topic} for good?", abort=True, err=True)
+        where = f"in {topic} at {settings.bootstrap_servers}"
+        click.confirm(f"Drop {what} parked {where} for good?", abort=True, err=True)
     count = parking.drop(settings, topic, chosen)
     dropped = {"topic": topic, "records": count}
     click.echo(json.dumps(dropped) if as_json else f"{counted(count)} dropped from {topic}.")
@@ -190,6 +193,7 @@ def _summary(record: Parked) -> dict[str, Any]:
         "origin": record.origin,
         "name": record.name,
         "attempt": record.attempt,
+        "why": record.why or None,
         "error": record.cause,
         "message": record.message,
         "retry_topic": record.retry_topic or None,

@@ -29,10 +29,12 @@ def print_report(report: Report, head: Mapping[str, Any], *, done: str, verdict:
             click.echo(f"{each.kind}: {each.text}" + (f": {places}" if places else ""))
     if as_json:
         tail = {"found": report.counts, "checked": report.checked, "notes": report.notes}
-        click.echo(json.dumps({**head, **tail, "not_checked": report.not_checked}))
+        click.echo(json.dumps({**head, **tail, "unjudged": report.unjudged, "not_checked": report.not_checked}))
         return
     for note in report.notes:
         click.echo(f"note: {note}")
+    for what in report.unjudged:
+        click.echo(f"not judged: {what}")
     for what in report.not_checked:
         click.echo(f"not {done}: {what}")
     click.echo(f"{done}: " + ", ".join(f"{count:,} {name}" for name, count in report.checked.items()))

@@ -85,7 +85,8 @@ def _forget(settings: ClientSettings, names: Names, options: Options) -> None:
             ),
         )
     if not options.yes:
-        click.confirm(f"Forget the progress of flow {flow!r}? What it has written stays.", abort=True, err=True)
+        what = f"the progress of flow {flow!r} at {settings.bootstrap_servers}"
+        click.confirm(f"Forget {what}? What it has written stays.", abort=True, err=True)
     before = resetting.reset(settings, names, [])
     if options.as_json:
         found = None if before is None else {"batch_id": before.batch_id, "offsets": before.offsets}

@@ -59,7 +59,7 @@ _PAUSE_S = 0.1
     "--timeout", default=f"{_CALL_S:g} seconds", show_default=True, metavar="DURATION", help="How long to ask brokers."
 )
 @click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
-@click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`.")
+@click.option("--group-id-prefix", help="The same as in `Flow(...)`.")
 @connection
 def status(
     flows: tuple[str, ...],
@@ -71,15 +71,15 @@ def status(
     endpoints: tuple[str, ...],
     timeout: str,
     transactional_id_prefix: str,
-    group_id_prefix: str,
+    group_id_prefix: str | None,
     settings: ClientSettings,
 ) -> int:
     """Show where flows are, and how far behind: all flows as a table, or each FLOW in detail.
 
     It reads Kafka, and with --endpoint asks drivers. It changes nothing: no flow is fenced, no consumer group is
-    joined. LAG counts offsets up to the last stable offset of each partition, transaction markers too; LAG S is the age
-    of the oldest record that is not committed. `?` means that it is not known. What could not be asked is named, and
-    the rest is shown.
+    joined. LAG counts offsets up to the last stable offset of each partition, transaction markers too; TIME LAG is the
+    age of the oldest record that is not committed. `?` means that it is not known. What could not be asked is named,
+    and the rest is shown.
     """
     from onceflow.admin.driver_compared import attach, tell_answers
     from onceflow.admin.driver_status import checked_endpoint

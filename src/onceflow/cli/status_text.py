@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from onceflow.cli.text import counted, in_columns, shown
+from onceflow.cli.text import counted, in_columns, shown, span
 from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ def overview(found: Sequence[FlowStatus]) -> list[str]:
             shown(each.flow),
             _known(each.batch),
             _known(each.lag),
-            _seconds(each.lag_seconds),
+            span(each.lag_seconds),
             "?" if each.last_commit_ms is None else in_utc(each.last_commit_ms),
             *([shown(each.driver.condition) if each.driver else "?"] if asked else []),
             len(each.warnings) + len(each.missing) + len(each.unseen),
         ]
         for each in found
     ]
-    columns = ["FLOW", "BATCH", "LAG", "LAG S", "LAST COMMIT", *(["DRIVER"] if asked else []), "WARNINGS"]
+    columns = ["FLOW", "BATCH", "LAG", "TIME LAG", "LAST COMMIT", *(["DRIVER"] if asked else []), "WARNINGS"]
     lines = in_columns(columns, rows)
     return lines + [f"{shown(each.flow)}: {text}" for each in found for text in _remarks(each)]
 
@@ -49,12 +49,12 @@ def details(found: Sequence[FlowStatus]) -> list[str]:
 def _detail(flow: FlowStatus) -> list[str]:
     lag = "an unknown lag"
     if flow.lag is not None:
-        lag = f"a lag of {counted(flow.lag)}, {_seconds(flow.lag_seconds)} s"
+        lag = f"a lag of {counted(flow.lag)}, {span(flow.lag_seconds)}"
     elif flow.lag_at_least:
         lag = f"a lag of at least {counted(flow.lag_at_least)}"
     lines = [f"{shown(flow.flow)}: batch {_known(flow.batch)}, {lag}"]
     if flow.last_commit_ms is not None:
-        lines.append(f"last commit {in_utc(flow.last_commit_ms)}, {_seconds(flow.age_s)} s ago")
+        lines.append(f"last commit {in_utc(flow.last_commit_ms)}, {span(flow.age_s)} ago")
     if flow.producer_id >= 0:
         lines.append(f"committed by producer id {flow.producer_id}, epoch {flow.producer_epoch}")
     if (known := flow.transaction) is not None:
@@ -64,7 +64,7 @@ def _detail(flow: FlowStatus) -> list[str]:
             text += f", producer id {known.producer_id}, epoch {known.producer_epoch}"
             if known.producer_id == flow.producer_id and known.producer_epoch > flow.producer_epoch:
                 text += " (each attempt and each start raises it)"
-        lines.append(text + ("" if known.age_s is None else f", open for {_seconds(known.age_s)} s"))
+        lines.append(text + ("" if known.age_s is None else f", open for {span(known.age_s)}"))
     if flow.driver is not None:
         lines += _driver(flow.driver)
     else:
@@ -72,7 +72,7 @@ def _detail(flow: FlowStatus) -> list[str]:
         if (last := flow.committed_by) is not None:
             lines.append(shown(f"the driver that committed last: {_where(last.host, last.pid, last.since_ms)}"))
     for source in flow.sources:
-        columns = ["SOURCE", "OFFSET", "FIRST", "STABLE", "END", "LAG", "LAG S", "HELD BACK"]
+        columns = ["SOURCE", "OFFSET", "FIRST", "STABLE", "END", "LAG", "TIME LAG", "HELD BACK"]
         if source.partitions is None:
             rows = [[f"{source.topic}-{n}", offset, *"??????"] for n, offset in sorted(source.offsets.items())]
         else:
@@ -119,7 +119,7 @@ def _driver(driver: DriverStatus) -> list[str]:
     lines = [shown(f"driver: {driver.condition} on {where}; {driver.guarantee}; onceflow {driver.version}")]
     if (last := driver.last_batch) is not None:
         read = "" if last.read is None else f"{counted(last.read, 'offset')} read, "
-        how = f"in {counted(last.attempts, 'attempt')}, {_seconds(last.seconds)} s, by {last.ran_in}"
+        how = f"in {counted(last.attempts, 'attempt')}, {span(last.seconds)}, by {last.ran_in}"
         lines.append(shown(f"last batch of this run: {read}{counted(last.records)} written {how}"))
     told = [f"{name.replace('_', ' ')} {count:,}" for name, count in driver.counts.items() if count]
     return lines + ([shown(f"counted by this driver: {', '.join(told)}")] if told else [])
@@ -155,7 +155,7 @@ def _next_timers(by_clock: Mapping[str, int | None]) -> list[str]:
 
 def _cells(part: PartitionStatus) -> list[Any]:
     offset = "-" if part.offset is None else part.offset
-    return [offset, part.first, part.stable, part.end, part.lag, _seconds(part.lag_seconds), part.held_back]
+    return [offset, part.first, part.stable, part.end, part.lag, span(part.lag_seconds), part.held_back]
 
 
 def _remarks(flow: FlowStatus) -> list[str]:
@@ -166,12 +166,6 @@ def _remarks(flow: FlowStatus) -> list[str]:
 
 def _known(number: int | None) -> str:
     return "?" if number is None else str(number)
-
-
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    return f"{seconds:.1f}" if 0 < seconds < 10 else f"{seconds:.0f}"
 
 
 def _time_or_none(epoch_ms: int | None) -> str:

@@ -49,7 +49,7 @@ for each in (
 @click.option("--partitions", type=click.IntRange(min=1), required=True, help="The new number of partitions.")
 @connection
 @click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
-@click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`.")
+@click.option("--group-id-prefix", help="The same as in `Flow(...)`.")
 @click.option(
     "--transaction-timeout",
     metavar="DURATION",
@@ -63,7 +63,7 @@ def repartition(
     partitions: int,
     settings: ClientSettings,
     transactional_id_prefix: str,
-    group_id_prefix: str,
+    group_id_prefix: str | None,
     transaction_timeout: str | None,
     as_json: bool,
 ) -> None:

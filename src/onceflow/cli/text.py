@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +36,23 @@ def counted(count: int, noun: str = "record") -> str:
     return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+# So many seconds are told in a unit up to the next one.
+_UNITS = ((120, 1, "s"), (7_200, 60, "min"), (3 * 86_400, 3_600, "h"), (730 * 86_400, 86_400, "days"))
+_YEAR_S = 31_556_952
+
+
+def span(seconds: float | None) -> str:
+    """A length of time: ``4.2 s``, ``35 min``, ``14 years``; ``?`` if it is not known."""
+    if seconds is None:
+        return "?"
+    if 0 < seconds < 10:
+        return f"{seconds:.1f} s"
+    for bound, length, name in _UNITS:
+        if seconds < bound:
+            return f"{seconds / length:.0f} {name}"
+    return f"{seconds / _YEAR_S:,.0f} years"
+
+
 def print_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print rows under the names of columns: the first column is aligned to the left, the others to the right."""
     for line in in_columns(columns, rows):
@@ -51,6 +71,47 @@ def in_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[st
         )
         lines.append("  ".join([first, *others]).rstrip())
     return lines
+
+
+def output_width() -> int | None:
+    """How many characters a line of standard output may have; None: any number, because it goes to a file or a pipe."""
+    if (sys.stdout is not None and sys.stdout.isatty()) or os.environ.get("COLUMNS"):
+        return shutil.get_terminal_size((80, 24)).columns
+    return None
+
+
+def laid_out(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int | None) -> list[str]:
+    """The lines of a table in the first of these forms that fits: a line for each row; the same, with what all rows
+    have in common in front of it; a line for each column; a block of lines for each row. No cell is broken.
+
+    Args:
+        width: how many characters a line may have; None: any number.
+    """
+
+    def fits(lines: Sequence[str]) -> bool:
+        return width is None or max(map(len, lines)) <= width
+
+    cells = [[str(cell) for cell in row] for row in rows]
+    if not cells or fits(in_columns(columns, cells)):
+        return in_columns(columns, cells)
+    common = [n for n in range(len(columns)) if len(cells) > 1 and len({row[n] for row in cells}) == 1]
+    above = _pairs([(columns[n], cells[0][n]) for n in common])
+    if common:
+        above.append("")
+    names, *values = ([line[n] for n in range(len(columns)) if n not in common] for line in (columns, *cells))
+    if not names:
+        return above[:-1]
+    for table in ((names, values), (lambda sides: (sides[0], sides[1:]))([*zip(names, *values, strict=True)])):
+        if fits(lines := in_columns(*table)):
+            return [*above, *lines]
+    blocks = [_pairs(list(zip(names, row, strict=True))) for row in values]
+    return [*above, *(line for n, block in enumerate(blocks) for line in (["", *block] if n else block))]
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """A line for each name and its value."""
+    widest = max((len(name) for name, _ in pairs), default=0)
+    return [f"{name.ljust(widest)}  {value}".rstrip() for name, value in pairs]
 
 
 def timeout_ms(text: str, option: str) -> int:

@@ -68,12 +68,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="key: records are where the Java client puts their keys.",
 )
+@click.option("--allow-unjudged", is_flag=True, help="Exit code 0 although something could not be judged.")
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Findings of a kind to show.")
 @click.option(
     "--scratch", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Folder for scratch files."
 )
 @click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
-@click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`.")
+@click.option("--group-id-prefix", help="The same as in `Flow(...)`.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print a line of JSON for each finding, and a last one with the sums."
 )
@@ -95,10 +96,11 @@ def verify(
     unordered: bool,
     filtered: bool,
     partitioner: str,
+    allow_unjudged: bool,
     limit: int,
     scratch: Path | None,
     transactional_id_prefix: str,
-    group_id_prefix: str,
+    group_id_prefix: str | None,
     as_json: bool,
     settings: ClientSettings,
 ) -> int:
@@ -110,8 +112,8 @@ def verify(
     the flow runs again, here and without Spark; its state has to be that of the table, and its outputs those on the
     topics.
 
-    Exit codes: 0 nothing is wrong; 1 something is; 2 not checked: an error, wrong usage, or an id that no output has;
-    130 interrupted.
+    Exit codes: 0 nothing is wrong; 1 something is; 2 not checked: an error, wrong usage, an id that only one side has,
+    or something that could not be judged; 130 interrupted.
     """
     from onceflow.admin.audit import Audit, Outputs
     from onceflow.admin.beginning import offsets_at
@@ -164,7 +166,7 @@ def verify(
             if state_dir is not None:
                 LocalCopies(cluster, names, report, scratch=scratch, tell=tell, check=check).run(state_dir, progress)
     _print(flow, report, as_json)
-    return verdict(report)
+    return verdict(report, allow_unjudged=allow_unjudged)
 
 
 def _check_usage(
@@ -190,6 +192,6 @@ def _check_usage(
 
 def _print(flow: str, report: Report, as_json: bool) -> None:
     sums = ", ".join(f"{count:,} {kind}" for kind, count in report.counts.items())
-    right = "nothing wrong, as far as it was checked" if report.not_checked else "nothing wrong"
+    right = "nothing wrong" if report.exact else "nothing wrong in what was checked and judged"
     head = {"flow": flow, "exact": report.exact}
     print_report(report, head, done="checked", verdict=f"{flow}: {sums or right}", as_json=as_json)

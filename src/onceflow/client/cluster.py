@@ -20,7 +20,7 @@ __all__ = ["GROUP", "TRANSACTION", "Cluster", "ConnectionFailedError", "TopicInf
 
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
 # Error codes of one topic.
-_NONE, _UNKNOWN_TOPIC, _LEADER_NOT_AVAILABLE, _INVALID_TOPIC, _NOT_AUTHORIZED = 0, 3, 5, 17, 29
+_NONE, _UNKNOWN_TOPIC, _LEADER_NOT_AVAILABLE, _INVALID_TOPIC, _NOT_AUTHORIZED = 0, codes.UNKNOWN_TOPIC, 5, 17, 29
 # A broker that has just started, or does not know a new topic yet, responds that the topic does not exist.
 _UNKNOWN_ATTEMPTS, UNKNOWN_TOPIC_S = 3, 10.0
 

@@ -152,7 +152,9 @@ def commit_offsets(
         member_id="",
         topics=offset_topics(topic_type, topic_type.OffsetCommitRequestPartition, offsets, metadata),
     )
-    response = repeat(cluster, request, "OffsetCommit", GROUP, group, deadline, code_of=offsets_code)
+    response = repeat(
+        cluster, request, "OffsetCommit", GROUP, group, deadline, code_of=offsets_code, unknown=offsets_unknown
+    )
     if offsets_code(response):
         raise codes.error_for(offsets_code(response), api="OffsetCommit", resource=group, detail=f"group {group}")
 
@@ -181,6 +183,11 @@ def offset_topics(
 def offsets_code(response: Any) -> int:
     """The first error code in the response to an OffsetCommit or a TxnOffsetCommit, or 0."""
     return next((int(p.error_code) for t in response.topics for p in t.partitions if p.error_code), 0)
+
+
+def offsets_unknown(response: Any) -> str | None:
+    """A topic that does not exist, in the response to an OffsetCommit or a TxnOffsetCommit."""
+    return next((t.name for t in response.topics for p in t.partitions if p.error_code == codes.UNKNOWN_TOPIC), None)
 
 
 def _first_code(response: Any) -> int:

@@ -17,6 +17,7 @@ from onceflow.client.auth import bearer_tokens
 from onceflow.client.auth.jaas import OAUTH_MODULE, jaas, jaas_fields
 from onceflow.client.auth.options import client_fields, msk_iam, oauthbearer
 from onceflow.client.auth.sources import ClientCredentials
+from onceflow.client.key_stores import is_pem, to_pem
 from onceflow.errors import OptionError
 
 # Java client name -> kafka-python argument, for options whose value is passed on unchanged.
@@ -119,6 +120,10 @@ def _reader_defaults(partitions: int) -> dict[str, str]:
     }
 
 
+# How long a connection waits before it is tried again: kafka-python doubles the wait at each failure, up to 30 seconds
+# by default. So long a service would stay away after its brokers are back.
+_RECONNECT = {"reconnect_backoff_ms": 50, "reconnect_backoff_max_ms": 500}
+
 # Options that onceflow sets itself. Other values would break a guarantee.
 _OWNED = {
     "transactional.id": "it is built from the flow's name (see transactional_id_prefix)",
@@ -133,6 +138,7 @@ _OWNED = {
     "transaction.timeout.ms": "use transaction_timeout of Flow.write",
     "compression.type": "use compression of Flow.write",
     "bootstrap.servers": "use the bootstrap_servers argument",
+    "allow.auto.create.topics": "reading never creates a topic; use `onceflow topic create`",
 }
 
 _PLAIN_MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
@@ -165,12 +171,15 @@ class ClientSettings:
             "client_id": "onceflow",
             # Fetch responses of the progress topic may be larger than kafka-python's default of 1 MB.
             "receive_message_max_bytes": 100_000_000,
+            **_RECONNECT,
         }
         for name, value in self.options.items():
             if name in _PLAIN:
                 out[_PLAIN[name]] = value
             elif name in _MILLISECONDS:
                 out[_MILLISECONDS[name]] = _whole_number(name, value)
+        if "reconnect.backoff.max.ms" not in self.options:
+            out["reconnect_backoff_max_ms"] = max(out["reconnect_backoff_max_ms"], out["reconnect_backoff_ms"])
         out.update(_sasl(self.options))
         out.update(_tls(self.options))
         return out
@@ -199,6 +208,8 @@ class ClientSettings:
             partitions: of the topic. The more there are, the less is fetched of each at a time.
         """
         out = {"kafka.bootstrap.servers": self.bootstrap_servers, **_reader_defaults(partitions)}
+        # Java's default is true: then a topic that was deleted comes back when it is read (KIP-361).
+        out["kafka.allow.auto.create.topics"] = "false"
         out.update({f"kafka.{name}": value for name, value in self.options.items() if name not in _NOT_JAVA})
         if "ssl.ca.location" in self.options:  # librdkafka's name; the Java client accepts a PEM file as trust store
             out["kafka.ssl.truststore.type"] = "PEM"
@@ -307,9 +318,12 @@ def _tls(options: Mapping[str, str]) -> dict[str, Any]:
         if location is None:
             continue
         if options.get(f"{store}.type", "JKS").upper() != "PEM":
+            if is_pem(location):
+                raise OptionError(f"{store}.location is a PEM file", next_step=f"set {store}.type to PEM")
             raise OptionError(
                 f"{store}.location is read by Python too, which cannot read Java key stores",
-                next_step=f"convert it to a PEM file and set {store}.type to PEM (the Java client reads it, too)",
+                next_step=f"convert it to a PEM file, which the Java client reads, too, and set {store}.type to PEM: "
+                + to_pem(trust=store == "ssl.truststore"),
             )
         # A PEM key store has certificate and key in one file. Python's ssl accepts such a file.
         out[argument] = location

@@ -24,7 +24,7 @@ from onceflow.client.cluster import GROUP, TRANSACTION, Cluster
 from onceflow.client.connections import SentRequest
 from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
-from onceflow.client.offsets import offset_topics, offsets_code
+from onceflow.client.offsets import offset_topics, offsets_code, offsets_unknown
 from onceflow.protocol import codes
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.produce import MAX_VERSION, MIN_VERSION
@@ -116,7 +116,15 @@ def add_partitions(
         # OPERATION_NOT_ATTEMPTED (55) only means that another partition of the request has an error.
         return next((c for c in found if c not in (0, 55)), next((c for c in found if c), 0))
 
-    response = repeat(cluster, request, "AddPartitionsToTxn", TRANSACTION, transactional_id, deadline, code_of=code_of)
+    def unknown(response: Any) -> str | None:
+        found = ((t.name, p) for t in response.results_by_topic_v3_and_below for p in t.results_by_partition)
+        return next((name for name, p in found if p.partition_error_code == codes.UNKNOWN_TOPIC), None)
+
+    response = repeat(
+        *(cluster, request, "AddPartitionsToTxn", TRANSACTION, transactional_id, deadline),
+        code_of=code_of,
+        unknown=unknown,
+    )
     if code_of(response):
         raise error_of(transactional_id, code_of(response), "AddPartitionsToTxn")
 
@@ -156,7 +164,12 @@ def commit_offsets(
         sent: what `send_offsets` has returned for the same arguments.
     """
     request = _offsets_request(cluster, transactional_id, producer, group, offsets, metadata)
-    response = repeat(cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=offsets_code, sent=sent)
+    response = repeat(
+        *(cluster, request, "TxnOffsetCommit", GROUP, group, deadline),
+        code_of=offsets_code,
+        unknown=offsets_unknown,
+        sent=sent,
+    )
     if offsets_code(response):
         raise error_of(transactional_id, offsets_code(response), "TxnOffsetCommit", group)
 

@@ -49,6 +49,9 @@ class FetchedPart:
         if self.records:
             yield from query.of([(self.place, self.taken())])
 
+    def sources(self) -> Sequence[tuple[TopicPartition, RecordColumns]]:
+        return [(self.place, self.taken())]
+
     def taken(self) -> RecordColumns:
         """The records."""
         low, high = self._bounds()
@@ -69,7 +72,10 @@ class MergedParts:
     parts: Sequence[FetchedPart]
 
     def rows(self, query: QueryRows) -> Iterator[pa.RecordBatch]:
-        yield from query.of([(part.place, part.taken()) for part in self.parts])
+        yield from query.of(self.sources())
+
+    def sources(self) -> Sequence[tuple[TopicPartition, RecordColumns]]:
+        return [source for part in self.parts for source in part.sources()]
 
 
 def merged(parts: Sequence[FetchedPart], query: QueryRows) -> Sequence[FetchedPart | MergedParts]:

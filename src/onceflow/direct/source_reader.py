@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.cluster import UNKNOWN_TOPIC_S, Cluster, TopicInfo
 from onceflow.client.column_chunks import ColumnChunk, ColumnForm
 from onceflow.client.deadline import Deadline
 from onceflow.client.followed import Followed
@@ -39,7 +39,7 @@ _SILENT_S = 0.5  # a partition that has nothing new is asked so often, if a batc
 _LOOK_EVERY_S = 5.0
 _START_S = 60.0
 # While tasks read: how long the answer of a leader is waited for, and for how long it is not asked if none came.
-_ANSWER_S, _AWAY_S = 3.0, 15.0
+_ANSWER_S, _AWAY_S = 3.0, 5.0
 _OTHERS_S = 0.004  # how long the answers of other brokers are waited for
 
 
@@ -75,6 +75,7 @@ class SourceReader:
         self.arrivals = Arrivals({topic: starts[topic] for topic in self._sources})
         self._cluster = Cluster(settings, refused_s=None)
         self._looked_at = float("-inf")
+        self._unknown_since: float | None = None  # a look has found that a topic does not exist
         self._brokers = 1
         self._away_until: dict[int, float] = {}  # leaders that have not answered, by number
         deadline = Deadline(_START_S, f"connecting to the sources of flow {flow}")
@@ -349,6 +350,7 @@ class SourceReader:
         """Follow partitions that were added, from their beginning."""
         if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
             return
+        began = time.monotonic()
         deadline = Deadline(_LOOK_EVERY_S, f"looking at the partitions of the sources of flow {self._flow}")
         found: Mapping[str, TopicInfo] = {}
         try:
@@ -359,6 +361,13 @@ class SourceReader:
                 added = sorted(n for n, leader in info.leaders.items() if n not in known and leader >= 0)
                 if added and info.topic_id == self._topic_ids[topic]:
                     self._begin(topic, list_offsets(self._cluster, {topic: added}, EARLIEST, deadline)[topic])
+            self._unknown_since = None
+        except UnknownTopicError as error:
+            # Nobody asks for its records while there are enough of others, or while tasks read.
+            self._unknown_since = self._unknown_since or began
+            if time.monotonic() - self._unknown_since > UNKNOWN_TOPIC_S:
+                error.locate(flow=self._flow)
+                raise
         except OnceflowError as error:
             log.debug("flow %s: could not look for new partitions: %s", self._flow, error)
         self._looked_at = time.monotonic()

@@ -41,6 +41,11 @@ class Part:
     shuffled: bool
 
 
+def in_tasks(count: int) -> str:
+    """So many tasks, in words, for the path of a batch."""
+    return "1 task" if count == 1 else f"{count} tasks"
+
+
 def audit(
     reports: Sequence[Report], *, tasks: int | None, stage_attempts: Mapping[int, int], flow: str, batch: int
 ) -> Audit:
@@ -155,7 +160,7 @@ def _check_attempts(
     seen = {report.task for report in reports}
     if seen != set(range(tasks)):
         missing = sorted(set(range(tasks)) - seen)
-        raise _aborted(f"{tasks} tasks should have reported, {len(missing)} did not: {missing[:10]}", flow, batch)
+        raise _aborted(f"{in_tasks(tasks)} should have reported, {len(missing)} did not: {missing[:10]}", flow, batch)
 
 
 def _aborted(detail: str, flow: str, batch: int) -> OnceflowError:

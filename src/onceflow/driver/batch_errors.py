@@ -6,24 +6,41 @@ import re
 
 from onceflow import user_code
 from onceflow.errors import (
+    AuthenticationFailedError,
     BadRecordError,
     BatchAbortedError,
+    BrokerUnreachableError,
     ClaimCheckError,
     DataLossError,
     DeadlineExceededError,
     EnvironmentUnusableError,
     FencedError,
     OnceflowError,
+    OptionError,
+    PermissionDeniedError,
     ProcessorError,
+    ProtocolError,
     SchemaError,
     StorageUnavailableError,
     TransactionTimeoutError,
+    UnknownTopicError,
+    UnsupportedQueryError,
     data_loss,
 )
 from onceflow.protocol import timestamps
 from onceflow.spark import jvm
 
 _CLAIM = re.compile(r"ClaimCheckError: ([^\n]+)(?:\n  detail: ([^\n]+))?(?:\n  next step: ([^\n]+))?")
+
+WORTH_A_RERUN = (
+    BatchAbortedError,
+    TransactionTimeoutError,
+    DeadlineExceededError,
+    BrokerUnreachableError,
+    StorageUnavailableError,
+    FencedError,  # tasks get it after a transaction timeout; the abort has shown that no other driver owns the id
+)
+"""Another attempt may help: it has a new epoch, and its transaction timeout starts again."""
 
 _RAISED_THERE: tuple[type[OnceflowError], ...] = (
     DeadlineExceededError,
@@ -33,6 +50,12 @@ _RAISED_THERE: tuple[type[OnceflowError], ...] = (
     SchemaError,
     DataLossError,
     BadRecordError,
+    UnknownTopicError,
+    OptionError,
+    UnsupportedQueryError,
+    PermissionDeniedError,
+    AuthenticationFailedError,
+    ProtocolError,
 )
 _CLASSES = {each.__name__: each for each in _RAISED_THERE}
 # An error as the worker of a task has written it, see `OnceflowError`.
@@ -66,8 +89,8 @@ _AGAIN = re.compile(
 def of_task(problem: BaseException) -> OnceflowError | None:
     """The error in a task, if Spark's job has failed by it and no attempt helps.
 
-    It is one of ``ClaimCheck.load`` or of ``Flow.map``, or a source record cannot be a row, or Spark's Kafka source in
-    it cannot express the time of one, or records have expired before the task or that source has read them.
+    It is one of onceflow's own that another attempt would meet as well, or Spark's Kafka source cannot express the time
+    of a record, or records have expired before the task or that source has read them.
     """
     if isinstance(problem, OnceflowError):
         return None
@@ -78,7 +101,10 @@ def of_task(problem: BaseException) -> OnceflowError | None:
     raised = raised_error(text)
     if raised is None:
         return _expired(text) or _no_time(text)
-    return raised if raised.what.startswith(_MAP) or isinstance(raised, DataLossError | BadRecordError) else None
+    if raised.what.startswith(_MAP):
+        return raised
+    # Another executor may have what one lacks.
+    return None if isinstance(raised, (*WORTH_A_RERUN, EnvironmentUnusableError)) else raised
 
 
 def raised_error(text: str) -> OnceflowError | None:
@@ -189,6 +215,33 @@ def then_again(cure: str, where: str) -> str:
     if _AGAIN.search(cure):
         return cure
     return f"{cure.rstrip('. ')}. Then start the flow again: it continues {where}"
+
+
+def not_computable(flow: str, batch: int, problem: BaseException, record: str = "") -> BatchAbortedError:
+    """Spark cannot evaluate the query over the rows of a batch.
+
+    Args:
+        record: place and key of the first record that it fails for; empty: not known.
+    """
+    expression = jvm.expression(problem)
+    told = [f"record {record}" if record else "", in_short(problem), f"in {expression}" if expression else ""]
+    return BatchAbortedError(
+        f"Batch {batch} was aborted: the query cannot be evaluated over its rows; nothing of it is visible",
+        flow=flow,
+        batch=batch,
+        detail="; ".join(filter(None, told)),
+        next_step="correct the expression, or leave out rows that it cannot take (try_cast, try_divide, where). Then "
+        "start the flow again: it continues at this batch",
+    )
+
+
+def sink_failed(target: str, step: str, problem: BaseException) -> EnvironmentUnusableError:
+    """A sink has failed in a way that another attempt would meet as well."""
+    return EnvironmentUnusableError(
+        f"{target} has failed at the step {step}: {in_short(problem)}",
+        next_step="correct the query, the sink, or what it writes to. Then start the flow again: "
+        "it continues at this batch",
+    )
 
 
 def after(problem: OnceflowError, earlier: BaseException) -> OnceflowError:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 from uuid import uuid4
 
-from onceflow import hooks
+from onceflow import hooks, user_code
 from onceflow.client.deadline import Deadline
 from onceflow.clock import clock_ms
 from onceflow.driver import batch_errors
-from onceflow.driver.audit import Part
+from onceflow.driver.audit import Part, in_tasks
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.external_waiting import when_reached
@@ -225,7 +225,7 @@ class ExternalCommit:
             df = rows.frame(max(1, min(self._cores(), sum(map(len, source.end.values())))))
             tasks = jvm.task_total(df)
             found = from_rows(map_in_arrow(df, ExternalTask(order), REPORT_SPARK_SCHEMA).collect())
-        summary.path = f"{tasks} tasks"
+        summary.path = in_tasks(tasks)
         return Part(found.written, tasks, jvm.has_shuffle(df)), found.returned
 
     def _commit(self, at: BatchAttempt, receipts: Sequence[bytes], progress: Progress, records: int) -> None:
@@ -297,6 +297,8 @@ class ExternalCommit:
             raise older_state(self._sink.target, self.flow, f"it is at progress {opened.progress}")
         if opened.progress != text:
             self.machine.on(Event.COMMIT_REFUSED)
+            if at.attempt > 1 and user_code.repeats(problem):
+                raise batch_errors.sink_failed(self._sink.target, "commit", problem) from problem
             raise BatchAbortedError(
                 f"The transaction of {self._sink.target} was not committed",
                 detail=in_short(problem),
@@ -324,6 +326,8 @@ class ExternalCommit:
         except SPARK_ERRORS:  # an operator of Spark fails for a row
             raise
         except Exception as problem:
+            if self._at is not None and self._at.attempt > 1 and user_code.repeats(problem):
+                raise batch_errors.sink_failed(self._sink.target, step, problem) from problem
             raise BatchAbortedError(
                 f"{self._sink.target} has failed at the step {step}",
                 detail=in_short(problem),

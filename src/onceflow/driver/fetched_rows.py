@@ -9,8 +9,11 @@ from typing import Protocol
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
+from onceflow.driver.blame import culprit
 from onceflow.driver.driver_program import DriverProgram
 from onceflow.driver.range_rows import RangeRows
+from onceflow.protocol.names import TopicPartition
+from onceflow.protocol.record_columns import RecordColumns
 from onceflow.task.source_rows import QueryRows, joined
 
 #: Runs the process step of a table: takes its input, and returns the rows that it yields.
@@ -22,6 +25,10 @@ class Fetched(Protocol):
 
     def rows(self, query: QueryRows) -> Iterator[pa.RecordBatch]:
         """The rows of a query that they become. Called for every attempt of the batch."""
+        ...
+
+    def sources(self) -> Sequence[tuple[TopicPartition, RecordColumns]]:
+        """The records, by where they are."""
         ...
 
 
@@ -48,6 +55,13 @@ class FetchedRows:
             run_step: for process steps whose rows are rows of the query. Each is run, also if it gets no rows.
         """
         return joined(self._rows(self.program, run_step))
+
+    def culprit(self) -> str:
+        """The record of which the query cannot make rows, see `blame.culprit`."""
+        programs = [self.program]
+        for program in programs:  # those of the inputs of steps, too
+            programs += [step.input for step in program.steps]
+        return culprit((each.query for each in programs), (source for part in self.parts for source in part.sources()))
 
     def _rows(self, program: DriverProgram, run_step: RunStep | None) -> Iterator[pa.RecordBatch]:
         for part in self.parts:

@@ -13,7 +13,7 @@ from onceflow import hooks
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.driver.audit import Audit, Part
+from onceflow.driver.audit import Audit, Part, in_tasks
 from onceflow.driver.delivery import Delivery
 from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.numbering import Numbering
@@ -229,7 +229,9 @@ class OutputWriter:
         else:
             collected = prepared.df.mapInArrow(WriteTask(order), REPORT_SPARK_SCHEMA).collect()
             parts = [Part(from_rows(collected).written, prepared.routing.tasks, prepared.shuffled)]
-        written_by = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
+        written_by = "driver" if on_driver else in_tasks(prepared.routing.tasks)
+        if outgoing.in_front and not on_driver:
+            written_by = f"{prepared.routing.tasks} tasks"
         attempt.summary.path = f"{outgoing.in_front} + {written_by}" if outgoing.in_front else written_by
         return parts if self._state is None else parts + self._state.gather(order, self._cluster)
 

@@ -13,37 +13,24 @@ from time import monotonic, sleep
 from typing import Protocol
 
 from onceflow.driver import batch_errors
-from onceflow.driver.batch_errors import in_short
-from onceflow.driver.fetched_rows import Rows
+from onceflow.driver.batch_errors import WORTH_A_RERUN, in_short
+from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.errors import (
     BatchAbortedError,
-    BrokerUnreachableError,
     DeadlineExceededError,
     FencedError,
     OnceflowError,
-    StorageUnavailableError,
-    TransactionTimeoutError,
 )
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.transaction import Transaction
-from onceflow.spark import driver_jvm
+from onceflow.spark import driver_jvm, jvm
 from onceflow.spark.import_errors import cannot_import
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.task.row_writer import Companion
 
 log = logging.getLogger("onceflow.sink")
-
-# Another attempt may help: it has a new epoch, and its transaction timeout starts again.
-_WORTH_A_RERUN = (
-    BatchAbortedError,
-    TransactionTimeoutError,
-    DeadlineExceededError,
-    BrokerUnreachableError,
-    StorageUnavailableError,
-    FencedError,  # tasks get it after a transaction timeout; the abort has shown that no other driver owns the id
-)
 
 _EXPECTED: tuple[type[Exception], ...] = (OnceflowError, *SPARK_ERRORS)
 # A signal to the group of processes may end Spark's JVM before Python has seen its own: so long it is waited for.
@@ -201,9 +188,12 @@ class Retries:
         if not isinstance(problem, OnceflowError):
             clear = cannot_import(problem) or batch_errors.of_task(problem)
             clear = clear or self._of_jvm(rows, problem, attempt.batch)
+            if clear is None and jvm.will_repeat(problem) and not self._is_stopped(rows, problem):
+                record = rows.culprit() if isinstance(rows, FetchedRows) else ""
+                clear = batch_errors.not_computable(self._flow, attempt.batch, problem, record)
         if clear is not None:
             raise clear from None  # another attempt does not help
-        if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
+        if isinstance(problem, OnceflowError) and not isinstance(problem, WORTH_A_RERUN):
             raise problem
         if self._is_stopped(rows, problem):
             raise problem

@@ -335,6 +335,7 @@ class Startup:
             spec=spec,
             lateness_ms=None if lateness is None else duration_ms(lateness),
             idle_s=duration_ms(options.idle_timeout) / 1000,
+            clock_s=None if options.clock_after is None else duration_ms(options.clock_after) / 1000,
         )
 
     # ---- commit --------------------------------------------------------------------------------------

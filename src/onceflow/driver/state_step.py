@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 from onceflow.client.cluster import Cluster
 from onceflow.client.settings import ClientSettings
 from onceflow.driver import handover, step_chain, step_fused, step_on_driver
-from onceflow.driver.audit import Part
+from onceflow.driver.audit import Part, in_tasks
 from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.preparing import prepare, settle_copies
@@ -171,7 +171,7 @@ class StateStep:
         (table,) = self._by_name
         done, parts, tasks = step_fused.run(df, self._order(table, place.writes, order), place.steps[table], cluster)
         self._done = {table: done}
-        return f"{tasks} tasks", parts
+        return in_tasks(tasks), parts
 
     @property
     def written_as_is(self) -> bool:

@@ -217,6 +217,7 @@ def _tables(
             source_partitions=[(topic, number) for topic in sorted(topics) for number in source_partitions[topic]],
             lateness_ms=step.lateness_ms,
             idle_s=step.idle_s,
+            clock_s=step.clock_s,
             transactions=transactions,
         )
     return found

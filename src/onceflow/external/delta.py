@@ -322,7 +322,7 @@ class DeltaSink(ExternalSink):
             raise SchemaError(
                 f"No table can be created in {self.root}",
                 detail=self._storage.said(error),
-                next_step="create it, or rename or cast the columns",
+                next_step="create it yourself, or change what the detail names: names with alias(), types with cast()",
             ) from error
 
     def _of_table(self, schema: pa.Schema, facts: TableFacts) -> pa.Schema:

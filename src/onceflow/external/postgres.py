@@ -531,7 +531,7 @@ class PostgresSink(ExternalSink):
             raise SchemaError(
                 f"Rows cannot be written to table {self._write.table}",
                 detail=str(error).splitlines()[0],
-                next_step="cast the columns in the query to the types of the table, if it is about types",
+                next_step=_cure(error),
             ) from error
 
     def _checked(self, connection: psycopg.Connection[Any], staged: Staged, expected: int) -> Staged:
@@ -611,3 +611,27 @@ def _staging_prefix(flow: str) -> str:
 def _staging(attempt: BatchAttempt) -> str:
     """The staging table of a driver."""
     return f"{_staging_prefix(attempt.flow)}{attempt.generation}_{attempt.owner[:8]}"
+
+
+# What to do if a table does not take the columns of a query, by the beginning of the SQLSTATE.
+_CURES = {
+    "42804": "cast the columns in the query to the types of the table",
+    "42883": "cast the columns in the query to the types of the table",
+    "42846": "cast the columns in the query to the types of the table",
+    "22": "cast the columns in the query to the types of the table",
+    "42703": "rename the columns in the query to those of the table",
+    "42601": "rename the column, or report this with the table's definition",
+    "42602": "rename the column: this is no name in PostgreSQL",
+    "42622": "rename the column: its name is too long for PostgreSQL",
+    "23": "see the rules of the table that the detail names: a check, a default, a trigger",
+    "P0": "see the trigger or the function that has raised it",
+    "39": "see the trigger or the function that has raised it",
+    "38": "see the trigger or the function that has raised it",
+}
+
+
+def _cure(error: psycopg.Error) -> str:
+    """What to do if a table does not take the columns of a query."""
+    code = error.sqlstate or ""
+    found = next((_CURES[code[:n]] for n in (5, 2) if code[:n] in _CURES), None)
+    return found or "see what the server says, in its log, too"

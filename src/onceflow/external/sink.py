@@ -178,8 +178,10 @@ class ExternalSink(ABC):
     name with different prefixes, or on different clusters, do not share a progress row. It has letters, digits, ``.``,
     ``_``, ``-`` and ``@``, and may be longer than the name of a file or a table (up to about 340 characters).
 
-    Whatever a method raises must not contain secrets. `OnceflowError`s stop the flow; other exceptions of ``begin``,
-    ``write`` and ``abort`` make the batch run again. ``ConnectionError`` of ``check``, ``progress_row``, ``open`` and
+    Whatever a method raises must not contain secrets. `OnceflowError`s stop the flow, and so do exceptions that say
+    that the code, the rows or a name is wrong, such as ``TypeError``, ``ValueError`` or ``KeyError``,
+    if a second attempt meets them, too. Other exceptions of ``begin``, ``write`` and ``commit``
+    make the batch run again. ``ConnectionError`` of ``check``, ``progress_row``, ``open`` and
     ``begin`` means that the system cannot be reached at the moment: the driver waits for it, for two minutes at most;
     at a start for what is left of the start's minute. An `UnavailableError` also tells what to do.
 

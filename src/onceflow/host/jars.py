@@ -31,6 +31,7 @@ from xml.sax.saxutils import quoteattr
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host.file_lock import locked
 from onceflow.host.java import find_java
+from onceflow.private_folders import in_home
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +56,9 @@ class Coordinate:
 
 
 def cache_dir() -> Path:
-    """``$ONCEFLOW_CACHE``, else ``~/.cache/onceflow``."""
+    """``$ONCEFLOW_CACHE``, else ``~/.cache/onceflow``, see `in_home`."""
     given = os.environ.get("ONCEFLOW_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "onceflow"
+    return Path(given).expanduser() if given else in_home(".cache", "onceflow")
 
 
 # For each minor version of Spark, a release whose Kafka connector is known to work with all patch releases of it. It is
@@ -319,7 +320,10 @@ def repository_root() -> str | None:
     given = os.environ.get("ONCEFLOW_MAVEN_REPO", "").strip()
     if given:
         return given.rstrip("/") + "/"
-    return maven_mirror(Path.home() / ".m2" / "settings.xml")
+    try:
+        return maven_mirror(Path.home() / ".m2" / "settings.xml")
+    except RuntimeError:  # there is no home
+        return None
 
 
 def maven_mirror(settings: Path) -> str | None:

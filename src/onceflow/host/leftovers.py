@@ -1,15 +1,14 @@
-"""Finds temporary files and folders of processes that have ended. The process id is part of their names."""
+"""Finds files and folders of processes that have ended. The process id is part of their names."""
 
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 
-def of_ended_processes(prefix: str, ending: str) -> Iterator[Path]:
-    """Temporary files and folders named ``<prefix><process id><ending>`` whose process has ended. None of them if the
+def of_ended_processes(prefix: str, ending: str, folder: Path) -> Iterator[Path]:
+    """Files and folders in a folder named ``<prefix><process id><ending>`` whose process has ended. None of them if the
     system has no ``/proc``.
 
     Args:
@@ -19,7 +18,7 @@ def of_ended_processes(prefix: str, ending: str) -> Iterator[Path]:
     if not Path("/proc").exists():
         return
     name = re.compile(rf"{re.escape(prefix)}(\d+){ending}")
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for path in folder.glob(f"{prefix}*"):
         match = name.fullmatch(path.name)
         if match and not Path(f"/proc/{match[1]}").exists():
             yield path

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,15 @@ from onceflow.state.windows.processor import check_windows
 log = logging.getLogger("onceflow")
 
 ON_ERROR = ("fail", "dead-letter")
+# What the methods of a processor are called with. migrate() may leave out the last one.
+_OF_ALL = {"open": ("partition",), "close": (), "migrate": ("payload", "from_version", "name")}
+_METHODS = _OF_ALL | {
+    "event_time": ("record",),
+    "late_before_ms": ("watermark_ms",),
+    "process": ("key", "records", "state"),
+    "on_timer": ("key", "timer", "state"),
+}
+_COLUMN_METHODS = _OF_ALL | {"event_time": ("records",), "process": ("records", "states", "context")}
 MOVES = (
     "table {table} has no changelog, and on a cluster Spark may run a partition on another host in every batch; there "
     "its state begins empty"
@@ -42,6 +52,7 @@ class Step:
     spec: ProcessSpec
     lateness_ms: int | None
     idle_s: float
+    clock_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class StepOptions:
     max_dead_letters: int | float | None = None
     changelog: bool = True
     duplicates_topic: str | None = None
+    clock_after: str | float | None = None
 
 
 def check_options(
@@ -86,6 +98,7 @@ def check_options(
             next_step="give an instance of your subclass: Balance(), not Balance",
         )
     _check_defined(processor, flow)
+    _check_signatures(processor, flow)
     _note_misspelled(processor, flow)
     check_windows(processor, flow, late_topic=options.late_topic is not None)
     _check_table(options.table, flow, sources, tables)
@@ -99,6 +112,12 @@ def check_options(
         )
     own_tables = frozenset(topic for name in (*tables, options.table) for topic in (name, name + INTERNAL_SUFFIX))
     check_side_topics(side_topics_of(options), OwnTopics(frozenset(sources), own_tables), flow)
+    if options.clock_after is not None and not goes_late:
+        raise OptionError(
+            "clock_after= is for event time, which the processor does not use",
+            flow=flow,
+            next_step="declare allowed_lateness, or leave clock_after= out",
+        )
     _check_numbers(options, flow)
     _check_durations(options, processor, flow)
     if isinstance(processor, Retry):
@@ -120,6 +139,37 @@ def _check_defined(processor: Processor | ColumnProcessor, flow: str) -> None:
             flow=flow,
             next_step=f"{did_you_mean('process', own)}Define it: Flow.process calls it with the records of each key",
         )
+
+
+def _check_signatures(processor: Processor | ColumnProcessor, flow: str) -> None:
+    """Check that each method takes what it is called with. Otherwise every record would become a dead letter."""
+    takes = _COLUMN_METHODS if isinstance(processor, ColumnProcessor) else _METHODS
+    for name, arguments in takes.items():
+        method = getattr(processor, name, None)
+        if not callable(method):
+            continue
+        try:
+            signature = inspect.signature(method, follow_wrapped=False)  # a decorator may add arguments
+        except Exception:  # of a class in C, or annotations that cannot be evaluated
+            continue
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            if name == "migrate" and _binds(signature, arguments[:-1]):
+                continue
+            raise OptionError(
+                f"{type(processor).__name__}.{name}{signature} cannot be called: {error}",
+                flow=flow,
+                next_step=f"define it as {name}({', '.join(['self', *arguments])})",
+            ) from None
+
+
+def _binds(signature: inspect.Signature, arguments: Sequence[str]) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _note_misspelled(processor: Processor | ColumnProcessor, flow: str) -> None:
@@ -202,6 +252,7 @@ def _check_durations(options: StepOptions, processor: Processor | ColumnProcesso
     for name, duration in (
         ("retention", options.retention),
         ("idle_timeout", options.idle_timeout),
+        ("clock_after", options.clock_after),
         ("ttl", processor.ttl),
         ("allowed_lateness", processor.allowed_lateness),
         ("max_ahead", processor.max_ahead),

@@ -79,6 +79,9 @@ class ErrorCode:
     error: type[OnceflowError]
 
 
+UNKNOWN_TOPIC = 3
+"""UNKNOWN_TOPIC_OR_PARTITION: there is no such topic, or the broker does not know it yet."""
+
 _OK, _RETRY, _ABORT, _FATAL = Verdict.OK, Verdict.RETRY, Verdict.ABORT, Verdict.FATAL
 _METADATA, _COORDINATOR = Verdict.RETRY_AFTER_METADATA, Verdict.RETRY_AFTER_COORDINATOR
 

@@ -57,17 +57,19 @@ class Names:
     Args:
         flow: the flow's name.
         transactional_id_prefix: added in front of the transactional id, without a separator.
-        group_id_prefix: added in front of the group id, likewise.
+        group_id_prefix: added in front of the group id, likewise. None: the other prefix, so that flows of one name
+            with different prefixes have different groups.
     """
 
     flow: str
     transactional_id_prefix: str = ""
-    group_id_prefix: str = ""
+    group_id_prefix: str | None = None
 
     def __post_init__(self) -> None:
         validate_flow_name(self.flow)
         validate_prefix(self.transactional_id_prefix)
-        validate_prefix(self.group_id_prefix)
+        if self.group_id_prefix is not None:
+            validate_prefix(self.group_id_prefix)
         if self.transactional_id.startswith(_OF_COMMANDS):
             raise OptionError(
                 f"{self.flow!r} cannot be the name of a flow with this prefix: transactional ids that begin with "
@@ -96,7 +98,8 @@ class Names:
     @property
     def group_id(self) -> str:
         """The consumer group to which source offsets are committed. Only tools for consumer lag read them."""
-        return f"{self.group_id_prefix}{self.flow}"
+        prefix = self.transactional_id_prefix if self.group_id_prefix is None else self.group_id_prefix
+        return f"{prefix}{self.flow}"
 
 
 def transactional_id_of_parked(topic: str) -> str:

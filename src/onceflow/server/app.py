@@ -115,7 +115,8 @@ def _add_lookups(app: FastAPI, service: Service) -> None:
     async def multi_get(request: Request, table: str, given: Annotated[LookupParameters, Query()]) -> Response:
         served = service.table(table)
         written = given.format(served.format)
-        keys = [written.keys.key(each) for each in _keys(await request.body(), service.limits.keys)]
+        given_keys = (written.keys.key(each) for each in _keys(await request.body(), service.limits.keys))
+        keys = list(dict.fromkeys(given_keys))
         wish = given.wish(table, service.limits)
         values, seen = await served.routed.get_many(keys, wish)
         found = [written.item(key, raw) for key, raw in zip(keys, values, strict=True) if raw is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -54,8 +54,7 @@ def assign(members: list[Member], partitions: Mapping[str, int], copies: int) ->
         chosen[place] = [able[place[0]][at] for *_, at in sorted(ranked)[:copies]]
         for each in chosen[place]:
             load[each.address] += 1
-    while _moved(chosen, able, load):
-        pass
+    _Moves(chosen, able, load).level()
     for place, holders in chosen.items():
         holders.sort(key=lambda member: member.address)
         if not any(each.rank(*place) == 2 for each in holders):
@@ -68,25 +67,64 @@ def assign(members: list[Member], partitions: Mapping[str, int], copies: int) ->
     return found
 
 
-def _moved(chosen: dict[_Place, list[Member]], able: Mapping[str, list[Member]], load: dict[str, int]) -> bool:
-    """Move one partition from an instance to one that has two less; rather one that the new one has a copy of."""
-    best: tuple[tuple[int, int, int], _Place, int, Member] | None = None
-    for place, holders in chosen.items():
-        for at, old in enumerate(holders):
-            for new in able[place[0]]:
-                difference = load[old.address] - load[new.address]
-                if difference < 2 or new in holders:
-                    continue
-                worth = new.rank(*place), difference, -old.rank(*place)
-                if best is None or worth > best[0]:
-                    best = worth, place, at, new
-    if best is None:
-        return False
-    _, place, at, new = best
-    load[chosen[place][at].address] -= 1
-    load[new.address] += 1
-    chosen[place][at] = new
-    return True
+class _Moves:
+    """Which partitions may move from an instance to another one.
+
+    It is kept up to date while partitions move: with 10,000 of them, a search through all for each move would take
+    longer than the group waits for its leader.
+
+    Args:
+        chosen: who is to have each partition. It is changed.
+        able: who serves each topic. load: how many partitions each address has. It is changed.
+    """
+
+    def __init__(
+        self, chosen: dict[_Place, list[Member]], able: Mapping[str, list[Member]], load: dict[str, int]
+    ) -> None:
+        self._chosen, self._able, self._load = chosen, able, load
+        # By the rank of the new one, both addresses, and the rank of the old one. Entries may be out of date.
+        self._waiting: dict[tuple[int, str, str, int], deque[tuple[_Place, Member]]] = {}
+        for place, holders in chosen.items():
+            others = [each for each in able[place[0]] if each not in holders]
+            for old in holders:
+                for new in others:
+                    self._add(place, old, new)
+
+    def _add(self, place: _Place, old: Member, new: Member) -> None:
+        key = new.rank(*place), old.address, new.address, old.rank(*place)
+        self._waiting.setdefault(key, deque()).append((place, new))
+
+    def level(self) -> None:
+        """Move partitions, one after the other, from an instance to one that has two less. Those that the new one has a
+        copy of come first, then those of the greatest difference, then those that the old one has no good copy of."""
+        while (found := self._next()) is not None:
+            place, old, new = found
+            holders = self._chosen[place]
+            at = next(n for n, each in enumerate(holders) if each.address == old)
+            gone, holders[at] = holders[at], new
+            self._load[old] -= 1
+            self._load[new.address] += 1
+            for each in self._able[place[0]]:
+                if each not in holders:
+                    self._add(place, new, each)
+            for each in holders:
+                if each is not new:
+                    self._add(place, each, gone)
+
+    def _next(self) -> tuple[_Place, str, Member] | None:
+        """The best move: the partition, the address of the old one, and the new one."""
+        load = self._load
+        keys = [key for key in self._waiting if load[key[1]] - load[key[2]] >= 2]
+        for key in sorted(keys, key=lambda key: (-key[0], load[key[2]] - load[key[1]], key[3], key[1], key[2])):
+            waiting = self._waiting[key]
+            while waiting:
+                place, new = waiting[0]
+                holders = self._chosen[place]
+                if new not in holders and any(each.address == key[1] for each in holders):
+                    return place, key[1], new
+                waiting.popleft()
+            del self._waiting[key]
+        return None
 
 
 def _owners(chosen: Mapping[_Place, list[Member]]) -> dict[_Place, Member | None]:

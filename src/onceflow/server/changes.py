@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import orjson
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import Chunk
@@ -28,6 +28,7 @@ from onceflow.server.formats import Format
 from onceflow.server.problems import Problem, another_topic, unavailable
 from onceflow.server.requests import position_of
 from onceflow.server.service import Served, Service
+from onceflow.server.streams import LeasedStream
 from onceflow.state.local.format import is_snapshot
 
 _LOOK_S = 10.0
@@ -107,49 +108,62 @@ async def changes_of(service: Service, served: Served, since: str | None, prefix
         since: where to begin, a position; None: with what is committed from now on.
         prefix: only keys that begin with it.
     """
-    service.check_stream()
+    lease = service.begin_stream()
+    try:
+        tail, thread = await _tail(service, served, since)
+    except BaseException:
+        lease.close()
+        raise
+    lease.at_end(lambda: thread.shutdown(wait=False))
+    lease.at_end(lambda: thread.submit(tail.close))  # the last one is the first one
+    loop = asyncio.get_running_loop()
+
+    async def events() -> AsyncIterator[bytes]:
+        until = time.monotonic() + service.limits.stream_s
+        try:
+            yield _event("position", tail, {})
+            told_at = time.monotonic()
+            while not service.stopping and time.monotonic() < until:
+                found = await loop.run_in_executor(thread, tail.read)
+                text = b"".join(_of_chunks(found, tail, served.topic, prefix, written))
+                if not text and time.monotonic() - told_at > _ALIVE_S:
+                    text = _event("position", tail, {})
+                if text:
+                    told_at = time.monotonic()
+                    yield text
+        except (OnceflowError, Problem) as error:
+            problem = unavailable(error) if isinstance(error, OnceflowError) else error
+            yield _event("problem", tail, problem.document())
+
+    headers = {"Cache-Control": "no-store", "Onceflow-Position": tail.position()}
+    return LeasedStream(lease, events(), headers, "text/event-stream")
+
+
+async def _tail(service: Service, served: Served, since: str | None) -> tuple[Tail, ThreadPoolExecutor]:
+    """What follows the topic, and the thread that does it: one of the shared threads would be taken from others for as
+    long as the stream lasts."""
     if served.share.snapshots:
         raise _no_changes(served.topic)
     topic_id = served.share.topic_id
     offsets, of_topic = ({}, "") if since is None else position_of("since", since, served.topic)
     if of_topic not in ("", topic_id):
         raise another_topic(served.topic)
-    # A thread of its own: one of the shared ones would be taken from others for as long as the stream lasts.
     thread = ThreadPoolExecutor(1, f"onceflow-changes-{served.topic}")
-    loop = asyncio.get_running_loop()
-    settings = service.settings
+    making = thread.submit(Tail, service.settings, served.topic, topic_id, offsets)
     try:
-        tail = await loop.run_in_executor(thread, Tail, settings, served.topic, topic_id, offsets)
-    except OnceflowError as error:
+        return await asyncio.wrap_future(making), thread
+    except BaseException as error:
+        making.add_done_callback(_close_unused)
         thread.shutdown(wait=False)
-        raise unavailable(error) from error
-    except BaseException:
-        thread.shutdown(wait=False)
+        if isinstance(error, OnceflowError):
+            raise unavailable(error) from error
         raise
 
-    async def events() -> AsyncIterator[bytes]:
-        until = time.monotonic() + service.limits.stream_s
-        try:
-            with service.stream():
-                yield _event("position", tail, {})
-                told_at = time.monotonic()
-                while not service.stopping and time.monotonic() < until:
-                    found = await loop.run_in_executor(thread, tail.read)
-                    text = b"".join(_of_chunks(found, tail, served.topic, prefix, written))
-                    if not text and time.monotonic() - told_at > _ALIVE_S:
-                        text = _event("position", tail, {})
-                    if text:
-                        told_at = time.monotonic()
-                        yield text
-        except (OnceflowError, Problem) as error:
-            problem = unavailable(error) if isinstance(error, OnceflowError) else error
-            yield _event("problem", tail, problem.document())
-        finally:
-            thread.submit(tail.close)
-            thread.shutdown(wait=False)
 
-    headers = {"Cache-Control": "no-store", "Onceflow-Position": tail.position()}
-    return StreamingResponse(events(), 200, headers, "text/event-stream")
+def _close_unused(made: Future[Tail]) -> None:
+    """The client has gone while the topic was looked up."""
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
 
 
 def _of_chunks(

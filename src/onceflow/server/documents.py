@@ -38,7 +38,9 @@ class KeysDocument(BaseModel):
 
 class RowsDocument(AgeDocument):
     table: str
-    rows: list[RowDocument] = Field(description="Rows of keys that exist, in the order of the keys asked for.")
+    rows: list[RowDocument] = Field(
+        description="Rows of keys that exist, in the order of the keys asked for, each once."
+    )
 
 
 class RangeDocument(AgeDocument):

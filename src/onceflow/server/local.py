@@ -27,6 +27,38 @@ PAGE_BYTES = 4 << 20  # a page of a range ends when its rows have this many byte
 Rows = list[tuple[bytes, bytes]]
 
 
+_READ_AT_ONCE = 32  # keys, until it is looked at how much there is and others get their turn
+
+
+class Room:
+    """How many bytes of rows there is room for in an answer. One row always fits.
+
+    Args:
+        nbytes: in all.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._used = self._rows = 0
+
+    def take(self, value: bytes | None) -> None:
+        """A value goes into the answer.
+
+        Raises:
+            Problem: 413, there is no room for it.
+        """
+        if value is None:
+            return
+        self._used += len(value)
+        self._rows += 1
+        if self._rows > 1 and self._used > self._nbytes:
+            raise Problem(
+                413,
+                f"The rows that are asked for have more than {self._nbytes:,} bytes",
+                next_step="ask for fewer keys at a time",
+            )
+
+
 class NotHereError(Exception):
     """This instance does not have these partitions (any more)."""
 
@@ -112,16 +144,29 @@ class LocalTable:
             row = self._store(partition).get(rows.value_key(key))
         return None if not row else rows.live_payload(row, clock_ms())
 
-    def get_many(self, partition: int, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The values of keys in one partition."""
+    async def get_many(self, partition: int, keys: Sequence[bytes], room: Room) -> list[bytes | None]:
+        """The values of keys in one partition. A key that is there several times is read once.
+
+        Raises:
+            Problem: 413, there is no room for them.
+        """
         now_ms = clock_ms()
-        order = sorted(range(len(keys)), key=keys.__getitem__)
+        places: dict[bytes, list[int]] = {}
+        for at, key in enumerate(keys):
+            places.setdefault(key, []).append(at)
+        order = sorted(places)
         found: list[bytes | None] = [None] * len(keys)
-        with reading():
-            store = self._store(partition)
-            for at, row in zip(order, store.get_many([rows.value_key(keys[at]) for at in order]), strict=True):
-                if row:
-                    found[at] = rows.live_payload(row, now_ms)
+        for start in range(0, len(order), _READ_AT_ONCE):
+            part = order[start : start + _READ_AT_ONCE]
+            if start:
+                await asyncio.sleep(0)
+            with reading():
+                stored = self._store(partition).get_many([rows.value_key(key) for key in part])
+            for key, row in zip(part, stored, strict=True):
+                value = rows.live_payload(row, now_ms) if row else None
+                for at in places[key]:
+                    room.take(value)
+                    found[at] = value
         return found
 
     async def page(

@@ -186,8 +186,10 @@ class Members:
 
     def _belong(self) -> None:
         session_ms = int(self._session_s * 1000)
+        # The consumer refuses options that only connections have, such as the time to make one.
+        settings = {k: v for k, v in self._settings.kafka_python().items() if k in KafkaConsumer.DEFAULT_CONFIG}
         consumer = KafkaConsumer(
-            **self._settings.kafka_python(),
+            **settings,
             group_id=self._group,
             partition_assignment_strategy=[_Assignor(self)],
             enable_auto_commit=False,

@@ -23,6 +23,8 @@ class Limits:
     Args:
         body_bytes: size of a request's body.
         keys: of one multi-get.
+        answer_bytes: size of the rows of one multi-get, and of one answer to another instance; one row always fits.
+        lookups: keys times partitions in which they are looked for, of one request.
         rows: of one range that is not streamed.
         requests: that are answered at the same time; more get 503.
         streams: streamed ranges and changes at the same time; more get 503.
@@ -36,6 +38,8 @@ class Limits:
 
     body_bytes: int = 1 << 20
     keys: int = 1_000
+    answer_bytes: int = 8 << 20
+    lookups: int = 50_000
     rows: int = 10_000
     requests: int = 1_000
     streams: int = 64

@@ -8,7 +8,8 @@ from typing import Any, overload
 import orjson
 from starlette.responses import Response
 
-from onceflow.server.local import LocalTable, NotHereError
+from onceflow.server.local import LocalTable, NotHereError, Room
+from onceflow.server.options import Limits
 from onceflow.server.problems import Problem
 from onceflow.server.seen import Wish
 from onceflow.server.service import Service
@@ -22,19 +23,22 @@ async def answer_peer(service: Service, table: str, what: str, body: bytes) -> R
     """The answer to a request of another instance.
 
     Raises:
-        Problem: 400 or 404, it is no such request; 503, not now.
+        Problem: 400 or 404, it is no such request; 413, it asks for too much; 503, not now.
     """
-    local = service.table(table).local
+    if not service.has_peers:
+        raise Problem(404, "There is nothing at this path")
+    local, limits = service.table(table).local, service.limits
     try:
         document = orjson.loads(body)
-        wish = Wish.read(document["wish"], service.limits.request_s)
+        wish = Wish.read(document["wish"], limits.request_s)
         if what == "get":
-            answer = await _get(local, document, wish)
+            answer = await _get(local, document, wish, limits)
         elif what == "page":
             answer = await _page(local, document, wish)
         elif what == "count":
-            seen = await local.wait(document["partitions"], wish)
-            answer = {"count": await local.count(document["partitions"]), "seen": seen.document()}
+            partitions = _partitions(document)
+            seen = await local.wait(partitions, wish)
+            answer = {"count": await local.count(partitions), "seen": seen.document()}
         else:
             raise Problem(404, "There is nothing at this path")
     except NotHereError as error:
@@ -44,29 +48,61 @@ async def answer_peer(service: Service, table: str, what: str, body: bytes) -> R
     return Response(orjson.dumps(answer), media_type="application/json")
 
 
-async def _get(local: LocalTable, document: Any, wish: Wish) -> dict[str, Any]:
+def _partitions(document: Any) -> list[int]:
+    """The partitions that a request names, each once: another instance names none twice."""
+    given = document["partitions"]
+    if not isinstance(given, list) or not all(type(each) is int and each >= 0 for each in given):
+        raise ValueError("partitions are numbers")
+    return list(dict.fromkeys(given))
+
+
+def _places(document: Any, keys: list[bytes], most: int) -> dict[int, list[bytes]]:
+    """The keys that are looked for in each partition.
+
+    A small request must not make a large answer, or much work: so it is counted what it asks for.
+
+    Raises:
+        Problem: 413, that is too much.
+    """
+    found: dict[int, list[bytes]] = {}
+    count = 0
+    for partition, ats in document["places"]:
+        if type(partition) is not int or partition < 0 or partition in found:
+            raise ValueError("a partition is named once, by its number")
+        count += len(keys if ats is None else ats)
+        if count > most:
+            raise Problem(413, f"More than {most:,} look-ups are too many", next_step="ask for fewer keys at a time")
+        if ats is not None and any(type(at) is not int or at < 0 for at in ats):
+            raise ValueError("keys are named by their numbers")
+        found[partition] = keys if ats is None else [keys[at] for at in ats]
+    return found
+
+
+async def _get(local: LocalTable, document: Any, wish: Wish, limits: Limits) -> dict[str, Any]:
     """Values by partition, and how old they are; null for a partition that is not here.
 
     Each partition has an answer of its own, because the keys may be those of several requests.
     """
     keys = [base64.b64decode(key) for key in document["keys"]]
-    places = {partition: keys if ats is None else [keys[at] for at in ats] for partition, ats in document["places"]}
+    places = _places(document, keys, limits.lookups)
     if wish.demands:
         await local.wait(places, wish)
+    room = Room(limits.answer_bytes)
     answers: list[Any] = []
     for partition, wanted in places.items():
         try:
             seen = await local.wait((partition,), Wish())
-            answers.append([list(map(text_of, local.get_many(partition, wanted))), seen.document()])
+            values = await local.get_many(partition, wanted, room)
+            answers.append([list(map(text_of, values)), seen.document()])
         except NotHereError:
             answers.append(None)
     return {"places": answers}
 
 
 async def _page(local: LocalTable, document: Any, wish: Wish) -> dict[str, Any]:
-    partitions, low, high = document["partitions"], base64.b64decode(document["low"]), from_text(document["high"])
+    partitions, low, high = _partitions(document), base64.b64decode(document["low"]), from_text(document["high"])
     seen = await local.wait(partitions, wish)
-    limit = min(int(document["limit"]), _PAGE_ROWS)
+    limit = max(1, min(int(document["limit"]), _PAGE_ROWS))
     rows, done = await local.page(partitions, low, high, reverse=document["reverse"], limit=limit)
     return {"rows": [[text_of(key), text_of(value)] for key, value in rows], "done": done, "seen": seen.document()}
 

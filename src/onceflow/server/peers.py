@@ -28,6 +28,7 @@ _AVOIDED_S = 1.0  # one that did not answer in time
 _CONNECTIONS = 100
 _IDLE_S = 4.0  # shorter than instances keep idle connections open
 _LOOKUPS_AT_ONCE = 100
+_ANSWER_BYTES = 256 << 20  # a single row may be large
 _WARN_S = 60.0
 
 #: What helps if an instance answers with this status.
@@ -133,7 +134,16 @@ class HttpPeers:
         places: dict[int, list[int]] = {}
         for at, lookup in enumerate(lookups):
             places.setdefault(lookup.partition, []).append(at)
-        answers = await self._get(address, topic, [lookup.key for lookup in lookups], places, Wish())
+        try:
+            answers = await self._get(address, topic, [lookup.key for lookup in lookups], places, Wish())
+        except Problem as problem:
+            if problem.status != 413 or len(lookups) == 1:
+                raise
+            # Together their rows are too large. Those of one request are not, so each half is asked for by itself.
+            middle = len(lookups) // 2
+            await self._look_up_together(address, topic, lookups[:middle])
+            await self._look_up_together(address, topic, lookups[middle:])
+            return
         for partition, ats in places.items():
             answer = answers[partition]
             for turn, at in enumerate(ats):
@@ -176,7 +186,7 @@ class HttpPeers:
         url = f"{address}/peer/{topic}/{what}"
         try:
             async with self._session.post(url, data=content, timeout=timeout, allow_redirects=False) as response:
-                return _read(address, response, await response.read())
+                return _read(address, response, await _body(address, response))
         except UnreachableError as answered:
             self._warn(address, answered)
             raise
@@ -208,6 +218,21 @@ class HttpPeers:
             auto_decompress=False,
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )
+
+
+async def _body(address: str, response: aiohttp.ClientResponse) -> bytes:
+    """What is answered. Something that is no instance may send without end."""
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > _ANSWER_BYTES:
+            raise UnreachableError(
+                address,
+                f"answers with more than {_ANSWER_BYTES:,} bytes",
+                "check that there is an instance of this group at this address (--advertise)",
+            )
+    return b"".join(parts)
 
 
 def _read(address: str, response: aiohttp.ClientResponse, body: bytes) -> Any:

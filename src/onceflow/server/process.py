@@ -89,9 +89,11 @@ class QueryServer:
         tables = {}
         for topic, share in self._shares.items():
             local = LocalTable(share)
-            routed = RoutedTable(topic, local, routes, None if options.instances is None else peers)
+            others = None if options.instances is None else peers
+            routed = RoutedTable(topic, local, routes, others, options.limits)
             tables[topic] = Served(topic, share, local, routed, options.tables[topic])
-        service = Service(tables, routes, options.limits, options.settings, lambda: members.problems)
+        has_peers = options.instances is not None
+        service = Service(tables, routes, options.limits, options.settings, lambda: members.problems, has_peers)
         app = Gate(
             ShortWay(make_app(service, peers.close), service),
             options.limits,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from onceflow.server.formats import Format
 from onceflow.server.local import PAGE_BYTES
@@ -17,6 +17,7 @@ from onceflow.server.problems import Problem
 from onceflow.server.requests import cursor_after
 from onceflow.server.seen import Seen, Wish
 from onceflow.server.service import Served, Service
+from onceflow.server.streams import LeasedStream
 
 _ROWS = 100
 _PAGE_ROWS = 1_000
@@ -65,30 +66,33 @@ async def as_lines(service: Service, served: Served, wanted: Wanted) -> Response
 
     A range that cannot be continued ends with a line that has ``error`` and the cursor to continue with.
     """
-    service.check_stream()
+    lease = service.begin_stream()
     limit = _PAGE_ROWS if wanted.limit is None else wanted.limit
-    pages, seen = await _read(served, wanted, min(limit, _PAGE_ROWS))
+    try:
+        pages, seen = await _read(served, wanted, min(limit, _PAGE_ROWS))
+    except BaseException:
+        lease.close()
+        raise
 
     async def lines() -> AsyncIterator[bytes]:
-        with service.stream():
-            until = time.monotonic() + service.limits.stream_s
-            count, last = 0, None
-            ending: dict[str, Any] = {"cursor": None}
-            try:
-                async for page in pages:
-                    left = len(page) if wanted.limit is None else wanted.limit - count
-                    yield b"".join(_line(wanted.format.item(*row)) for row in page[:left])
-                    count += min(left, len(page))
-                    last = page[:left][-1][0]
-                    if count == wanted.limit or service.stopping or time.monotonic() > until:
-                        ending = {"cursor": cursor_after(last)}
-                        break
-            except Problem as problem:
-                cursor = None if last is None else cursor_after(last)
-                ending = {"cursor": cursor, "error": problem.document()}
-            yield _line({**ending, "count": count, **seen.members(served.topic)})
+        until = time.monotonic() + service.limits.stream_s
+        count, last = 0, None
+        ending: dict[str, Any] = {"cursor": None}
+        try:
+            async for page in pages:
+                left = len(page) if wanted.limit is None else wanted.limit - count
+                yield b"".join(_line(wanted.format.item(*row)) for row in page[:left])
+                count += min(left, len(page))
+                last = page[:left][-1][0]
+                if count == wanted.limit or service.stopping or time.monotonic() > until:
+                    ending = {"cursor": cursor_after(last)}
+                    break
+        except Problem as problem:
+            cursor = None if last is None else cursor_after(last)
+            ending = {"cursor": cursor, "error": problem.document()}
+        yield _line({**ending, "count": count, **seen.members(served.topic)})
 
-    return StreamingResponse(lines(), 200, seen.headers(served.topic), "application/x-ndjson")
+    return LeasedStream(lease, lines(), seen.headers(served.topic), "application/x-ndjson")
 
 
 async def _read(served: Served, wanted: Wanted, page_rows: int) -> tuple[AsyncIterator[Rows], Seen]:

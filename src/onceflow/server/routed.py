@@ -13,8 +13,9 @@ import pyarrow as pa
 from kafka.partitioner.default import murmur2
 
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.server.local import LocalTable, NotHereError, Rows
+from onceflow.server.local import LocalTable, NotHereError, Room, Rows
 from onceflow.server.merging import Part, merged
+from onceflow.server.options import Limits
 from onceflow.server.problems import Problem
 from onceflow.server.routes import HERE, Routes
 from onceflow.server.seen import Seen, Wish
@@ -24,6 +25,7 @@ T = TypeVar("T")
 _FEW_KEYS = 16
 _MAP_PAUSE_S = 0.1  # until routes are looked at again, after an instance did not have a partition
 _MAP_WAIT_S = 2.0
+_LIMITS = Limits()
 
 
 class UnreachableError(Exception):
@@ -62,13 +64,17 @@ class RoutedTable:
         local: the partitions that are here.
         routes: which instance has which partition.
         peers: None: there are no other instances.
+        limits: of the rows of one request.
     """
 
-    def __init__(self, topic: str, local: LocalTable, routes: Routes, peers: Peers | None) -> None:
+    def __init__(
+        self, topic: str, local: LocalTable, routes: Routes, peers: Peers | None, limits: Limits = _LIMITS
+    ) -> None:
         self.topic = topic
         self._local = local
         self._routes = routes
         self._peers = peers
+        self._limits = limits
 
     async def get(self, key: bytes, wish: Wish) -> tuple[bytes | None, Seen]:
         """The value of a key, or None."""
@@ -83,7 +89,11 @@ class RoutedTable:
         return values[0], seen
 
     async def get_many(self, keys: Sequence[bytes], wish: Wish) -> tuple[list[bytes | None], Seen]:
-        """The values of keys, in their order; None where there is none."""
+        """The values of keys, in their order; None where there is none.
+
+        Raises:
+            Problem: 413, they are too large together, or too many have to be looked for in all partitions.
+        """
         await self._know_partitions(wish)
         own = self._partitions_of(keys)
         places: dict[int, list[int]] = {}
@@ -91,6 +101,14 @@ class RoutedTable:
             for at, partition in enumerate(own):
                 places.setdefault(partition, []).append(at)
         else:
+            if len(keys) * self.partitions > max(self._limits.lookups, self.partitions):
+                most = max(1, self._limits.lookups // self.partitions)
+                raise Problem(
+                    413,
+                    f"The keys of table {self.topic} may be in any of its {self.partitions:,} partitions, so at most "
+                    f"{most:,} can be looked for at a time",
+                    next_step="ask for fewer keys at a time",
+                )
             everywhere = list(range(len(keys)))
             places = dict.fromkeys(range(self.partitions), everywhere)
 
@@ -101,7 +119,10 @@ class RoutedTable:
                 part = {partition: places[partition] for partition in partitions}
                 return await self._others().get_many(address, self.topic, keys, part, wish)
             seen = await self._local.wait(partitions, wish)
-            return {each: self._local.get_many(each, [keys[at] for at in places[each]]) for each in partitions}, seen
+            room = Room(self._limits.answer_bytes)
+            return {
+                each: await self._local.get_many(each, [keys[at] for at in places[each]], room) for each in partitions
+            }, seen
 
         found: list[bytes | None] = [None] * len(keys)
         answers = await self._spread(places, ask, wish)
@@ -111,6 +132,9 @@ class RoutedTable:
                     # A key that several partitions have counts where the default partitioner puts it.
                     if value is not None and (found[at] is None or own[at] == partition):
                         found[at] = value
+        room = Room(self._limits.answer_bytes)  # for those of all instances together
+        for value in found:
+            room.take(value)
         return found, Seen.all_of(seen for _, seen in answers)
 
     async def count(self, wish: Wish) -> tuple[int, Seen]:

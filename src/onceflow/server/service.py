@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from onceflow.server.options import Limits
 from onceflow.server.problems import Problem, unavailable
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes
+from onceflow.server.streams import Lease
 from onceflow.tables.lag import Progress
 from onceflow.tables.share import Share
 
@@ -83,6 +83,7 @@ class Service:
 
     Args:
         problems: returns what keeps this instance from having its partitions.
+        has_peers: whether other instances may ask this one.
     """
 
     tables: dict[str, Served]
@@ -90,6 +91,7 @@ class Service:
     limits: Limits
     settings: ClientSettings
     problems: Callable[[], list[str]]
+    has_peers: bool = False
     stopping: bool = False
     streams: int = 0
 
@@ -106,21 +108,21 @@ class Service:
             raise Problem(503, f"It is not known yet where the partitions of table {name} are", next_step="ask again")
         return found
 
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        """Counts a stream while it lasts."""
-        self.streams += 1
-        try:
-            yield
-        finally:
-            self.streams -= 1
+    def begin_stream(self) -> Lease:
+        """Room for one more stream.
 
-    def check_stream(self) -> None:
-        """Refuse one more stream if there are too many."""
+        Raises:
+            Problem: 503, there is none, or the server is being stopped.
+        """
         if self.streams >= self.limits.streams:
             raise Problem(503, f"There are {self.streams} streams already", next_step="ask again later")
         if self.stopping:
             raise Problem(503, "The server is being stopped", next_step="ask again")
+        self.streams += 1
+        return Lease(self._stream_ended)
+
+    def _stream_ended(self) -> None:
+        self.streams -= 1
 
     def waits_for(self) -> list[str]:
         """What is missing until the server is ready."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import sys
 
@@ -29,6 +30,8 @@ def import_error(line: str, who: str = "") -> EnvironmentUnusableError | None:
     module = "" if found is None else found[1] or found[2]
     if module.partition(".")[0] == "onceflow":
         next_step = "install onceflow, in the driver's version, in the Python that runs tasks (spark.pyspark.python)"
+    elif (library := _library_of(module)) is not None:
+        next_step = f"install {library} in the Python that runs tasks (spark.pyspark.python): pip install {library}"
     else:
         next_step = (
             "put the module beside the script that is started, or install it where tasks run: see "
@@ -41,3 +44,10 @@ def import_error(line: str, who: str = "") -> EnvironmentUnusableError | None:
         detail=line + (f"; the driver has it from {file}" if file else ""),
         next_step=next_step,
     )
+
+
+def _library_of(module: str) -> str | None:
+    """What brings a module, by the name that pip knows; None: it is not installed here, so it may be the user's own."""
+    top = module.partition(".")[0]
+    found = importlib.metadata.packages_distributions().get(top)
+    return found[0] if found else None

@@ -36,6 +36,9 @@ _SPARK_EXCEPTION = "org.apache.spark.SparkException"
 _WAITED = "Exception thrown in awaitResult"
 _KAFKA_TIMEOUT = "org.apache.kafka.common.errors.TimeoutException"
 _MAX_CAUSES = 20
+# Classes of SQLSTATE: cardinality violation and data exception (error-states.json of Spark). The rows have caused them.
+# A table that is not there (42) may be there again.
+_REPEATED = ("21", "22")
 _QUERY_ID = "sql.streaming.queryId"  # local property of the thread that runs a query's batches
 # One class of each jar that the Kafka connector needs. Without these jars Spark finds the connector, and fails later.
 _CONNECTOR_NEEDS = (
@@ -43,6 +46,11 @@ _CONNECTOR_NEEDS = (
     "org.apache.spark.kafka010.KafkaConfigUpdater",
     "org.apache.commons.pool2.PooledObjectFactory",
 )
+
+
+# How an error quotes the query (SQLQueryContext.summary and DataFrameQueryContext.summary of Spark).
+_IN_SQL = re.compile(r"^== SQL ?\(.*?\) ==\n(.+?)\n *\^", re.MULTILINE | re.DOTALL)
+_IN_FRAME = re.compile(r"^== DataFrame ==\n(.+?) was called from(\n[^\n]+)?", re.MULTILINE)
 
 
 def why_no_connector(spark: SparkSession) -> str:
@@ -55,6 +63,12 @@ def why_no_connector(spark: SparkSession) -> str:
         return str(error).splitlines()[0]
     missing = [name for name in _CONNECTOR_NEEDS if not has_class(spark._jvm, name)]
     return f"the connector lacks jars that it needs: there is no class {missing[0]}" if missing else ""
+
+
+def java_version(spark: SparkSession) -> int:
+    """The major version of the driver's Java."""
+    java: Any = spark._jvm
+    return int(str(java.java.lang.System.getProperty("java.specification.version")).split(".")[-1])
 
 
 def connector_package(spark: SparkSession) -> str:
@@ -310,6 +324,30 @@ def _is_cancellation(thrown: Any) -> bool:
         return _condition(thrown) == _JOB_CANCELLED
     is_sparks = str(thrown.getClass().getName()) == _SPARK_EXCEPTION
     return is_sparks and _CANCELLED_TEXT.match(str(thrown.getMessage())) is not None
+
+
+def will_repeat(error: BaseException) -> bool:
+    """Whether Spark cannot evaluate the query over these rows, so that another attempt would fail in the same way.
+
+    Errors of user functions are not among them: what these call may be well again.
+    """
+    try:
+        return any(_sql_state(each).startswith(_REPEATED) for each in _thrown(error))
+    except Py4JError:  # the JVM is gone
+        return False
+
+
+def expression(error: BaseException) -> str:
+    """The expression that has failed, as Spark's error quotes it; empty: it quotes none."""
+    found = _IN_SQL.search(_message(error)) or _IN_FRAME.search(_message(error))
+    return "" if found is None else " ".join("".join(filter(None, found.groups())).split())[:200]
+
+
+def _sql_state(thrown: Any) -> str:
+    try:
+        return str(thrown.getSqlState() or "")
+    except (Py4JError, AttributeError, TypeError):
+        return ""  # no SparkThrowable
 
 
 def kafka_timeout(error: BaseException) -> str:

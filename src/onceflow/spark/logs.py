@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
+import sys
 import time
 from pathlib import Path
 
+from py4j.protocol import Py4JNetworkError
 from pyspark import SparkContext
 
 from onceflow.errors import OnceflowError
 from onceflow.host.java import with_flags
 from onceflow.host.leftovers import of_ended_processes
+from onceflow.private_folders import scratch_folder
 from onceflow.spark import versions
 
 log = logging.getLogger("onceflow.spark")
 
 # The loggers that py4j uses.
 _LOGGERS = (logging.root, logging.getLogger("py4j.clientserver"), logging.getLogger("py4j.java_gateway"))
+
+_BROKEN = (Py4JNetworkError, OSError, EOFError)  # a ConnectionError is an OSError
 
 _SETTINGS = Path(__file__).with_name("log4j2.properties")
 _PREFIX = "onceflow-spark-pid"
@@ -46,10 +50,11 @@ def with_settings(options: str, spark_conf: Path, level: str = "WARN") -> str:
 
 def log_file() -> Path:
     """Where the JVM of this process writes its log. Old logs of processes that have ended are removed."""
-    for old in of_ended_processes(_PREFIX, r"\.log(\.1)?"):
+    folder = scratch_folder()
+    for old in of_ended_processes(_PREFIX, r"\.log(\.1)?", folder):
         if _is_old(old):
             old.unlink(missing_ok=True)
-    return Path(tempfile.gettempdir(), f"{_PREFIX}{os.getpid()}.log")
+    return folder / f"{_PREFIX}{os.getpid()}.log"
 
 
 def _is_old(file: Path) -> bool:
@@ -73,10 +78,33 @@ class _NotOfFlows(logging.Filter):
 
 
 def silence_py4j() -> None:
-    """Drop these messages. py4j logs every error of a callback with its traceback, also those of foreachBatch."""
+    """Drop these messages. py4j logs every error of a callback with its traceback, also those of foreachBatch, and each
+    connection that breaks when the JVM ends: who asks the JVM gets an error that says so."""
     logger = logging.getLogger("py4j.clientserver")
     if not any(isinstance(each, _NotOfFlows) for each in logger.filters):
         logger.addFilter(_NotOfFlows())
+    for logger in _LOGGERS:
+        if _not_of_a_broken_connection not in logger.filters:
+            logger.addFilter(_not_of_a_broken_connection)
+    server = getattr(SparkContext._active_spark_context, "_accumulatorServer", None)
+    if server is not None and "handle_error" not in vars(server):
+        others = server.handle_error
+
+        def handle_error(*about: object) -> None:
+            if isinstance(sys.exc_info()[1], _BROKEN):
+                log.debug("an accumulator was not updated", exc_info=True)
+            else:
+                others(*about)
+
+        server.handle_error = handle_error
+
+
+def _not_of_a_broken_connection(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    if _not_by_py4j(record) or not isinstance(error, _BROKEN):
+        return True
+    log.debug("%s", record.getMessage(), exc_info=record.exc_info)
+    return False
 
 
 def _not_by_py4j(record: logging.LogRecord) -> bool:

@@ -47,6 +47,10 @@ RECORD_KEY = "onceflow.key"
 had no key."""
 NULL_VALUE = "onceflow.value.null"
 """Header of a parked record whose value was null. In a compacted topic, a null value would delete the record."""
+PARKED_WHY = "onceflow.parked.why"
+"""Header of a parked record: why it is not retried any more. ``attempts``: it has failed too often; ``permanent``: its
+cause is one that no retry can mend; ``not a record``: it is the letter of a timer, or was shortened; ``too large``: it
+cannot wait in the table; ``refused``: its retry topic does not take it."""
 RETRY_TOPIC = "onceflow.retry.topic"
 """Header of a retried record, and of a parked one: the topic to which its retries go, see `has_come_back`."""
 
@@ -62,7 +66,7 @@ ABOUT = frozenset(
         *(ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET, ATTEMPT),
         *(TIMER_NAME, TIMER_CLOCK, TIMER_AT, TIMER_TABLE, DUPLICATE_ID, DUPLICATE_SEEN),
         # Those of a letter that is parked.
-        *(RECORD_KEY, NULL_VALUE, RETRY_TOPIC),
+        *(RECORD_KEY, NULL_VALUE, RETRY_TOPIC, PARKED_WHY),
     }
 )
 

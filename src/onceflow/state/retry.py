@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,12 +27,17 @@ if TYPE_CHECKING:
     from onceflow.state.api.timers import Timer
 
 KEY, NULL_VALUE, RETRY_TOPIC = dead_letters.RECORD_KEY, dead_letters.NULL_VALUE, dead_letters.RETRY_TOPIC
+PARKED_WHY = dead_letters.PARKED_WHY
 IDENTITY = re.compile(r"[a-zA-Z0-9._-]{1,249}/[0-9]{1,10}/[0-9]{1,19}")
 """An origin: ``topic/partition/offset`` where a record was first read."""
 PARKED = re.compile(rf"({IDENTITY.pattern})(?:/[0-9a-f]{{16}})?")
 """The key of a parked record: its origin, and what tells it from others of this origin. Earlier versions wrote the
 origin alone."""
 
+log = logging.getLogger("onceflow")
+
+_TOLD: set[tuple[str, str]] = set()
+"""Topics of parked records, and causes of which this process has said that they are parked at once."""
 _ORIGIN = (dead_letters.ORIGIN_TOPIC, dead_letters.ORIGIN_PARTITION, dead_letters.ORIGIN_OFFSET)
 _TIMER = "due"
 _OTHERS = "others"
@@ -100,26 +106,17 @@ class Retry(Processor):
             same time. With 0.5, a wait of 10 seconds is between 5 and 10 seconds. The same attempt of a record always
             gets the same wait, because a batch may run twice.
         max_attempts: how often a record is processed before it is parked, including the first time.
-        permanent: causes that no retry can fix: exception classes, or their names. A class does not include its
-            subclasses, because a dead letter contains only the name.
+        permanent: causes that no retry can fix, so that their records are parked at once: exception classes, or their
+            names. A class does not include its subclasses, because a dead letter contains only the name. Others, also
+            ``KeyError`` or ``ValueError``, are retried ``max_attempts`` times: add those that can only be errors in
+            the record, ``permanent=Retry.PERMANENT | {"KeyError"}``.
 
     Raises:
         OptionError: an argument is invalid.
     """
 
-    #: Causes that are errors in the record itself, so a retry cannot help.
-    PERMANENT = frozenset(
-        {
-            "AttributeError",
-            "IndexError",
-            "JSONDecodeError",
-            "KeyError",
-            "LateRecord",
-            "TypeError",
-            "UnicodeDecodeError",
-            "ValueError",
-        }
-    )
+    #: The default of ``permanent``: the bytes of the record cannot be read, or it was late, and neither ever changes.
+    PERMANENT = frozenset({"JSONDecodeError", "LateRecord", "UnicodeDecodeError"})
 
     key = STRING
     state = Serde(_encoded, _decoded, "record")
@@ -241,9 +238,8 @@ class Retry(Processor):
         for record in records:
             attempt = max(1, dead_letters.attempts(record))
             original = _original(record)
-            final = _cause(record) in self.permanent or bool(dead_letters.why_not_retried(record.headers))
-            if attempt >= self.max_attempts or final:
-                yield self._parked(key, original, record.topic, record.partition, record.offset)
+            if why := self._why_final(record, attempt):
+                yield self._parked(key, original, why, record.topic, record.partition, record.offset)
                 continue
             place = _free_place(original, state)
             place.put(original)
@@ -251,7 +247,7 @@ class Retry(Processor):
                 state._scope.check_rows()
             except BadRecordError:  # it is as large as its topic takes, so it cannot wait in the table
                 place.clear()
-                yield self._parked(key, original, record.topic, record.partition, record.offset)
+                yield self._parked(key, original, "too large", record.topic, record.partition, record.offset)
             else:
                 state.timers.register(place.timer, state.now_ms + self.delay_ms(key, attempt), "processing")
 
@@ -265,14 +261,30 @@ class Retry(Processor):
         headers = (*waiting.headers, *_origin_headers(key), (RETRY_TOPIC, self.retry_topic.encode()))
         again = Record(waiting.key, waiting.value, self.retry_topic, headers, waiting.timestamp_ms)
         if why := state._scope.refusal(again):
-            yield self._parked(key, _refused(waiting, why), timer.name, timer.at_ms)
+            yield self._parked(key, _refused(waiting, why), "refused", timer.name, timer.at_ms)
         else:
             yield again
 
-    def _parked(self, origin: str, original: Record, *place: object) -> Record:
+    def _why_final(self, record: Record, attempt: int) -> str:
+        """Why a letter is not retried any more; empty: it is. Attempt: how often it has failed."""
+        if dead_letters.why_not_retried(record.headers):
+            return "not a record"
+        if (cause := _cause(record)) in self.permanent:
+            if (self.parked_topic, cause) not in _TOLD:
+                _TOLD.add((self.parked_topic, cause))
+                log.warning(
+                    "Retry parks records with the cause %s at once, because it is in permanent=; the first one is %s",
+                    cause,
+                    record.key,
+                )
+            return "permanent"
+        return "attempts" if attempt >= self.max_attempts else ""
+
+    def _parked(self, origin: str, original: Record, why: str, *place: object) -> Record:
         """A record for the topic of parked records.
 
         Args:
+            why: see `PARKED_WHY`.
             place: where it comes from. It tells equal records apart, and is the same when a batch runs again.
         """
         headers = [*original.headers, *_origin_headers(origin), (RETRY_TOPIC, self.retry_topic.encode())]
@@ -283,6 +295,7 @@ class Retry(Processor):
             value = b""
             headers.append((NULL_VALUE, b"true"))
         # Compaction keeps one record of each key, so records of the same origin need keys of their own.
+        headers.append((PARKED_WHY, why.encode()))
         own = _digest(_encoded(original), repr(place).encode())
         return Record(f"{origin}/{own}", value, self.parked_topic, headers, original.timestamp_ms)
 
@@ -351,7 +364,8 @@ def _refused(waiting: Record, why: str) -> Record:
 
 def _original(dead_letter: Record) -> Record:
     """The record that has failed, with its own key, and without the headers that are added again from its origin."""
-    headers = [(name, content) for name, content in dead_letter.headers if name not in (*_ORIGIN, KEY, RETRY_TOPIC)]
+    left_out = (*_ORIGIN, KEY, RETRY_TOPIC, PARKED_WHY)
+    headers = [(name, content) for name, content in dead_letter.headers if name not in left_out]
     at_ms = known_ms(dead_letter.timestamp_ms)
     return Record(dict(dead_letter.headers).get(KEY), dead_letter.value, headers=headers, timestamp_ms=at_ms)
 

@@ -45,6 +45,7 @@ class TableState:
         source_partitions: Iterable[Origin],
         lateness_ms: int | None,
         idle_s: float,
+        clock_s: float | None = None,
         transactions: bool = True,
     ) -> None:
         self.spec = spec
@@ -70,7 +71,7 @@ class TableState:
         self._lost_now = 0  # since the last committed batch
         self._verified: set[tuple[str, int]] = set()
         self._now_ms, self._lateness_ms = progress.time_ms, lateness_ms
-        self.watermark = _watermark(source_partitions, known, lateness_ms or 0, idle_s)
+        self.watermark = _watermark(source_partitions, known, lateness_ms or 0, idle_s, clock_s)
         # Earliest timer per partition and clock. A missing partition was not opened in this run yet.
         self._timers: dict[int, dict[str, int | None]] = {}
         self._left: set[int] = set()
@@ -317,13 +318,20 @@ class TableState:
         return self.watermark.after(_latest(reports), _untimed(reports))
 
 
-def _watermark(source_partitions: Iterable[Origin], known: TableProgress, lateness_ms: int, idle_s: float) -> Watermark:
+def _watermark(
+    source_partitions: Iterable[Origin],
+    known: TableProgress,
+    lateness_ms: int,
+    idle_s: float,
+    clock_s: float | None = None,
+) -> Watermark:
     """As progress knows it."""
     origins = list(source_partitions)
     return Watermark(
         origins,
         lateness_ms=lateness_ms,
         idle_s=idle_s,
+        clock_s=clock_s,
         value_ms=known.watermark_ms,
         known=known.event_times,
         known_at_ms=known.event_times_ms,

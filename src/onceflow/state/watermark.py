@@ -6,6 +6,10 @@ is that of the partition that had records last: as if they had become idle one a
 looks. (Flink's StatusWatermarkValve does the same for the same reason, with the largest watermark of all. Spark's
 watermark uses the *largest* event time, which makes records of slow partitions late.)
 
+If a flow asks for it (``clock_after``), event time goes on by the clock when all partitions have been idle for so long:
+windows close, though nothing comes any more. It never passes the time of day, and what comes later with an earlier time
+is late.
+
 How long a partition is idle counts in wall-clock time over the runs of a flow, so that runs that end soon do not wait
 for it for ever.
 
@@ -47,6 +51,7 @@ class Watermark:
         origins: partitions that the watermark waits for from the start, until they are idle.
         lateness_ms: how far the event time of a record may be behind the latest one of its partition.
         idle_s: seconds without records after which a partition is idle.
+        clock_s: seconds without records in any partition after which event time goes on by the clock; None: never.
         value_ms: the committed watermark; None: not known yet.
         known: what earlier runs have committed about partitions.
         known_at_ms: as of when that is (see `kept`), epoch milliseconds.
@@ -60,6 +65,7 @@ class Watermark:
         *,
         lateness_ms: int,
         idle_s: float,
+        clock_s: float | None = None,
         value_ms: int | None,
         known: Mapping[Origin, EventTime] = MappingProxyType({}),
         known_at_ms: int = 0,
@@ -69,6 +75,7 @@ class Watermark:
     ) -> None:
         self._lateness_ms = lateness_ms
         self._idle_s = idle_s
+        self._clock_s = math.inf if clock_s is None else max(clock_s, idle_s)
         self._clock = clock
         self.value_ms = value_ms
         self._wall_ms = wall_ms
@@ -128,14 +135,23 @@ class Watermark:
             if (origin in active or self._silence_s(origin) < self._idle_s)
             and not (latest is None and (origin in untimed or origin in self._untimed) and not self._has_more(origin))
         ]
+        gone_ms = 0
         if not waiting:  # all are idle
+            gone_ms = 0 if self._arriving else self._gone_ms(merged)  # what arrives may be of no step
             timed = {origin: latest for origin, latest in merged.items() if latest is not None}
             last = max((self._seen.get(origin, self._looked) for origin in timed), default=self._looked)
             waiting = [latest for origin, latest in timed.items() if self._seen.get(origin, self._looked) == last]
         if not waiting or any(latest is None for latest in waiting):
             return self.value_ms
         slowest = min(latest for latest in waiting if latest is not None) - self._lateness_ms
+        if gone_ms:
+            slowest = max(slowest, min(slowest + gone_ms, self._wall_ms() - self._lateness_ms))
         return slowest if self.value_ms is None else max(self.value_ms, slowest)
+
+    def _gone_ms(self, origins: Iterable[Origin]) -> int:
+        """How far event time has gone on by the clock, while no partition had records."""
+        silent_s = min(map(self._silence_s, origins), default=-math.inf)
+        return round(1000 * (silent_s - self._clock_s)) if silent_s > self._clock_s else 0
 
     def _has_more(self, origin: Origin) -> bool:
         """Whether it is known that the partition has records behind the batch."""

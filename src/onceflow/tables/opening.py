@@ -16,6 +16,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
 from onceflow.durations import option_seconds
 from onceflow.errors import OptionError
+from onceflow.private_folders import make_private
 from onceflow.state.compacted_topic import find_compacted
 from onceflow.state.local.format import default_state_dir, folder_name
 from onceflow.state.stores.base import Store, unusable
@@ -64,7 +65,7 @@ class OpenedTable:
         from filelock import FileLock, Timeout  # imported here: it imports asyncio
 
         try:
-            base.mkdir(parents=True, exist_ok=True)
+            make_private(base)
             for slot in range(_MAX_SLOTS):
                 lock = FileLock(base / f"{slot}.lock", thread_local=False)
                 with suppress(Timeout):

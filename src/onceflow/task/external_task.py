@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from onceflow import hooks, log_context
-from onceflow.errors import BatchAbortedError, OnceflowError, OptionError
+from onceflow import hooks, log_context, user_code
+from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OnceflowError, OptionError
 from onceflow.external.sink import BatchAttempt, ExternalSink
 from onceflow.messages import Report, TaskPlace, TaskReport, report_row
+from onceflow.state.api import user_errors
 from onceflow.task import task_logs
 
 
@@ -76,6 +77,17 @@ def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.
             hooks.at("write", where="task", flow=order.flow, batch=attempt.batch, task=place.task)
     except OnceflowError as problem:
         error = problem
+    except Exception as problem:
+        if attempt.attempt < 2 or rows.failed is not None or not user_code.repeats(problem):
+            raise
+        text = f"{type(problem).__name__}: {problem}"
+        error = EnvironmentUnusableError(
+            f"{order.sink.target} has failed at the step write: {user_code.cut(text, user_code.MAX_TEXT)}",
+            flow=order.flow,
+            batch=attempt.batch,
+            detail=user_errors.line_of(problem),
+            next_step="correct the sink, or what it writes to. Then start the flow again: it continues at this batch",
+        )
     report = Report(
         task=place.task,
         attempt=place.attempt,

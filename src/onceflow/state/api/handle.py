@@ -150,11 +150,11 @@ class State:
         return self._values(self._overlay.scan(low, rows.after(low) or b"w"))
 
     def _values(self, found: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[Any, Any]]:
-        scope, decode_key = self._scope, self._scope.key_serde.decode
+        scope = self._scope
         for row_key, row in found:
             value = scope.read(row, scope.decode, None)
             if value is not ABSENT:
-                yield decode_key(row_key[1:]), value
+                yield scope.key_of(row_key[1:], scope.key_serde, "a stored key"), value
 
     def _key_bytes(self, key: Any) -> bytes:
         if isinstance(key, bytes):

@@ -86,9 +86,9 @@ class MapState:
         clear(self._scope, self._prefix)
 
     def _entries(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[tuple[Any, Any]]:
-        decode_key = bytes if self._key_serde is None else self._key_serde.decode
+        what = f"a key of map {self._name!r}"
         for row_key, value in values(self._scope, low, high, reverse, self._decode, self._name):
-            yield decode_key(row_key[len(self._prefix) :]), value
+            yield self._scope.key_of(row_key[len(self._prefix) :], self._key_serde, what), value
 
     def _row_key(self, key: Any) -> bytes:
         return self._prefix + self._key_bytes(key)

@@ -12,6 +12,7 @@ from onceflow.state import rows
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES
+from onceflow.state.api.user_errors import full_text_of, line_of, not_decoded
 from onceflow.state.stores.overlay import Overlay
 
 #: The result of reading a row that has expired.
@@ -77,6 +78,8 @@ class Scope:
         self.tables: Mapping[str, JoinedTable] = {}
         self.has_event_time = True
         """Whether there is a watermark, or may be one later."""
+        self.handles_timers = True
+        """Whether the processor defines on_timer()."""
         self.timers_left = False
         """Whether a timer of this batch has left a part of its work to one that is due at once."""
         self.uses_clock = ttl_ms is not None
@@ -147,7 +150,8 @@ class Scope:
         """The value of a row that another version of the processor has written.
 
         Raises:
-            ProcessorError: a newer version has written it, or there is no migrate().
+            ProcessorError: a newer version has written it, or there is no migrate(), or it fails. No record is at
+                fault, so the batch fails.
         """
         if version > self.version:
             self.fatal = ProcessorError(
@@ -161,7 +165,55 @@ class Scope:
                 next_step="define migrate(self, payload, from_version) on the processor.",
             )
             raise self.fatal
-        return self._migrate(payload, version, name)
+        try:
+            return self._migrate(payload, version, name)
+        except MemoryError:
+            raise
+        except EnvironmentUnusableError as error:  # of storage that cannot be reached: the batch runs again
+            self.fatal = error
+            raise
+        except Exception as error:
+            raise self.not_migrated(error, version, name) from error
+
+    def not_migrated(self, error: Exception, version: int, name: str | None) -> ProcessorError:
+        """The error for state that migrate() cannot bring to this version."""
+        of_map = f", of {name!r}" if name else ""
+        self.fatal = ProcessorError(
+            f"migrate() failed for state of version {version}{of_map}: {full_text_of(error)}",
+            detail=line_of(error),
+            next_step="correct migrate(). No record is at fault, so there are no dead letters of them.",
+        )
+        return self.fatal
+
+    def key_of(self, raw_key: bytes, serde: Any, what: str) -> Any:
+        """A stored key, decoded. It fails the batch if that is not possible: no record has caused it.
+
+        Args:
+            serde: of the key; None: it is bytes. what: the key, for the error.
+        """
+        if serde is None:
+            return raw_key
+        try:
+            return serde.decode(raw_key)
+        except (EnvironmentUnusableError, MemoryError):
+            raise
+        except Exception as error:
+            not_decoded(error, what, raw_key, serde)
+            self.fatal = ProcessorError(
+                full_text_of(error),
+                next_step="was the serde of the key changed? Declare the one that has written it, or reset the flow's "
+                "state. No record is at fault, so there are no dead letters of them.",
+            )
+            raise self.fatal from error
+
+    def without_on_timer(self) -> ProcessorError:
+        """The error for a timer that no method handles. It fails the batch, before a timer is registered."""
+        self.fatal = ProcessorError(
+            "the processor registers a timer, but does not define on_timer()",
+            next_step="define on_timer(self, key, timer, state). No record is at fault, so there are no dead letters "
+            "of them.",
+        )
+        return self.fatal
 
     def header_of(self, ttl: str | float | None) -> bytes:
         """The beginning of a row with this time to live."""

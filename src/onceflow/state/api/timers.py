@@ -52,7 +52,8 @@ class Timers:
 
         Raises:
             ValueError, TypeError: an unknown clock, a time beyond 64 bits, or no whole number.
-            ProcessorError: the processor does not use event time, so the timer would never fire.
+            ProcessorError: the processor does not use event time, so the timer would never fire; or it does not define
+                on_timer().
         """
         code = _CODES.get(clock)
         if code is None:
@@ -64,6 +65,8 @@ class Timers:
             self._scope.uses_clock = True
         elif not self._scope.has_event_time:
             raise self._scope.without_event_time(name)
+        if not self._scope.handles_timers:
+            raise self._scope.without_on_timer()
         self._scope.overlay.put(self._row_key(name), rows.pack(rows.timer_payload(code, at_ms)))
 
     def register_rest(self, name: str, at_ms: int) -> None:

@@ -25,7 +25,7 @@ from onceflow.state.api.record import Record
 from onceflow.state.api.scope import Scope
 from onceflow.state.api.user_errors import full_text_of, line_of, shown
 from onceflow.state.engine import due, input_batch
-from onceflow.state.engine.output_collector import OutputCollector
+from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
 from onceflow.state.stores.base import Store, StoreCorruptError
 from onceflow.state.stores.overlay import Overlay
 from onceflow.state.windows.processor import check_windows
@@ -39,6 +39,8 @@ TIMERS_PER_BATCH = 1_000
 
 NOT_OF_A_RECORD = (StoreCorruptError, EnvironmentUnusableError, MemoryError)
 """Errors that neither a record nor the processor has caused: the caller restores the store, or runs the batch again."""
+
+ON_TIMER = "on_timer()"
 
 COUNTS = ("records", "late", "dead_letters", "duplicates", "aside", "timers_fired", "expired")
 """What is counted in a partition's part of a batch. ``records`` counts all records that were fed, ``aside`` those that
@@ -394,8 +396,14 @@ class BaseEngine:
         count, first = self.causes.get(type(error).__name__, (0, ""))
         self.causes[type(error).__name__] = count + 1, first or described
 
-    def _failed(self, what: str, error: Exception, record: Record | None = None, detail: str = "") -> OnceflowError:
-        """The error for a batch that fails. The caller raises it."""
+    def _failed(
+        self, what: str, error: Exception, record: Record | None = None, detail: str = "", *, wrong: str = ""
+    ) -> OnceflowError:
+        """The error for a batch that fails. The caller raises it.
+
+        Args:
+            wrong: what has to be corrected; empty: the processor or the record.
+        """
         place = None
         if record is not None and record.topic is not None:
             place = record.topic if record.partition is None else f"{record.topic}-{record.partition}"
@@ -406,13 +414,19 @@ class BaseEngine:
                 "detail": ", ".join([*known, f"table {self.table}-{self.partition}", line_of(error)]),
             }
             return BadRecordError(error.what, **fields).locate(flow=self.flow, batch=self.batch)
-        wrong = "the processor or the record"
+        next_step = f"correct {wrong or 'the processor or the record'}"
         if isinstance(error, FarAheadRecord):
-            wrong = "the clock that has written it, the unit of event_time(), or max_ahead of the processor"
+            next_step = "correct the clock that has written it, the unit of event_time(), or max_ahead of the processor"
+        if self._dead_letter_topic is None and not isinstance(error, NotRecordsError):
+            if not wrong:
+                next_step += "; with on_error='dead-letter' and dead_letter_topic= such records go to a topic instead"
+            elif record is None and wrong == ON_TIMER:
+                next_step += (
+                    "; with on_error='dead-letter' and dead_letter_topic= a letter of the timer goes to a topic"
+                )
         failed = ProcessorError(
             f"{what}: {full_text_of(error)}",
-            next_step=f"correct {wrong}; with on_error='dead-letter' and dead_letter_topic= such records go to a topic "
-            "instead.",
+            next_step=f"{next_step}.",
             flow=self.flow,
             topic=place,
             batch=self.batch,
@@ -425,7 +439,8 @@ class BaseEngine:
         try:
             call(*arguments)
         except Exception as error:
-            raise self._failed(f"{type(self.processor).__name__}.{name}() failed", error) from error
+            what = f"{type(self.processor).__name__}.{name}() failed"
+            raise self._failed(what, error, wrong=f"{name}(); no record is at fault") from error
 
     def _located(self, error: OnceflowError) -> OnceflowError:
         error.detail = error.detail or f"table {self.table}-{self.partition}"

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow.errors import ProcessorError
 from onceflow.protocol import timestamps
 from onceflow.state import rows
 from onceflow.state.api import user_errors
@@ -23,7 +24,7 @@ from onceflow.state.api.serdes import BYTES, Struct
 from onceflow.state.api.whole_numbers import NEXT_STEP, cast, changed, rounded, with_nullable_integers
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
-from onceflow.state.engine.output_collector import one_chunk, output_batch
+from onceflow.state.engine.output_collector import NotTablesError, one_chunk, output_batch
 from onceflow.state.engine.shapes import STATE_COLUMNS
 
 _PREFIX = pa.scalar(rows.VALUE, pa.binary())
@@ -93,10 +94,21 @@ class ColumnEngine(BaseEngine):
             raise
         except Exception as error:
             user_errors.returned_by(error, self._asked)
+            if isinstance(error, NotTablesError) and self._scope.fatal is None:
+                self._scope.fatal = self._of_the_result(error)
             self._collector.truncate(mark)
             self.counts.update(counts)
             return error
         return None
+
+    def _of_the_result(self, error: NotTablesError) -> ProcessorError:
+        """The error for a result that has not the form it has to have. It fails the batch."""
+        name = getattr(self._asked, "__name__", "process")
+        return ProcessorError(
+            f"{name}() has returned what cannot be used: {user_errors.text_of(error)}",
+            detail=", ".join(filter(None, (f"table {self.table}-{self.partition}", user_errors.line_of(error)))),
+            next_step=f"correct {name}(). No record is at fault, so there are no dead letters of them.",
+        )
 
     def _without(self, batch: pa.RecordBatch, bad: BadRows) -> pa.RecordBatch:
         """Returns the records that are not bad, and writes dead letters for the others."""
@@ -160,7 +172,7 @@ class ColumnEngine(BaseEngine):
         if result is None:
             return
         if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(f"process() returns outputs and new states, got {type(result).__name__}")
+            raise NotTablesError(f"a tuple of outputs and new states is expected, got {type(result).__name__}")
         outputs, new_states = result
         made = None if outputs is None else output_batch(as_table(outputs, "outputs"))
         changed = None if new_states is None else self._rows(as_table(new_states, "new states"), keys, row_keys)
@@ -201,7 +213,7 @@ class ColumnEngine(BaseEngine):
         array = decoded(times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times))
         known = timestamps.known_times(input_batch.milliseconds(one_chunk(array)))
         if len(known) != count:
-            raise ValueError(f"event_time() gives {len(known)} times for {count} records")
+            raise NotTablesError(f"{count} times are expected, one for each record, got {len(known)}")
         far = self._far_ahead(known)
         if far is not None:
             raise BadRows({row: self._ahead(known[row].as_py()) for row in np.flatnonzero(far).tolist()})
@@ -267,7 +279,10 @@ class ColumnEngine(BaseEngine):
         value = self._scope.migrated(payload, version, None)
         if value is ABSENT or value is None:
             return None
-        encoded: bytes = BYTES.encode(value) if self._struct is None else self._struct.encode(value)
+        try:
+            encoded: bytes = BYTES.encode(value) if self._struct is None else self._struct.encode(value)
+        except Exception as error:
+            raise self._scope.not_migrated(error, version, None) from error
         return encoded
 
     def _rows(self, new: pa.Table, keys: Any, row_keys: list[bytes]) -> tuple[list[bytes], list[bytes | None]]:
@@ -280,7 +295,7 @@ class ColumnEngine(BaseEngine):
         missing = {"key", *self._fields.names} - names
         unknown = names - {"key", "exists", "deleted", *self._fields.names}
         if missing or unknown:
-            raise ValueError(f"new states have columns {new.column_names}: missing {missing}, unknown {unknown}")
+            raise NotTablesError(f"new states have columns {new.column_names}: missing {missing}, unknown {unknown}")
         count = new.num_rows
         new_keys = input_batch.binary(one_chunk(new["key"]), "key")
         if not new_keys.equals(keys):
@@ -323,7 +338,7 @@ def _of_batch(bad: BadRows, places: list[int]) -> Exception:
     """
     strange = [row for row in bad.causes if not 0 <= row < len(places)]
     if strange or not bad.causes:
-        return ValueError(f"BadRows names {strange or 'no records'}; there are {len(places)}")
+        return NotTablesError(f"BadRows names {strange or 'no records'}; there are {len(places)}")
     return BadRows({places[row]: cause for row, cause in bad.causes.items()})
 
 
@@ -331,7 +346,7 @@ def as_table(given: Any, what: str) -> pa.Table:
     """A pyarrow table of what user code returned, without dictionaries.
 
     Raises:
-        TypeError: it is not of pyarrow or pandas, and has no ``__arrow_c_stream__`` (as Polars and DuckDB do).
+        NotTablesError: it is not of pyarrow or pandas, and has no ``__arrow_c_stream__`` (as Polars and DuckDB do).
     """
     if isinstance(given, pa.RecordBatch):
         table = pa.Table.from_batches([given])
@@ -340,7 +355,7 @@ def as_table(given: Any, what: str) -> pa.Table:
     elif isinstance(given, pa.Table) or hasattr(given, "__arrow_c_stream__"):
         table = given if isinstance(given, pa.Table) else pa.table(given)
     else:
-        raise TypeError(f"{what} are a table of pyarrow, pandas or Polars, got {type(given).__name__}")
+        raise NotTablesError(f"{what} are a table of pyarrow, pandas or Polars, got {type(given).__name__}")
     return pa.table([decoded(column) for column in table.columns], names=table.column_names)
 
 

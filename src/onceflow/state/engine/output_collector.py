@@ -40,6 +40,11 @@ class NotRecordsError(TypeError):
     """A processor has yielded something other than records. No input record has caused this error."""
 
 
+class NotTablesError(ValueError):
+    """A column processor has returned something other than the tables that it has to. No input record has caused
+    this error."""
+
+
 class OutputCollector:
     """The records that a batch has to write so far.
 
@@ -197,8 +202,7 @@ class OutputCollector:
                 f"an output cannot be written: {why}",
                 topic=topic if rules is None else rules.topic,
                 detail=f"yielded with the key {key!r:.120}",
-                next_step="correct the processor or the topic; with on_error='dead-letter' and dead_letter_topic= the "
-                "record that it was yielded for goes to a topic instead",
+                next_step="correct the processor, or let the topic take it",
             )
 
     def check_batch(self, batch: pa.RecordBatch) -> None:
@@ -267,13 +271,13 @@ def output_batch(table: pa.Table) -> pa.RecordBatch:
     """A table that a column processor returned, in `SCHEMA`.
 
     Raises:
-        ValueError: missing or unknown columns.
+        NotTablesError: missing or unknown columns.
         SchemaError, pa.ArrowInvalid: columns of unusable types.
     """
     names = table.column_names
     unknown = set(names) - {"key", "value", "topic", "headers", "timestamp_ms"}
     if unknown or "value" not in names:
-        raise ValueError(
+        raise NotTablesError(
             f"outputs have the columns {names}: key and value are needed, topic, headers and timestamp_ms possible"
         )
     columns = []

@@ -24,7 +24,7 @@ from onceflow.state.api.serdes import JSON
 from onceflow.state.api.timers import Timer
 from onceflow.state.api.user_errors import shown
 from onceflow.state.engine import due, input_batch
-from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
+from onceflow.state.engine.base import NOT_OF_A_RECORD, ON_TIMER, BaseEngine
 from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
 from onceflow.state.engine.shapes import SHAPE_ERRORS, lacks
 from onceflow.state.retry import Retry
@@ -75,6 +75,7 @@ class Engine(BaseEngine):
         super().start()
         # Of the object, not of its class: __init__() or open() may have set it.
         self._own_event_time = overrides(self.processor.event_time, Processor.event_time)
+        self._scope.handles_timers = overrides(self.processor.on_timer, Processor.on_timer)
         self._guarded("late_before_ms", self._decide_what_is_late)
         for raw_key, timer in due.due_timers(self._overlay, *self._fire_until()):
             if self._unfired.has(raw_key, timer):
@@ -103,7 +104,7 @@ class Engine(BaseEngine):
             self._scope.failures = None
         if error is not None and (self._dead_letter_topic is None or isinstance(error, NotRecordsError)):
             where = f"timer {timer.name!r} ({timer.clock} time {timer.at_ms}), key {shown(raw_key)}"
-            raise self._failed("a timer could not be handled", error, detail=where) from error
+            raise self._failed("a timer could not be handled", error, detail=where, wrong=ON_TIMER) from error
         if error is not None:
             due.take(self._overlay, raw_key, timer)
             processor, lost = self.processor, list[dict[str, Any]]()
@@ -132,16 +133,14 @@ class Engine(BaseEngine):
 
     def _run_timer(self, raw_key: bytes, timer: Timer) -> Exception | None:
         """Call on_timer(). Returns what went wrong; then nothing has changed."""
+        if not self._scope.handles_timers:
+            raise self._located(self._scope.without_on_timer())
         on_timer, mark, records = self.processor.on_timer, self._collector.mark(), None
         self._overlay.savepoint()
         due.take(self._overlay, raw_key, timer)
         failed: Exception | None = None
         try:
-            try:
-                key = self.processor.key.decode(raw_key)
-            except Exception as error:
-                user_errors.not_decoded(error, "the key of the timer", raw_key, self.processor.key)
-                raise
+            key = self._scope.key_of(raw_key, self.processor.key, "the key of a timer")
             records = on_timer(key, timer, State(self._scope, raw_key))
             if records is not None:
                 self._collector.extend(records, key, raw_key)

@@ -19,6 +19,7 @@ from onceflow.clock import clock_ms
 from onceflow.errors import BatchAbortedError
 from onceflow.host.file_lock import locked
 from onceflow.host.identity import host_identity
+from onceflow.private_folders import make_private
 from onceflow.protocol.position import Position
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.joins.spec import Ends, JoinSpec
@@ -152,7 +153,7 @@ def open_copy(
                 return store
             store.close()
     name = f"{spec.topic}-{partition}"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     with locked(
         folder / _LOCK,
         _WAIT_S,

@@ -7,7 +7,6 @@ import struct
 import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ from urllib.parse import quote
 import orjson
 
 from onceflow.errors import ProtocolError
+from onceflow.private_folders import in_home, make_private, own_folder, private_temporary
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.state import rows
 from onceflow.state.stores.base import StoreCorruptError
@@ -305,16 +305,22 @@ def rows_of_snapshot(raw: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def default_state_dir() -> Path:
-    """``ONCEFLOW_STATE_DIR``, else a folder in the user's home, else (if that is not writable) a temporary folder."""
+    """``ONCEFLOW_STATE_DIR``, else a folder in the user's home, else (if that is not writable) a temporary folder.
+
+    Raises:
+        EnvironmentUnusableError: the folder belongs to another user.
+    """
     named = os.environ.get("ONCEFLOW_STATE_DIR")
     if named:
         return Path(named)
-    with suppress(OSError, RuntimeError):  # RuntimeError: no home at all
-        folder = Path.home() / ".local" / "state" / "onceflow"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    return Path(tempfile.gettempdir()) / f"onceflow-state-{os.getuid()}"
+    earlier = Path(tempfile.gettempdir(), f"onceflow-state-{os.getuid()}")
+    folder = in_home(".local", "state", "onceflow")
+    if folder.is_relative_to(tempfile.gettempdir()) and earlier.exists():  # of an earlier version: it has the state
+        return own_folder(earlier, "ONCEFLOW_STATE_DIR")
+    try:
+        return make_private(folder)
+    except OSError:
+        return make_private(private_temporary() / "state")
 
 
 def partition_folder(state_dir: Path, flow: str, table: str, partition: int) -> Path:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from onceflow.private_folders import make_private
 from onceflow.state.local.catch_up import LOST, CatchUp, Source
 from onceflow.state.local.format import COMMIT_RECORD, PENDING, Commit, CommitRecord, Goal, Pending
 from onceflow.state.stores.base import Store, StoreCorruptError, unusable
@@ -167,7 +168,7 @@ def _verifying(folder: Path) -> Iterator[None]:
     it the process. So the next process knows of the damage."""
     trial = folder / VERIFYING
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # not every store has files there
+        make_private(folder)  # not every store has files there
         trial.touch()
     except OSError as refused:
         raise unusable(folder, "The local state cannot be opened", refused) from refused

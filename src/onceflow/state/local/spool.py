@@ -12,6 +12,7 @@ from typing import IO, Generic, TypeVar
 
 import pyarrow as pa
 
+from onceflow.private_folders import make_private
 from onceflow.state.local.row_columns import RowColumns
 from onceflow.state.local.sorted_rows import merged
 from onceflow.state.stores.base import unusable
@@ -78,7 +79,7 @@ class Spool(Generic[_T]):
 
     def _written(self, block: RowColumns) -> tuple[int, int]:
         if self._file is None:
-            self._folder.mkdir(parents=True, exist_ok=True)  # not every store has files there
+            make_private(self._folder)  # not every store has files there
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 (closed with the spool)
         raw = memoryview(pa.RecordBatch.from_arrays([block.keys, block.rows], schema=_SCHEMA).serialize())
         at = self._size

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import lmdb
 
+from onceflow.private_folders import make_private
 from onceflow.state.stores.base import DISK_FULL, StoreCorruptError, unusable
 from onceflow.state.stores.disk_space import NO_ROOM, allocate, lacks_room
 from onceflow.state.stores.lmdb_lock import WriterLock
@@ -59,7 +60,7 @@ class Environment:
         self.read_only = read_only
         with self.translated():
             if not read_only:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_private(self.folder)
             try:
                 with nullcontext() if read_only else self.writer.held():
                     self._open_all(read_only)

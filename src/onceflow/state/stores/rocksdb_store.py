@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
+from onceflow.private_folders import make_private
 from onceflow.state import rows
 from onceflow.state.stores.base import DISK_FULL, NO_BLOBS, TALLY, Store, StoreCorruptError, Tally, plan, unusable
 from onceflow.state.stores.disk_space import lacks_room
@@ -191,7 +192,7 @@ class _Database:
             raise FileNotFoundError(folder / DATA)
         with _translated(folder):
             if not read_only:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_private(folder)
             self.rdict = _opened(folder, read_only)
 
     @contextmanager

@@ -128,7 +128,7 @@ class WindowProcessor(Processor):
         closed is left out and noted, and the others are closed.
         """
         if timer.name != TIMER:
-            raise NotImplementedError(f"{type(self).__name__} registers timers, but does not define on_timer()")
+            raise state._scope.without_on_timer()
         watermark_ms = state.watermark_ms
         assert watermark_ms is not None, "timers of event time need a watermark"
         failures = state._scope.failures

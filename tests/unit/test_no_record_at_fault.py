@@ -1,0 +1,249 @@
+"""What no record has caused stops the flow: it makes no dead letters, although the step has some."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from onceflow import ColumnProcessor, Processor, Record
+from onceflow.errors import ProcessorError
+from onceflow.state.api.serdes import LONG, STRING
+from onceflow.testing.processor_driver import ProcessorDriver
+
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from text_processor import Text
+finally:
+    sys.path.pop(0)
+
+RECORDS = [(f"k{n}", str(n)) for n in range(20)]
+
+
+class Wrong(Exception):
+    pass
+
+
+def stops(driver: ProcessorDriver, match: str, records: Any = RECORDS) -> None:
+    """The batch fails; nothing of it is kept, and no record has become a dead letter."""
+    before = list(driver.outputs)
+    with pytest.raises(ProcessorError, match=match) as caught:
+        driver.send_many(records)
+    assert "correct the processor or the record" not in caught.value.next_step
+    assert driver.dead_letters == []
+    assert driver.outputs == before
+
+
+class Sum(ColumnProcessor):
+    """Adds up the values of each key."""
+
+    state_fields = {"total": "int64"}  # noqa: RUF012
+
+    def process(self, records: Any, states: Any, context: Any) -> Any:
+        return None, pa.table({"key": states["key"], "total": pa.array([1] * states.num_rows, pa.int64())})
+
+
+# ---- migrate() ---------------------------------------------------------------------------------------------
+
+
+def raising(self: Any, payload: bytes, from_version: int, name: str | None = None) -> Any:
+    raise Wrong("no such field")
+
+
+def look(key: str, records: Any, state: Any) -> None:
+    state.get()
+
+
+def look_at_entry(key: str, records: Any, state: Any) -> None:
+    state.map("m").get("e")
+
+
+def look_at_entries(key: str, records: Any, state: Any) -> None:
+    list(state.map("m").items())
+
+
+def look_at_list(key: str, records: Any, state: Any) -> None:
+    list(state.list("l"))
+
+
+def look_around(key: str, records: Any, state: Any) -> None:
+    list(state.range())
+
+
+def look_in_spite(key: str, records: Any, state: Any) -> None:
+    try:
+        state.get()
+    except Exception:
+        state.put("other")
+
+
+def look_late(key: str, records: Any, state: Any) -> Any:
+    yield Record(key, "one")
+    state.get()
+
+
+@pytest.mark.parametrize(
+    "run", [look, look_at_entry, look_at_entries, look_at_list, look_around, look_in_spite, look_late]
+)
+def test_a_fault_in_migrate(run: Any) -> None:
+    def fill(key: str, records: Any, state: Any) -> None:
+        state.put(key)
+        state.map("m").put("e", key)
+        state.list("l").append(key)
+
+    class Two(Text):
+        version = 2
+        migrate = raising
+
+    driver = ProcessorDriver(Text(fill), on_error="dead-letter")
+    driver.send_many(RECORDS)
+    driver.processor = Two(run)
+    stops(driver, r"migrate\(\) failed for state of version 0.*no such field")
+    driver.processor = Text(fill)
+    assert driver.state("k3") == "k3"
+
+
+def test_a_fault_in_migrate_of_a_timer() -> None:
+    """The timer is still there after the fault."""
+
+    def register(key: str, records: Any, state: Any) -> None:
+        state.put(1)
+        state.timers.register("t", 1_000, clock="processing")
+
+    class Two(Text):
+        version = 2
+        migrate = raising
+
+    def fire(key: str, timer: Any, state: Any) -> Any:
+        yield Record(key, str(state.get()))
+
+    driver = ProcessorDriver(Text(register, fire), on_error="dead-letter")
+    driver.send("k", "")
+    driver.processor = Two(None, fire)
+    with pytest.raises(ProcessorError, match=r"migrate\(\) failed"):
+        driver.advance(5)
+    assert driver.dead_letters == []
+    driver.processor = Text(None, fire)
+    driver.advance(5)
+    assert driver.outputs == [Record("k", "1", timestamp_ms=driver.outputs[0].timestamp_ms)]
+
+
+@pytest.mark.parametrize("given", [None, {"total": "no number"}, {"other": 1}, 17, b"bytes"])
+def test_a_fault_in_migrate_of_columns(given: Any) -> None:
+    def migrate(self: Any, payload: bytes, from_version: int) -> Any:
+        if given is None:
+            raise Wrong("no such field")
+        return given
+
+    driver = ProcessorDriver(Sum(), on_error="dead-letter")
+    driver.send_many([(key.encode(), b"1") for key, _ in RECORDS])
+    driver.processor = type("Two", (Sum,), {"version": 2, "migrate": migrate})()
+    stops(driver, r"migrate\(\) failed for state of version 0", [(key.encode(), b"1") for key, _ in RECORDS])
+
+
+# ---- serdes of what is stored ------------------------------------------------------------------------------
+
+
+def test_keys_that_another_serde_has_written() -> None:
+    class Numbers(Text):
+        key = LONG
+
+    driver = ProcessorDriver(Text(lambda key, records, state: state.put(1)), on_error="dead-letter")
+    driver.send_many(RECORDS)
+    driver.processor = Numbers(look_around)
+    stops(driver, "a stored key is not a LONG", [(5, "1")])
+
+    def entries(serde: Any, put: Any) -> Any:
+        def run(key: str, records: Any, state: Any) -> None:
+            entries = state.map("m", key=serde)
+            put(entries)
+
+        return run
+
+    driver = ProcessorDriver(Text(entries(STRING, lambda m: m.put("abc", 1))), on_error="dead-letter")
+    driver.send("k", "")
+    driver.processor = Text(entries(LONG, lambda m: list(m.items())))
+    stops(driver, "a key of map 'm' is not a LONG", [("k", "1")])
+
+
+def test_the_key_of_a_timer_that_another_serde_has_written() -> None:
+    class Numbers(Text):
+        key = LONG
+
+    def register(key: str, records: Any, state: Any) -> None:
+        state.timers.register("t", 1_000, clock="processing")
+
+    driver = ProcessorDriver(Text(register), on_error="dead-letter")
+    driver.send("abc", "")
+    driver.processor = Numbers()
+    with pytest.raises(ProcessorError, match="the key of a timer is not a LONG"):
+        driver.advance(5)
+    assert driver.dead_letters == []
+
+
+# ---- timers ------------------------------------------------------------------------------------------------
+
+
+def without_on_timer(run: Any = None) -> Any:
+    class Without(Processor):
+        key = value = output = STRING
+
+        def process(self, key: str, records: Any, state: Any) -> Any:
+            return run and run(key, records, state)
+
+    return Without()
+
+
+def test_a_timer_without_on_timer() -> None:
+    def register(key: str, records: Any, state: Any) -> None:
+        state.timers.register("t", 1_000, clock="processing")
+
+    driver = ProcessorDriver(without_on_timer(register), on_error="dead-letter")
+    stops(driver, r"does not define on_timer\(\)")
+    driver = ProcessorDriver(Text(register), on_error="dead-letter")
+    driver.send("k", "")
+    driver.processor = without_on_timer()  # of an earlier version of the code
+    with pytest.raises(ProcessorError, match=r"does not define on_timer\(\)"):
+        driver.advance(5)
+    assert driver.dead_letters == []
+
+
+# ---- results of column processors --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "result, match",
+    [
+        (lambda states: states, "a tuple of outputs and new states is expected, got Table"),
+        (lambda states: (None, None, None), "a tuple"),
+        (lambda states: ([1], None), "outputs are a table"),
+        (lambda states: (None, "x"), "new states are a table"),
+        (lambda states: (pa.table({"key": ["a"]}), None), "outputs have the columns"),
+        (lambda states: (pa.table({"value": ["a"], "valu": ["a"]}), None), "outputs have the columns"),
+        (lambda states: (None, states.select(["key"])), "new states have columns"),
+        (lambda states: (None, states.append_column("more", states["total"])), "new states have columns"),
+    ],
+)
+def test_results_that_have_not_the_form_of_results(result: Any, match: str) -> None:
+    class Odd(Sum):
+        def process(self, records: Any, states: Any, context: Any) -> Any:
+            return result(states)
+
+    driver = ProcessorDriver(Odd(), on_error="dead-letter")
+    stops(driver, rf"process\(\) has returned what cannot be used: {match}", [(b"a", b"1"), (b"b", b"2")])
+
+
+def test_event_times_of_another_number() -> None:
+    class Odd(Sum):
+        allowed_lateness = "1 minute"
+
+        def event_time(self, records: Any) -> Any:
+            return pa.array([1, 2, 3])
+
+    driver = ProcessorDriver(Odd(), on_error="dead-letter")
+    stops(
+        driver, r"event_time\(\) has returned what cannot be used: 2 times are expected", [(b"a", b"1"), (b"b", b"2")]
+    )
