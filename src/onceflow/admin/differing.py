@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from onceflow.admin.identity import field_path
 from onceflow.admin.tally import Difference, Place
 from onceflow.client.committed import CommittedReader
 from onceflow.errors import OptionError
 from onceflow.state import exact_json
 
 _SHOWN = 200
-_FIELD = re.compile(r"\$(\.[^.\[\]*?]+)+")
 _MISSING: Any = object()
 
 Value = bytes | None
@@ -27,12 +26,14 @@ def without(fields: Sequence[str]) -> Callable[[Value], Value]:
     Raises:
         OptionError: one is none of these.
     """
+    paths = list[list[str]]()
     for each in fields:
-        if not _FIELD.fullmatch(each):
+        path = field_path(each)
+        if path is None:
             raise OptionError(
                 f"--ignore {each!r} is no field of a JSON value", next_step="give $.field or $.field.field"
             )
-    paths = [each.split(".")[1:] for each in fields]
+        paths.append(path)
 
     def left(value: Value) -> Value:
         if not paths or value is None:

@@ -16,6 +16,7 @@ Identity = Callable[["bytes | None", "bytes | None", Headers], bytes]
 """Key, value and headers of a record -> 16 bytes. A record that lacks the id is identified by its key and value."""
 
 _PATH = re.compile(r"\$(\.[^.\[\]*?]+)+")
+_NO_FIELD = (ValueError, KeyError, TypeError, IndexError)
 
 
 def identity_of(text: str) -> Identity:
@@ -30,27 +31,30 @@ def identity_of(text: str) -> Identity:
         return lambda key, value, headers: digest_of(key)
     if text.startswith("header:") and len(text) > len("header:"):
         return _of_header(text.removeprefix("header:"))
-    if _PATH.fullmatch(text):
-        return _of_field(text.split(".")[1:])
+    if (names := field_path(text)) is not None:
+        return _of_field(names)
     raise OptionError(
         f"--id {text!r} is not a place in a record",
         next_step="give $.field or $.field.field of a JSON value, key, header:NAME, or record (key and value)",
     )
 
 
+def field_path(text: str) -> list[str] | None:
+    """The names of the fields on the way to one in a JSON value, of ``$.a.b``; None: it is no such path."""
+    return text.split(".")[1:] if _PATH.fullmatch(text) else None
+
+
 def kind_of(text: str) -> Callable[[bytes | None], str | None]:
     """What an id in a value is, as text: a number, a text or something else. None: the value has none, or ids are not
     in values."""
-    names = text.split(".")[1:] if _PATH.fullmatch(text) else None
+    names = field_path(text)
 
     def found(value: bytes | None) -> str | None:
         if names is None:
             return None
         try:
-            at: Any = exact_json.loads(value or b"")
-            for name in names:
-                at = at[name]
-        except (ValueError, KeyError, TypeError, IndexError):
+            at = _field(value, names)
+        except _NO_FIELD:
             return None
         if isinstance(at, str):
             return "texts"
@@ -69,15 +73,20 @@ def _of_header(name: str) -> Identity:
     return found
 
 
+def _field(value: bytes | None, names: Sequence[str]) -> Any:
+    """A field of a JSON value. One of `_NO_FIELD` is raised if there is none."""
+    at: Any = exact_json.loads(value or b"")
+    for name in names:
+        at = at[name]
+    return at
+
+
 def _of_field(names: Sequence[str]) -> Identity:
     def found(key: bytes | None, value: bytes | None, headers: Headers) -> bytes:
         try:
-            at: Any = exact_json.loads(value or b"")
-            for name in names:
-                at = at[name]
             # In one form: 1, 1.0 and 1e0 are one number. What is nested deeply can be read, but not written.
-            return digest_of(b"f", exact_json.canonical(exact_json.dumps(at)))
-        except (ValueError, KeyError, TypeError, IndexError):
+            return digest_of(b"f", exact_json.canonical(exact_json.dumps(_field(value, names))))
+        except _NO_FIELD:
             return digest_of(key, value)
 
     return found

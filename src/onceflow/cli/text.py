@@ -101,8 +101,9 @@ def laid_out(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int |
     names, *values = ([line[n] for n in range(len(columns)) if n not in common] for line in (columns, *cells))
     if not names:
         return above[:-1]
-    for table in ((names, values), (lambda sides: (sides[0], sides[1:]))([*zip(names, *values, strict=True)])):
-        if fits(lines := in_columns(*table)):
+    turned = [*zip(names, *values, strict=True)]
+    for head, body in ((names, values), (turned[0], turned[1:])):
+        if fits(lines := in_columns(head, body)):
             return [*above, *lines]
     blocks = [_pairs(list(zip(names, row, strict=True))) for row in values]
     return [*above, *(line for n, block in enumerate(blocks) for line in (["", *block] if n else block))]

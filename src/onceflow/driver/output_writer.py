@@ -229,10 +229,11 @@ class OutputWriter:
         else:
             collected = prepared.df.mapInArrow(WriteTask(order), REPORT_SPARK_SCHEMA).collect()
             parts = [Part(from_rows(collected).written, prepared.routing.tasks, prepared.shuffled)]
-        written_by = "driver" if on_driver else in_tasks(prepared.routing.tasks)
-        if outgoing.in_front and not on_driver:
-            written_by = f"{prepared.routing.tasks} tasks"
-        attempt.summary.path = f"{outgoing.in_front} + {written_by}" if outgoing.in_front else written_by
+        if not outgoing.in_front:
+            attempt.summary.path = "driver" if on_driver else in_tasks(prepared.routing.tasks)
+        else:  # "2 + 1 tasks": the word is for the sum
+            written_by = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
+            attempt.summary.path = f"{outgoing.in_front} + {written_by}"
         return parts if self._state is None else parts + self._state.gather(order, self._cluster)
 
     def _read_tasks(self, source: SourceRange) -> int | None:

@@ -152,24 +152,22 @@ def _check_signatures(processor: Processor | ColumnProcessor, flow: str) -> None
             signature = inspect.signature(method, follow_wrapped=False)  # a decorator may add arguments
         except Exception:  # of a class in C, or annotations that cannot be evaluated
             continue
-        try:
-            signature.bind(*arguments)
-        except TypeError as error:
-            if name == "migrate" and _binds(signature, arguments[:-1]):
-                continue
+        wrong = _unbound(signature, arguments)
+        if wrong and not (name == "migrate" and not _unbound(signature, arguments[:-1])):
             raise OptionError(
-                f"{type(processor).__name__}.{name}{signature} cannot be called: {error}",
+                f"{type(processor).__name__}.{name}{signature} cannot be called: {wrong}",
                 flow=flow,
                 next_step=f"define it as {name}({', '.join(['self', *arguments])})",
-            ) from None
+            )
 
 
-def _binds(signature: inspect.Signature, arguments: Sequence[str]) -> bool:
+def _unbound(signature: inspect.Signature, arguments: Sequence[str]) -> str:
+    """Why a method cannot be called with these arguments; empty: it can be."""
     try:
         signature.bind(*arguments)
-    except TypeError:
-        return False
-    return True
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def _note_misspelled(processor: Processor | ColumnProcessor, flow: str) -> None:

@@ -294,8 +294,8 @@ class Retry(Processor):
         if value is None:
             value = b""
             headers.append((NULL_VALUE, b"true"))
-        # Compaction keeps one record of each key, so records of the same origin need keys of their own.
         headers.append((PARKED_WHY, why.encode()))
+        # Compaction keeps one record of each key, so records of the same origin need keys of their own.
         own = _digest(_encoded(original), repr(place).encode())
         return Record(f"{origin}/{own}", value, self.parked_topic, headers, original.timestamp_ms)
 

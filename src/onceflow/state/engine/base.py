@@ -420,7 +420,7 @@ class BaseEngine:
         if self._dead_letter_topic is None and not isinstance(error, NotRecordsError):
             if not wrong:
                 next_step += "; with on_error='dead-letter' and dead_letter_topic= such records go to a topic instead"
-            elif record is None and wrong == ON_TIMER:
+            elif wrong == ON_TIMER:
                 next_step += (
                     "; with on_error='dead-letter' and dead_letter_topic= a letter of the timer goes to a topic"
                 )
