@@ -46,6 +46,8 @@ def serve(onceflow_broker: str, tmp_path: Path) -> Iterator[Serve]:
     def start(tables: dict[str, Format] | str, *, ready: bool = True, **given: Any) -> httpx.Client:
         named = {tables: Format()} if isinstance(tables, str) else tables
         options = {"settings": ClientSettings(onceflow_broker), "state_dir": tmp_path, "port": 0, **given}
+        if "instances" in given:
+            options.setdefault("peer_secrets", ["a-secret-of-the-tests"])
         server = QueryServer(ServeOptions(named, **options))
         server.open()
         thread = threading.Thread(target=server.run)

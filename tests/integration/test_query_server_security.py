@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import itertools
 import json
 import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,13 @@ import httpx
 import pytest
 import trustme
 from confluent_kafka.admin import AclOperation, ResourceType
+from kafka import KafkaConsumer
+from kafka.coordinator.assignors.abstract import AbstractPartitionAssignor
+from kafka.protocol.consumer.metadata import ConsumerProtocolAssignment, ConsumerProtocolSubscription
 
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import PermissionDeniedError
+from onceflow.server.members import _Assignor
 from onceflow.testing.broker import create_topic
 from onceflow.testing.secure import SECRET, Secure, grant
 from onceflow.testing.served import ServerProcess, numbers, write_rows
@@ -83,8 +89,7 @@ def test_instances_ask_each_other_with_tls_and_tokens(
                 '{"keys": 1}',
                 '{"wish": {"least": [], "staleness_ms": null, "wait_s": 1}, "places": [[[], 1]]}',
             ):
-                assert client.post(f"/peer/{topic}/get", content=body).status_code == 400
-            assert client.post(f"/peer/{topic}/get", headers={"Authorization": "no"}).status_code == 401
+                assert client.post(f"/peer/{topic}/get", content=body).status_code == 401  # a token is no proof
 
 
 @pytest.fixture
@@ -133,26 +138,128 @@ def shared(client: httpx.Client, topic: str) -> bool:
 
 
 @pytest.mark.long
-def test_instances_with_different_tokens(
+def test_instances_with_different_secrets(
     onceflow_broker: str, topic: str, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each one is ready, but cannot ask the other. The log and the answers say why."""
+    """The one that leads the group has all partitions; the other one is not ready, and says why. A second secret of
+    both lets them share."""
     write_rows(onceflow_broker, topic, numbers(10))
-    tokens = [f"a-token-of-instance-{number}" for number in range(2)]
-    both = [serve(topic, tokens=[token], instances=f"group-{topic}", ready=False) for token in tokens]
-    for client, token in zip(both, tokens, strict=True):
-        client.headers["Authorization"] = f"Bearer {token}"
-    wait_until(lambda: all(shared(client, topic) for client in both), 30, lambda: both[0].get("/tables").text)
-    for client, other in (both, both[::-1]):
-        for _ in range(2):
-            refused = client.get(f"/tables/{topic}/count")
-            assert refused.status_code == 503
-            url = str(other.base_url).rstrip("/")
-            assert refused.json()["detail"].endswith(f": {url} answers 401: The request has no valid token")
-            assert "give all instances of the group a common token" in refused.json()["next_step"]
-        warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-        (warning,) = [each for each in warned if f"instance {url} answers 401" in each]
-        assert "the tokens of the instances differ" in warning
+    one, two = (f"a-secret-of-instance-{number}" for number in range(2))
+    first = serve(topic, peer_secrets=[one], instances=f"group-{topic}")
+    second = serve(topic, peer_secrets=[two], instances=f"group-{topic}", ready=False)
+    wanted = "its leader is no instance with a secret of this one; give all instances the same --peer-secret-file"
+    wait_until(lambda: wanted in second.get("/ready").text, 30, lambda: second.get("/ready").text)
+    assert second.get(f"/tables/{topic}/count").status_code == 503
+    assert first.get(f"/tables/{topic}/count").json()["count"] == 10
+    assert "1 members have no secret of this instance" in caplog.text
+    third = serve(topic, peer_secrets=[two, one], instances=f"group-{topic}", ready=False)
+    assert third.get(f"/tables/{topic}/count").status_code == 503  # it proves itself with its first secret
+    fourth = serve(topic, peer_secrets=[one, two], instances=f"group-{topic}", ready=False)
+    wait_until(lambda: all(shared(each, topic) for each in (first, fourth)), 30, lambda: first.get("/tables").text)
+    for client in (first, fourth):
+        assert client.get(f"/tables/{topic}/count").json()["count"] == 10
+
+
+class Stranger(AbstractPartitionAssignor):  # type: ignore[misc]
+    """A member of the group that is no instance: it claims to have all partitions at its own address."""
+
+    name, version = _Assignor.name, _Assignor.version
+
+    def __init__(self, topic: str, address: str) -> None:
+        self.topic, self.address = topic, address
+        self.seen: list[bytes] = []
+
+    def metadata(self, topics: Any) -> ConsumerProtocolSubscription:
+        said = {"address": self.address, "restored": {self.topic: [0, 1, 2, 3]}, "begun": {self.topic: []}}
+        document = json.dumps({**said, "partitions": {self.topic: 4}, "misplaced": []}).encode()
+        return ConsumerProtocolSubscription(0, sorted(topics), b"0" * 64 + document)
+
+    def assign(self, cluster: Any, members: Any) -> dict[str, ConsumerProtocolAssignment]:
+        decided = {"holders": {self.topic: [[self.address]] * 4}, "misplaced": [], "usual": 1}
+        sent = b"0" * 64 + json.dumps(decided).encode()
+        return {member.member_id: ConsumerProtocolAssignment(0, [], sent) for member in members}
+
+    def on_assignment(self, assignment: Any, generation: int) -> None:
+        self.seen.append(assignment.user_data)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """A server that answers each request with a lie, and the headers of the requests that it got."""
+    asked: list[dict[str, str]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(dict(self.headers))
+            self.rfile.read(int(self.headers["content-length"]))
+            body = b'{"places": [[["bGll"], [[[0, 9]], 0, 0, "", 4]]], "count": 7, "layout": [0, 0]}'
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("first", ["instance", pytest.param("stranger", marks=pytest.mark.long)])
+def test_a_stranger_in_the_group(onceflow_broker: str, topic: str, serve: Serve, first: str) -> None:
+    """Whoever may read the group can join it. It is asked nothing, gets no token, and no answer of it is believed."""
+    write_rows(onceflow_broker, topic, numbers(40))
+    ended = threading.Event()
+    with listening() as (address, asked):
+        stranger = Stranger(topic, address)
+
+        def belong() -> None:
+            consumer = KafkaConsumer(
+                bootstrap_servers=onceflow_broker,
+                group_id=f"group-{topic}",
+                partition_assignment_strategy=[stranger],
+                enable_auto_commit=False,
+                session_timeout_ms=10_000,
+            )
+            consumer.subscribe([topic])
+            while not ended.is_set():
+                consumer.poll(100)
+            consumer.close(autocommit=False)
+
+        thread = threading.Thread(target=belong)
+
+        def joined() -> None:
+            thread.start()
+            wait_until(lambda: stranger.seen, 30, "the stranger is in the group")
+
+        try:
+            if first == "stranger":
+                joined()
+            client = serve(topic, tokens=[TOKEN], instances=f"group-{topic}", ready=False)
+            client.headers["Authorization"] = f"Bearer {TOKEN}"
+            if first == "instance":
+                wait_until(lambda: client.get("/ready").status_code == 200, 30, lambda: client.get("/ready").text)
+                joined()
+            else:
+                wanted = "its leader is no instance with a secret"
+                wait_until(lambda: wanted in client.get("/ready").text, 30, lambda: client.get("/ready").text)
+                ended.set()  # it can keep instances from an assignment for as long as it is there
+                thread.join(60)
+                wait_until(lambda: client.get("/ready").status_code == 200, 30, lambda: client.get("/ready").text)
+            for key, value in numbers(40).items():
+                assert client.get(f"/tables/{topic}/keys/{key}").json()["value"] == json.loads(value)
+            assert client.get(f"/tables/{topic}/count").json()["count"] == 40
+            assert asked == []
+        finally:
+            ended.set()
+            thread.join(60)
 
 
 def test_without_read_on_the_topic(secure: Secure, guarded: str, serve: Serve) -> None:

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from onceflow.server.local import LocalTable, Room
 from onceflow.server.options import Limits
+from onceflow.server.peer_auth import HEADER, Asked, PeerSecrets
 from onceflow.server.peer_requests import answer_peer, text_of
 from onceflow.server.problems import Problem
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes, TableRoutes
 from onceflow.server.seen import Wish
 from onceflow.state import rows
+from onceflow.tables.layout import Layout
 
 LARGE = b"x" * 100_000
 LIMITS = Limits(answer_bytes=1_000_000, lookups=1_000)
@@ -45,31 +47,54 @@ class Share:
 
     def __init__(self) -> None:
         self.stores = [Store() for _ in range(PARTITIONS)]
+        self.layout = Layout()
 
     def progress(self, partition: int) -> Any:
         if partition >= PARTITIONS:
             return None
-        return SimpleNamespace(position=5, lag=SimpleNamespace(records=0, ms=0), emptied=False, restored=True)
+        lag = SimpleNamespace(records=0, ms=0)
+        return SimpleNamespace(position=5, lag=lag, emptied=False, incomplete=False, restored=True)
 
     def store(self, partition: int) -> Any:
         return self.stores[partition]
 
 
-def asked(body: Any, what: str = "get", *, has_peers: bool = True) -> tuple[int, bytes, int]:
+SECRETS = PeerSecrets(["a-secret-of-the-tests"])
+HERE = "http://a"
+
+
+def service_of(share: Any, secrets: PeerSecrets | None = SECRETS) -> Any:
+    local = LocalTable(share)
+    return SimpleNamespace(
+        table=lambda _: SimpleNamespace(local=local), limits=LIMITS, secrets=secrets, routes=Routes(HERE)
+    )
+
+
+class Request:
+    def __init__(self, content: bytes, proof: str) -> None:
+        self.headers = {HEADER: proof}
+        self.content = content
+
+    async def body(self) -> bytes:
+        return self.content
+
+
+def asked(body: Any, what: str = "get", *, secrets: PeerSecrets | None = SECRETS) -> tuple[int, bytes, int]:
     """The status and the body of the answer, and how many rows were read for it."""
     share: Any = Share()
-    local = LocalTable(share)
-    service: Any = SimpleNamespace(table=lambda _: SimpleNamespace(local=local), limits=LIMITS, has_peers=has_peers)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    proof, nonce = SECRETS.proof(Asked(HERE, f"/peer/t/{what}", content))
+    request: Any = Request(content, proof)
     try:
-        answer = asyncio.run(answer_peer(service, "t", what, content))
+        answer = asyncio.run(answer_peer(service_of(share, secrets), "t", what, request))
         found = answer.status_code, bytes(answer.body)
+        assert SECRETS.is_answer(answer.headers[HEADER], nonce, *found)
     except Problem as problem:
         found = problem.status, problem.response().body
     return *found, sum(store.read for store in share.stores)
 
 
-WISH = {"least": [], "staleness_ms": None, "wait_s": 0, "topic_id": "id"}
+WISH = {"least": [], "staleness_ms": None, "wait_s": 0, "topic_id": "id", "layout": [0, 0]}
 KEYS = [text_of(b"k%d" % n) for n in range(30)]
 
 
@@ -78,7 +103,7 @@ def test_what_another_instance_asks() -> None:
     assert (status, read) == (200, 5)
     first, second = json.loads(body)["places"]
     assert [len(first[0]), len(second[0])] == [2, 3]
-    assert asked({"keys": KEYS[:1], "places": [[0, None]], "wish": WISH}, has_peers=False)[0] == 404
+    assert asked({"keys": KEYS[:1], "places": [[0, None]], "wish": WISH}, secrets=None)[0] == 404
 
 
 @pytest.mark.parametrize(

@@ -16,29 +16,40 @@ from aiohttp import web
 
 from onceflow.server import peers
 from onceflow.server.local import NotHereError
+from onceflow.server.peer_auth import HEADER, Asked, PeerSecrets
 from onceflow.server.peer_requests import from_text, text_of
 from onceflow.server.peers import HttpPeers
 from onceflow.server.problems import MEDIA_TYPE, Problem
 from onceflow.server.routed import UnreachableError
 from onceflow.server.seen import Seen, Wish
 
-Asked = list[dict[str, Any]]
+Requests = list[dict[str, Any]]
 GONE = 7
+SECRETS = PeerSecrets(["a-secret-of-the-tests"])
 
 
 @asynccontextmanager
-async def other(answer: Callable[[dict[str, Any]], Awaitable[web.Response]]) -> AsyncIterator[tuple[HttpPeers, str]]:
+async def other(
+    answer: Callable[[dict[str, Any]], Awaitable[web.Response]], *, proven: bool = True
+) -> AsyncIterator[tuple[HttpPeers, str]]:
     """Another instance, and what asks it."""
 
     async def handle(request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == "Bearer a-token-of-the-tests"
-        return await answer(orjson.loads(await request.read()))
+        assert "Authorization" not in request.headers
+        body = await request.read()
+        host, port = runner.addresses[0]
+        nonce = SECRETS.check_request(request.headers[HEADER], Asked(f"http://{host}:{port}", request.path, body))
+        found = await answer(orjson.loads(body))
+        if proven:
+            assert isinstance(found.body, bytes)
+            found.headers[HEADER] = SECRETS.answer_proof(nonce, found.status, found.body)
+        return found
 
     app = web.Application()
     app.router.add_post("/peer/t/get", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    asking = HttpPeers("a-token-of-the-tests", None)
+    asking = HttpPeers(SECRETS, None)
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -57,12 +68,12 @@ def answered(asked: dict[str, Any]) -> web.Response:
         values = [text_of((from_text(key) or b"").upper()) for key in keys]
         seen = Seen({partition: 10 * partition}, 0, 5)
         places.append(None if partition == GONE else [values, seen.document()])
-    return web.Response(body=orjson.dumps({"places": places}))
+    return web.Response(body=orjson.dumps({"places": places, "layout": [0, 0]}))
 
 
 def test_lookups_of_one_key_are_sent_together() -> None:
     async def run() -> None:
-        asked: Asked = []
+        asked: Requests = []
         go_on = asyncio.Event()
 
         async def answer(document: dict[str, Any]) -> web.Response:
@@ -108,7 +119,7 @@ def test_all_lookups_get_the_error_of_their_request(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(peers, "_ANSWER_S", 0.3)
 
     async def run() -> None:
-        asked: Asked = []
+        asked: Requests = []
         silent = False
 
         async def answer(document: dict[str, Any]) -> web.Response:
@@ -137,7 +148,7 @@ def test_all_lookups_get_the_error_of_their_request(monkeypatch: pytest.MonkeyPa
             assert {type(found) for found in await several(address)} == {UnreachableError}
             assert len(asked) == before
         # Nobody listens any more, which is no reason to wait.
-        asking = HttpPeers(None, None)
+        asking = HttpPeers(SECRETS, None)
         with pytest.raises(UnreachableError):
             await asking.get_many(address, "t", [b"k"], {0: [0]}, Wish())
         with pytest.raises(UnreachableError):
@@ -150,11 +161,6 @@ def test_all_lookups_get_the_error_of_their_request(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "response, said, advice",
     [
-        (
-            (401, MEDIA_TYPE, b'{"detail":"The request has no valid token"}'),
-            "answers 401: The request has",
-            "common token",
-        ),
         ((404, MEDIA_TYPE, b'{"detail":"There is no table"}'), "answers 404: There is no table", "the same tables"),
         ((502, "text/html", b"<html>"), "answers 502, not as an instance does", "--advertise"),
         ((200, "text/html", b"<html>"), "answers 200, not as an instance does", "--advertise"),
@@ -194,6 +200,37 @@ def test_an_answer_that_is_none_of_an_instance_of_the_group(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "status, body, said",
+    [
+        (
+            200,
+            b'{"places": [[["YSBsaWU="], [[[0, 9]], 0, 0, "", 1]]], "layout": [0, 0]}',
+            "answers 200 without a proof",
+        ),
+        (401, b'{"detail": "its proof is not made with a secret of this instance"}', "answers 401: its proof"),
+        (401, b"[]", "answers 401: no reason is given"),
+        (409, b'{"not_here": [0]}', "answers 409 without a proof"),
+        (302, b"", "answers 302 without a proof"),
+        (503, b"", "does not answer"),
+    ],
+)
+def test_an_answer_without_a_proof(status: int, body: bytes, said: str) -> None:
+    """A stranger in the group could claim an address, and feed false answers."""
+
+    async def run() -> None:
+        async def answer(document: dict[str, Any]) -> web.Response:
+            return web.Response(status=status, body=body, content_type="application/json")
+
+        async with other(answer, proven=False) as (asking, address):
+            for ats in ([0], [0, 1]):
+                with pytest.raises(UnreachableError, match=said) as caught:
+                    await asking.get_many(address, "t", [b"k", b"l"][: len(ats)], {0: ats}, Wish())
+            assert ("--peer-secret-file" in caught.value.next_step) == (status != 503)
+
+    asyncio.run(run())
+
+
 def test_a_certificate_that_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -202,7 +239,7 @@ def test_a_certificate_that_is_not_trusted(caplog: pytest.LogCaptureFixture) -> 
     async def run() -> None:
         runner = web.AppRunner(web.Application())
         await runner.setup()
-        asking = HttpPeers(None, None)
+        asking = HttpPeers(SECRETS, None)
         try:
             site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
             await site.start()

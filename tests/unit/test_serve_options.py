@@ -28,7 +28,15 @@ def test_options_for_several_instances(given: dict[str, object]) -> None:
     (name,) = given
     wanted = f"--{name} is given, but there are no other instances; give all instances the same consumer group"
     assert refused(**given).startswith(wanted)
-    ServeOptions({"t": Format()}, ClientSettings("127.0.0.1:1"), instances="g", **given)  # type: ignore[arg-type]
+    secrets = ["a-secret-of-the-tests"]
+    ServeOptions({"t": Format()}, ClientSettings("127.0.0.1:1"), instances="g", peer_secrets=secrets, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("secrets", [[], ["short"], ["a-secret-of-the-tests", ""]])
+def test_instances_without_a_good_secret(secrets: list[str]) -> None:
+    said = refused(instances="g", peer_secrets=secrets)
+    assert "need a secret of their own" in said if not secrets else "is shorter than 16 characters" in said
+    assert "--peer-secret-file" in said
 
 
 @pytest.mark.parametrize(

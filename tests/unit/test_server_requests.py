@@ -238,6 +238,13 @@ class Nothing:
     """An instance without any partition."""
 
     placed = True
+    layout = (0, 0)
+
+    def hear(self, layout: tuple[int, int]) -> None:
+        assert layout == (0, 0)
+
+    def lacks_rows(self, partition: int) -> bool:
+        return False
 
     def has(self, partition: int, *, restored: bool = False) -> bool:
         return False

@@ -44,6 +44,7 @@ from onceflow.state.topics import TableTopics, check_known, committed_ends
 log = logging.getLogger("onceflow.state")
 
 _PREPARE_S = 60.0
+_KNOWN_S = 5.0  # longer than `tables.following` and `driver.joins` take to see new partitions
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,13 @@ class _Repartition:
         done = Repartitioned(self._names.flow, self._table, before, self._partitions)
         if before == self._partitions:
             return done
-        for name, info in infos.items():
-            if info.partitions < self._partitions:
-                self._grow(name, deadline)
+        growing = [name for name, info in infos.items() if info.partitions < self._partitions]
+        for name in growing:
+            self._grow(name, deadline)
+        if self._table in growing:
+            # Query servers, tables and joining flows look at their topics this often. Those that know the new
+            # partitions before rows move have nothing to wait for afterwards.
+            time.sleep(_KNOWN_S)
         mover = Repartitioner(
             CommittedReader(self._cluster),
             self._table,

@@ -25,6 +25,7 @@ from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import group_by_partition, murmur2
 from onceflow.state import rows
 from onceflow.state.local.format import SNAPSHOT_KEY, is_snapshot, rows_of_snapshot, snapshot
+from onceflow.state.move_marks import MARK_KEY, mark_headers
 
 log = logging.getLogger("onceflow.state")
 
@@ -68,6 +69,7 @@ class Repartitioner:
         self._ends = ends
         self._tell = tell
         self._done = 0
+        self._moved_ms = clock_ms()
         self._total = sum(by_partition[p] for by_partition in ends.values() for p in range(before))
         self.moved = {self._table: 0, self._internal: 0}
         self.records = self.ignored = 0
@@ -108,6 +110,7 @@ class Repartitioner:
         if snapshots:
             self._move_snapshots(writer, deadline)
             return
+        self._mark(writer, ended=False)
         for topic, ends in self._ends.items():
             for partition in range(self._before):
                 leaving = self._leaving(topic, partition, ends[partition], deadline)
@@ -118,6 +121,13 @@ class Repartitioner:
                         self.moved[topic] += len(part)
                 writer.finish()  # no batch is in flight while the next partition is read
                 self._advanced(0)
+        self._mark(writer, ended=True)
+
+    def _mark(self, writer: Writer, *, ended: bool) -> None:
+        """Tell those who read the table, in each partition: rows move from here on, or until here (`move_marks`)."""
+        mark = Row(None, self._moved_ms, mark_headers(self._after, self._moved_ms, ended=ended))
+        for partition in range(self._after):
+            writer.write(self._table, partition, [(MARK_KEY, mark)])
 
     # ---- rows ------------------------------------------------------------------------------------------
 
@@ -159,7 +169,8 @@ class Repartitioner:
                 placed[target].append(row)
             self.moved[self._table] += int(np.count_nonzero(targets != partition))
         for partition, kept in placed.items():
-            writer.write(self._table, partition, [(SNAPSHOT_KEY, Row(snapshot(sorted(kept)), clock_ms()))])
+            mark = mark_headers(self._after, self._moved_ms, ended=True)
+            writer.write(self._table, partition, [(SNAPSHOT_KEY, Row(snapshot(sorted(kept)), clock_ms(), mark))])
 
     def _places(self, users: Sequence[bytes | None]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """The old and the new partition of each key, by Kafka's default partitioner; the old one is -1 for a null."""

@@ -20,7 +20,7 @@ from onceflow.errors import EnvironmentUnusableError
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
 
-_TOKENS_VARIABLE = "ONCEFLOW_SERVER_TOKENS"
+_TOKENS_VARIABLE, _SECRETS_VARIABLE = "ONCEFLOW_SERVER_TOKENS", "ONCEFLOW_PEER_SECRETS"
 
 
 @examples("onceflow table serve balances customers,value=text --port 8790")
@@ -40,6 +40,12 @@ _TOKENS_VARIABLE = "ONCEFLOW_SERVER_TOKENS"
 @click.option("--tls-certificate", type=click.Path(exists=True, path_type=Path), help="PEM file with the certificate.")
 @click.option("--tls-key", type=click.Path(exists=True, path_type=Path), help="PEM file with its key.")
 @click.option("--instances", metavar="GROUP", help="Share the tables with others that name this consumer group.")
+@click.option(
+    "--peer-secret-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --instances: by this secret instances recognise each other. Several lines: the first one is used, all "
+    f"are accepted.  [default: ${_SECRETS_VARIABLE}, separated by spaces]",
+)
 @click.option(
     "--copies", type=click.IntRange(min=1), default=1, show_default=True, help="Instances with each partition."
 )
@@ -99,10 +105,11 @@ def _options(tables: tuple[str, ...], settings: ClientSettings, given: dict[str,
         settings=settings,
         host=given["host"],
         port=given["port"],
-        tokens=_tokens(given["token_file"]),
+        tokens=_lines(given["token_file"], _TOKENS_VARIABLE, "--token-file", "token"),
         certificate=given["tls_certificate"],
         certificate_key=given["tls_key"],
         instances=given["instances"],
+        peer_secrets=_lines(given["peer_secret_file"], _SECRETS_VARIABLE, "--peer-secret-file", "secret"),
         advertise=given["advertise"],
         authority=given["tls_authority"],
         copies=given["copies"],
@@ -126,15 +133,16 @@ def _table(text: str, key: str, value: str) -> tuple[str, Any]:
     return topic, Format.of(**named)
 
 
-def _tokens(file: Path | None) -> list[str]:
-    text = os.environ.get(_TOKENS_VARIABLE) if file is None else file.read_text()
+def _lines(file: Path | None, variable: str, option: str, what: str) -> list[str]:
+    """The tokens or secrets in a file, or else in an environment variable."""
+    text = os.environ.get(variable) if file is None else file.read_text()
     if text is None:
         return []
-    tokens = text.split()
-    if not tokens:  # whoever names tokens does not mean that everybody may ask
-        where = f"the variable {_TOKENS_VARIABLE} is set, but" if file is None else f"--token-file {file}"
-        raise click.UsageError(f"{where} has no token")
-    return tokens
+    found = text.split()
+    if not found:  # whoever names tokens does not mean that everybody may ask
+        where = f"the variable {variable} is set, but" if file is None else f"{option} {file}"
+        raise click.UsageError(f"{where} has no {what}")
+    return found
 
 
 def check_packages() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import secrets
 import socket
 import sys
 import threading
@@ -133,8 +134,24 @@ class Tables:
         state = self.folder / name
         command = [sys.executable, "-m", "onceflow.cli.main", "table", "serve", self.table]
         command += ["--bootstrap-servers", self.servers, "--instances", f"{self.table}-servers", "--copies", "2"]
-        command += ["--port", str(port), "--session-timeout", f"{_SESSION_S}s", "--no-access-log"]
+        command += [
+            "--peer-secret-file",
+            str(self._peer_secret()),
+            "--port",
+            str(port),
+            "--session-timeout",
+            f"{_SESSION_S}s",
+            "--no-access-log",
+        ]
         return Service(name, [*command, "--state-dir", str(state)], (), self.folder, state=state)
+
+    def _peer_secret(self) -> Path:
+        """The file by which the instances recognise each other."""
+        found = self.folder / "peer-secret.txt"
+        if not found.exists():
+            found.touch(mode=0o600)
+            found.write_text(secrets.token_urlsafe(32) + "\n")
+        return found
 
     def _served(self) -> bool:
         """Whether both instances have up-to-date copies of all partitions."""

@@ -45,7 +45,7 @@ from onceflow.state.joins.spec import Ends, JoinSpec
 from onceflow.state.topics import check_readable
 from onceflow.task.join_task import CopiesTask, JoinTask
 
-_LOOK_EVERY_S = 10.0
+_LOOK_EVERY_S = 3.0
 _INEXACT_TOPICS = re.compile(re.escape(INEXACT) + r": ([\w.,-]+)")
 # As a worker's traceback shows it.
 _BAD_RECORD = re.compile(

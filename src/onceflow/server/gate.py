@@ -22,6 +22,7 @@ access = logging.getLogger("onceflow.server.access")
 _ABORTED_S = 0.01  # until uvicorn knows of it; otherwise it logs an answer that is not complete
 
 #: Without a token: probes send none, and the OpenAPI page says nothing about tables.
+PEER_PATHS = "/peer/"
 OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/openapi.json"))
 
 
@@ -62,7 +63,8 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        if self._tokens and scope["path"] not in OPEN_PATHS:
+        # Other instances send no token. What they ask is answered only with a proof of their own (`peer_auth`).
+        if self._tokens and scope["path"] not in OPEN_PATHS and not scope["path"].startswith(PEER_PATHS):
             given = headers.get(b"authorization", b"")
             # All are compared, so that the time says nothing about them.
             if not sum([hmac.compare_digest(given, token) for token in self._tokens]):

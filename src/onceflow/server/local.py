@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -17,7 +18,10 @@ from onceflow.server.seen import Seen, Wish
 from onceflow.state import rows
 from onceflow.state.local.stored_rows import StoredRows, Stores
 from onceflow.state.stores.base import Store, StoreCorruptError
+from onceflow.tables.lag import Progress
 from onceflow.tables.share import Share
+
+log = logging.getLogger("onceflow.server")
 
 T = TypeVar("T")
 
@@ -76,13 +80,31 @@ class LocalTable:
     def has(self, partition: int, *, restored: bool = False) -> bool:
         """Whether a partition can be read here; restored: and is not being restored."""
         progress = self._share.progress(partition)
-        return progress is not None and not progress.emptied and (progress.restored or not restored)
+        return progress is not None and not _lacks_rows(progress) and (progress.restored or not restored)
 
     def emptied(self, partition: int) -> bool:
         """Whether a partition is here, but was emptied because it was damaged. It is not read until it is restored, so
         that answers do not go back behind earlier ones."""
         progress = self._share.progress(partition)
         return progress is not None and progress.emptied
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Over how many partitions the rows are spread since they were moved, and when that was; (0, 0): not known."""
+        layout = self._share.layout
+        return layout.partitions, layout.since_ms
+
+    def hear(self, layout: tuple[int, int]) -> None:
+        """Another instance has this layout. Partitions that are here are not read before their rows are complete."""
+        if layout[0] and self._share.layout.hear(*layout):
+            log.info(
+                "table %s: its rows are spread over %d partitions, says another instance", self._share.topic, layout[0]
+            )
+
+    def lacks_rows(self, partition: int) -> bool:
+        """Whether a partition is here, but rows are missing that were moved between partitions."""
+        progress = self._share.progress(partition)
+        return progress is not None and progress.incomplete
 
     @property
     def placed(self) -> bool:
@@ -100,7 +122,7 @@ class LocalTable:
         ms: int | None = 0
         for partition in partitions:
             progress = self._share.progress(partition)
-            if progress is None or progress.emptied:
+            if progress is None or _lacks_rows(progress):
                 raise NotHereError([each for each in partitions if not self.has(each)])
             offsets[partition] = progress.position
             lag = progress.lag
@@ -117,6 +139,7 @@ class LocalTable:
         """
         if wish.topic_id not in ("", self._share.topic_id):
             raise another_topic(self._share.topic)
+        self.hear(wish.layout)
         pause_s = _FIRST_PAUSE_S
         while True:
             if (failure := self._share.failure) is not None:
@@ -234,6 +257,10 @@ def reading() -> Iterator[None]:
 @contextmanager
 def _given(stores: Stores) -> Iterator[Stores]:
     yield stores
+
+
+def _lacks_rows(progress: Progress) -> bool:
+    return progress.emptied or progress.incomplete
 
 
 def _behind(seen: Seen, wish: Wish) -> str:

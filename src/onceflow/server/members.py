@@ -1,7 +1,9 @@
 """Several instances share the tables: a consumer group says who has which partition.
 
 The group's consumer reads no records. Each member tells the leader its address and what it has; the leader's assignment
-tells every member where all partitions are.
+tells every member where all partitions are. Whoever may read the group can join it, so both carry a proof that they
+are of an instance (`peer_auth`). What has none is passed over: a stranger gets no partitions. As the leader of the
+group it keeps the instances from a new assignment, no more.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -23,6 +25,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError
 from onceflow.server.assignment import Member, assign
 from onceflow.server.holding import Holding
+from onceflow.server.peer_auth import PeerSecrets
 from onceflow.server.routes import Routes, TableRoutes
 from onceflow.tables.share import Share
 
@@ -39,7 +42,7 @@ class Members:
     """The routes of an instance that shares its tables with others.
 
     Args:
-        group: the consumer group.
+        group: the consumer group. secrets: by which its instances recognise each other.
         copies: how many instances have each partition.
         session_s: after how long without a sign of life an instance is replaced.
         give_up: called when this instance can never be a member.
@@ -55,6 +58,7 @@ class Members:
         settings: ClientSettings,
         *,
         group: str,
+        secrets: PeerSecrets,
         copies: int,
         session_s: float,
         give_up: Callable[[], None],
@@ -63,6 +67,8 @@ class Members:
         self._routes = routes
         self._settings = settings
         self._group = group
+        self._secrets = secrets
+        self._strangers = 0
         self._copies = copies
         self._session_s = session_s
         self._give_up = give_up
@@ -108,10 +114,13 @@ class Members:
             "partitions": {topic: share.partitions_now for topic, share in self._shares.items()},
             "misplaced": [topic for topic, share in self._shares.items() if not share.placed],
         }
-        return orjson.dumps(document)
+        return self._secrets.sealed("member", self._group, orjson.dumps(document))
 
-    def decided(self, said: list[dict[str, Any]]) -> bytes:
+    def decided(self, sealed: Sequence[bytes]) -> bytes:
         """Where all partitions are to be, decided from what all instances say. Called at the group's leader."""
+        opened = [self._secrets.opened("member", self._group, each or b"") for each in sealed]
+        said = [orjson.loads(each) for each in opened if each is not None]
+        self._tell_of_strangers(len(opened) - len(said))
         members = {each["address"]: _member(each) for each in said}
         partitions: dict[str, int] = {}
         for each in said:
@@ -120,11 +129,29 @@ class Members:
         misplaced = sorted({topic for each in said for topic in each["misplaced"]})
         holders = assign(list(members.values()), partitions, self._copies)
         usual = min(self._copies, len(members))
-        return orjson.dumps({"holders": holders, "misplaced": misplaced, "usual": usual})
+        document = orjson.dumps({"holders": holders, "misplaced": misplaced, "usual": usual})
+        return self._secrets.sealed("assignment", self._group, document)
+
+    def _tell_of_strangers(self, count: int) -> None:
+        if count > self._strangers:
+            log.warning(
+                "consumer group %s: %d members have no secret of this instance, and get no partitions; next step: give "
+                "all instances the same --peer-secret-file, and let nobody else READ this group",
+                self._group,
+                count,
+            )
+        self._strangers = count
 
     def told(self, decided: bytes) -> None:
-        """Take over what the leader has decided."""
-        document = orjson.loads(decided)
+        """Take over what the leader has decided.
+
+        Raises:
+            _StrangerError: the leader is no instance of this group. What was known before stays.
+        """
+        opened = self._secrets.opened("assignment", self._group, decided or b"")
+        if opened is None:
+            raise _StrangerError
+        document = orjson.loads(opened)
         misplaced = document["misplaced"]
         self._routes.tables = {
             topic: TableRoutes(holders, topic not in misplaced, document["usual"])
@@ -217,11 +244,24 @@ class Members:
         """The group has an assignment."""
         self._problem = ""
 
+    def stranger_leads(self) -> None:
+        """The group has an assignment that no instance has made. When its leader leaves, there is another one."""
+        self._problem = (
+            f"consumer group {self._group}: its leader is no instance with a secret of this one; give all instances "
+            "the same --peer-secret-file, and let nobody else READ this group"
+        )
+        log.error("%s", self._problem)
+
+
+class _StrangerError(Exception):
+    """An assignment was made without a secret of this group."""
+
 
 class _Assignor(AbstractPartitionAssignor):  # type: ignore[misc]
     """Carries what members say and what the leader decides. No partitions are assigned, so nothing is read."""
 
-    name = "onceflow-tables"
+    # A name of its own: an instance of an earlier version, without proofs, cannot join the same group by mistake.
+    name = "onceflow-tables-2"
     version = 0
 
     def __init__(self, members: Members) -> None:
@@ -231,13 +271,16 @@ class _Assignor(AbstractPartitionAssignor):  # type: ignore[misc]
         return ConsumerProtocolSubscription(self.version, sorted(topics), self._members.said())
 
     def assign(self, cluster: Any, members: Any) -> dict[str, ConsumerProtocolAssignment]:
-        said = [orjson.loads(member.metadata.user_data) for member in members]
-        decided = self._members.decided(said)
+        decided = self._members.decided([member.metadata.user_data for member in members])
         return {member.member_id: ConsumerProtocolAssignment(self.version, [], decided) for member in members}
 
     def on_assignment(self, assignment: Any, generation: int) -> None:
-        self._members.told(assignment.user_data)
-        self._members.joined()
+        try:
+            self._members.told(assignment.user_data)
+        except _StrangerError:
+            self._members.stranger_leads()
+        else:
+            self._members.joined()
 
 
 def _reason(error: Exception) -> str:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError
 from onceflow.server.formats import Format
+from onceflow.server.peer_auth import PeerSecrets
 
 _TOKEN_MIN = 16
 
@@ -61,6 +62,7 @@ class ServeOptions:
         tokens: requests must carry one of them; empty: anybody may ask.
         certificate, certificate_key: PEM files; None: no TLS.
         instances: the consumer group that shares the tables; None: this is the only instance.
+        peer_secrets: by which these instances recognise each other; the first one is used, all are accepted.
         advertise: the URL under which other instances reach this one; "": made of host and port.
         authority: PEM file of authorities that signed the certificates of other instances; None: those of the system.
         copies: how many instances have each partition.
@@ -76,6 +78,7 @@ class ServeOptions:
     certificate: Path | None = None
     certificate_key: Path | None = None
     instances: str | None = None
+    peer_secrets: Sequence[str] = ()
     advertise: str = ""
     authority: Path | None = None
     copies: int = 1
@@ -116,6 +119,8 @@ class ServeOptions:
                 f"Other instances cannot reach {self.host or 'every address'}",
                 next_step="say under which URL they reach this one: --advertise http://HOST:PORT",
             )
+        if self.instances is not None:
+            PeerSecrets(self.peer_secrets)
         if self.copies < 1:
             raise OptionError(f"--copies {self.copies}", next_step="give 1 or more")
 
@@ -140,6 +145,11 @@ class ServeOptions:
                 detail=str(wrong),
                 next_step="give a PEM file with certificates",
             ) from wrong
+
+    @property
+    def secrets(self) -> PeerSecrets | None:
+        """By what other instances are recognised; None: there are none."""
+        return None if self.instances is None else PeerSecrets(self.peer_secrets)
 
     @property
     def scheme(self) -> str:

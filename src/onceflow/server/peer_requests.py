@@ -6,11 +6,14 @@ import base64
 from typing import Any, overload
 
 import orjson
+from starlette.requests import Request
 from starlette.responses import Response
 
+from onceflow.errors import OnceflowError
 from onceflow.server.local import LocalTable, NotHereError, Room
 from onceflow.server.options import Limits
-from onceflow.server.problems import Problem
+from onceflow.server.peer_auth import HEADER, Asked
+from onceflow.server.problems import Problem, failed
 from onceflow.server.seen import Wish
 from onceflow.server.service import Service
 
@@ -19,18 +22,37 @@ NOT_HERE = 409
 _PAGE_ROWS = 1_000
 
 
-async def answer_peer(service: Service, table: str, what: str, body: bytes) -> Response:
+async def answer_peer(service: Service, table: str, what: str, request: Request) -> Response:
+    """The answer to a request of another instance, with a proof that it is of this one.
+
+    Raises:
+        Problem: 401 or 404, it is no such request. This answer has no such proof.
+    """
+    if service.secrets is None:
+        raise Problem(404, "There is nothing at this path")
+    asked = Asked(service.routes.address, f"/peer/{table}/{what}", await request.body())
+    nonce = service.secrets.check_request(request.headers.get(HEADER, ""), asked)
+    try:
+        response = await _answer(service, table, what, asked.body)
+    except Problem as problem:
+        response = problem.response()
+    except OnceflowError as error:
+        response = failed(error).response()
+    response.headers[HEADER] = service.secrets.answer_proof(nonce, response.status_code, bytes(response.body))
+    return response
+
+
+async def _answer(service: Service, table: str, what: str, body: bytes) -> Response:
     """The answer to a request of another instance.
 
     Raises:
         Problem: 400 or 404, it is no such request; 413, it asks for too much; 503, not now.
     """
-    if not service.has_peers:
-        raise Problem(404, "There is nothing at this path")
     local, limits = service.table(table).local, service.limits
     try:
         document = orjson.loads(body)
         wish = Wish.read(document["wish"], limits.request_s)
+        local.hear(wish.layout)
         if what == "get":
             answer = await _get(local, document, wish, limits)
         elif what == "page":
@@ -45,6 +67,7 @@ async def answer_peer(service: Service, table: str, what: str, body: bytes) -> R
         return Response(orjson.dumps({"not_here": error.partitions}), NOT_HERE, media_type="application/json")
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as wrong:
         raise Problem(400, f"This is no request of another instance: {wrong!r:.200}") from wrong
+    answer["layout"] = local.layout  # afterwards: then no tombstone of a row that has moved is in it without it
     return Response(orjson.dumps(answer), media_type="application/json")
 
 

@@ -16,6 +16,7 @@ import orjson
 
 from onceflow.server.local import NotHereError, Rows
 from onceflow.server.merging import Part
+from onceflow.server.peer_auth import HEADER, Asked, PeerSecrets
 from onceflow.server.peer_requests import NOT_HERE, from_text, text_of
 from onceflow.server.problems import MEDIA_TYPE, Problem
 from onceflow.server.routed import UnreachableError
@@ -33,7 +34,8 @@ _WARN_S = 60.0
 
 #: What helps if an instance answers with this status.
 _STEPS = {
-    401: "the tokens of the instances differ: give all instances of the group a common token, as the first one of each",
+    401: "give all instances of the group the same secret (--peer-secret-file), each its own address (--advertise), "
+    "and clocks that agree",
     404: "give all instances of the group the same tables",
 }
 
@@ -43,6 +45,7 @@ class _Lookup(NamedTuple):
 
     partition: int
     key: bytes
+    layout: tuple[int, int]
     found: asyncio.Future[tuple[bytes | None, Seen]]
 
 
@@ -53,12 +56,12 @@ class HttpPeers:
     request to the same instance is under way become the next request.
 
     Args:
-        token: a bearer token that all instances accept; None: they need none.
+        secrets: by which instances recognise each other.
         authority: PEM file of the authorities for their certificates; None: those of the system.
     """
 
-    def __init__(self, token: str | None, authority: Path | None) -> None:
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    def __init__(self, secrets: PeerSecrets, authority: Path | None) -> None:
+        self._secrets = secrets
         self._authority = authority
         self._session: aiohttp.ClientSession | None = None
         self._avoided: dict[str, float] = {}
@@ -73,7 +76,7 @@ class HttpPeers:
         if len(places) == 1 and not wish.demands:
             ((partition, ats),) = places.items()
             if len(ats) == 1:
-                value, seen = await self._looked_up(address, topic, partition, keys[ats[0]])
+                value, seen = await self._looked_up(address, topic, partition, keys[ats[0]], wish.layout)
                 return {partition: [value]}, seen
         answers = await self._get(address, topic, keys, places, wish)
         if missing := [partition for partition, answer in answers.items() if answer is None]:
@@ -94,12 +97,12 @@ class HttpPeers:
         }
         answer = await self._ask(address, topic, "page", document, wish)
         rows = [(from_text(key), from_text(value)) for key, value in answer["rows"]]
-        return rows, answer["done"], Seen.read(answer["seen"])
+        return rows, answer["done"], Seen.read(answer["seen"], answer["layout"])
 
     async def count(self, address: str, topic: str, partitions: Collection[int], wish: Wish) -> tuple[int, Seen]:
         """How many keys some partitions have."""
         answer = await self._ask(address, topic, "count", {"partitions": list(partitions)}, wish)
-        return answer["count"], Seen.read(answer["seen"])
+        return answer["count"], Seen.read(answer["seen"], answer["layout"])
 
     async def close(self) -> None:
         if self._session is not None:
@@ -107,8 +110,10 @@ class HttpPeers:
 
     # ---- look-ups that are sent together -------------------------------------------------------------
 
-    async def _looked_up(self, address: str, topic: str, partition: int, key: bytes) -> tuple[bytes | None, Seen]:
-        lookup = _Lookup(partition, key, asyncio.get_running_loop().create_future())
+    async def _looked_up(
+        self, address: str, topic: str, partition: int, key: bytes, layout: tuple[int, int]
+    ) -> tuple[bytes | None, Seen]:
+        lookup = _Lookup(partition, key, layout, asyncio.get_running_loop().create_future())
         waiting = self._lookups.get((address, topic))
         if waiting is None:
             waiting = self._lookups[address, topic] = deque()
@@ -135,7 +140,8 @@ class HttpPeers:
         for at, lookup in enumerate(lookups):
             places.setdefault(lookup.partition, []).append(at)
         try:
-            answers = await self._get(address, topic, [lookup.key for lookup in lookups], places, Wish())
+            wish = Wish(layout=max(lookup.layout for lookup in lookups))
+            answers = await self._get(address, topic, [lookup.key for lookup in lookups], places, wish)
         except Problem as problem:
             if problem.status != 413 or len(lookups) == 1:
                 raise
@@ -170,7 +176,9 @@ class HttpPeers:
         document = {"keys": [text_of(keys[at]) for at in used], "places": wanted}
         answers = await self._ask(address, topic, "get", document, wish)
         return {
-            partition: None if answer is None else (list(map(from_text, answer[0])), Seen.read(answer[1]))
+            partition: None
+            if answer is None
+            else (list(map(from_text, answer[0])), Seen.read(answer[1], answers["layout"]))
             for partition, answer in zip(places, answers["places"], strict=True)
         }
 
@@ -183,10 +191,16 @@ class HttpPeers:
         # No limit for the whole answer: it may be large. A part of it must come within this time.
         timeout = aiohttp.ClientTimeout(None, connect=answer_s, sock_connect=_CONNECT_S, sock_read=answer_s)
         content = orjson.dumps({**document, "wish": wish.document()})
-        url = f"{address}/peer/{topic}/{what}"
+        path = f"/peer/{topic}/{what}"
+        proof, nonce = self._secrets.proof(Asked(address, path, content))
         try:
-            async with self._session.post(url, data=content, timeout=timeout, allow_redirects=False) as response:
-                return _read(address, response, await _body(address, response))
+            async with self._session.post(
+                address + path, data=content, headers={HEADER: proof}, timeout=timeout, allow_redirects=False
+            ) as response:
+                body = await _body(address, response)
+                if not self._secrets.is_answer(response.headers.get(HEADER, ""), nonce, response.status, body):
+                    raise _not_proven(address, response, body)
+                return _read(address, response, body)
         except UnreachableError as answered:
             self._warn(address, answered)
             raise
@@ -213,7 +227,6 @@ class HttpPeers:
         connector = aiohttp.TCPConnector(limit=_CONNECTIONS, keepalive_timeout=_IDLE_S, ssl=context)
         return aiohttp.ClientSession(
             connector=connector,
-            headers=self._headers,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
@@ -235,6 +248,23 @@ async def _body(address: str, response: aiohttp.ClientResponse) -> bytes:
     return b"".join(parts)
 
 
+def _not_proven(address: str, response: aiohttp.ClientResponse, body: bytes) -> UnreachableError:
+    """An answer without the proof that it is of an instance of this group. Nothing in it is believed."""
+    if response.status == 503:  # an instance that has too much to do does not look at requests
+        return UnreachableError(address)
+    if response.status == 401:
+        return UnreachableError(address, f"answers 401: {_detail(body)}", _STEPS[401])
+    what = f"answers {response.status} without a proof that it is an instance of this group"
+    return UnreachableError(address, what, f"{_STEPS[401]}; check that nobody else may join the group")
+
+
+def _detail(body: bytes) -> str:
+    try:
+        return str(orjson.loads(body)["detail"])[:300]
+    except (KeyError, TypeError, ValueError):
+        return "no reason is given"
+
+
 def _read(address: str, response: aiohttp.ClientResponse, body: bytes) -> Any:
     try:
         if response.status == 200:
@@ -251,7 +281,7 @@ def _read(address: str, response: aiohttp.ClientResponse, body: bytes) -> Any:
     except (KeyError, TypeError, ValueError) as wrong:
         next_step = "check that there is an instance of this group at this address (--advertise)"
         raise UnreachableError(address, f"answers {response.status}, not as an instance does", next_step) from wrong
-    if response.status in _STEPS:
+    if response.status == 404:
         raise UnreachableError(address, f"answers {response.status}: {detail}", _STEPS[response.status])
     names = ("Retry-After", "Onceflow-Position", "Onceflow-Lag-Records", "Onceflow-Lag-Ms")
     headers = {name: response.headers[name] for name in names if name in response.headers}

@@ -85,17 +85,16 @@ class QueryServer:
         options = self._options
         routes = Routes(self.url)
         members = self._members = self._membership(routes)
-        peers = HttpPeers(next(iter(options.tokens), None), options.authority)
+        secrets = options.secrets
+        peers = None if secrets is None else HttpPeers(secrets, options.authority)
         tables = {}
         for topic, share in self._shares.items():
             local = LocalTable(share)
-            others = None if options.instances is None else peers
-            routed = RoutedTable(topic, local, routes, others, options.limits)
+            routed = RoutedTable(topic, local, routes, peers, options.limits)
             tables[topic] = Served(topic, share, local, routed, options.tables[topic])
-        has_peers = options.instances is not None
-        service = Service(tables, routes, options.limits, options.settings, lambda: members.problems, has_peers)
+        service = Service(tables, routes, options.limits, options.settings, lambda: members.problems, secrets)
         app = Gate(
-            ShortWay(make_app(service, peers.close), service),
+            ShortWay(make_app(service, _nothing if peers is None else peers.close), service),
             options.limits,
             options.tokens,
             access_log=options.access_log,
@@ -125,13 +124,14 @@ class QueryServer:
 
     def _membership(self, routes: Routes) -> Alone | Members:
         options = self._options
-        if options.instances is None:
+        if options.instances is None or options.secrets is None:
             return Alone(self._shares, routes)
         return Members(
             self._shares,
             routes,
             options.settings,
             group=options.instances,
+            secrets=options.secrets,
             copies=options.copies,
             session_s=options.session_s,
             give_up=self.stop,
@@ -142,6 +142,10 @@ class QueryServer:
             service.stopping = True
             if self._members is not None:
                 self._members.leave()
+
+
+async def _nothing() -> None:
+    """There is nothing to close."""
 
 
 class _Server(uvicorn.Server):

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 from kafka.partitioner.default import murmur2
@@ -21,6 +21,7 @@ from onceflow.server.routes import HERE, Routes
 from onceflow.server.seen import Seen, Wish
 
 T = TypeVar("T")
+A = TypeVar("A", bound="tuple[Any, Seen]")
 
 _FEW_KEYS = 16
 _MAP_PAUSE_S = 0.1  # until routes are looked at again, after an instance did not have a partition
@@ -80,11 +81,14 @@ class RoutedTable:
         """The value of a key, or None."""
         await self._know_partitions(wish)
         if self.placed:
+            layout = self._local.layout
             partition = (murmur2(key) & 0x7FFFFFFF) % self.partitions
             if self._local.has(partition, restored=True):
                 with suppress(NotHereError):  # it goes away just now
                     seen = await self._local.wait((partition,), wish)
-                    return self._local.get(partition, key), seen
+                    value = self._local.get(partition, key)
+                    if self._local.layout == layout:  # else the row may have moved away just now
+                        return value, seen
         values, seen = await self.get_many([key], wish)
         return values[0], seen
 
@@ -95,6 +99,9 @@ class RoutedTable:
             Problem: 413, they are too large together, or too many have to be looked for in all partitions.
         """
         await self._know_partitions(wish)
+        return await self._settled(lambda: self._get_many(keys, wish))
+
+    async def _get_many(self, keys: Sequence[bytes], wish: Wish) -> tuple[list[bytes | None], Seen]:
         own = self._partitions_of(keys)
         places: dict[int, list[int]] = {}
         if self.placed:
@@ -147,8 +154,11 @@ class RoutedTable:
             seen = await self._local.wait(partitions, wish)
             return await self._local.count(partitions), seen
 
-        answers = await self._spread(range(self.partitions), ask, wish)
-        return sum(count for count, _ in answers), Seen.all_of(seen for _, seen in answers)
+        async def counted() -> tuple[int, Seen]:
+            answers = await self._spread(range(self.partitions), ask, wish)
+            return sum(count for count, _ in answers), Seen.all_of(seen for _, seen in answers)
+
+        return await self._settled(counted)
 
     async def range(
         self, low: bytes, high: bytes | None, wish: Wish, *, reverse: bool, page_rows: int
@@ -176,13 +186,21 @@ class RoutedTable:
 
             return await self._spread([each for part in parts for each in part.partitions], ask, wish)
 
-        first = await read([Part(tuple(range(self.partitions)), low, high)], wish)
+        first = await self._settled(lambda: read([Part(tuple(range(self.partitions)), low, high)], wish))
+        layout = self._local.layout
         how_old = Seen.all_of(each for _, each in first)
         seen.update(how_old.offsets)
 
         async def refill(part: Part) -> list[Part]:
             again = replace(wish, least=dict(seen), until=max(wish.until, _soon()))
-            return [found for parts, _ in await read([part], again) for found in parts]
+            found = [each for parts, _ in await read([part], again) for each in parts]
+            if self._local.layout != layout:  # some rows of this page may be in a partition that was read before
+                raise Problem(
+                    503,
+                    f"Rows of table {self.topic} were moved to other partitions while the range was read",
+                    next_step="ask again, with the cursor if there is one",
+                )
+            return found
 
         return merged([part for parts, _ in first for part in parts], refill, reverse=reverse), how_old
 
@@ -191,12 +209,20 @@ class RoutedTable:
     @property
     def partitions(self) -> int:
         """How many partitions the topic has."""
-        return self._routes.partitions(self.topic)
+        return max(self._routes.partitions(self.topic), self._local.layout[0])
 
     @property
     def placed(self) -> bool:
         """Whether a key can only be in the partition where Kafka's default partitioner puts it."""
         return self._routes.placed(self.topic) and self._local.placed
+
+    async def _settled(self, read: Callable[[], Awaitable[T]]) -> T:
+        """What was read while no rows moved to other partitions."""
+        while True:
+            layout = self._local.layout
+            found = await read()
+            if self._local.layout == layout:
+                return found
 
     async def _know_partitions(self, wish: Wish) -> None:
         """Wait until all partitions are known that a wish names: the topic may have got more a moment ago.
@@ -228,15 +254,15 @@ class RoutedTable:
     async def _spread(
         self,
         partitions: Collection[int],
-        ask: Callable[[str, Collection[int], Wish], Awaitable[T]],
+        ask: Callable[[str, Collection[int], Wish], Awaitable[A]],
         wish: Wish,
-    ) -> list[T]:
+    ) -> list[A]:
         """Ask those who have these partitions, as few as possible, and others if they do not answer.
 
         Raises:
             Problem: 503, nobody who has a partition answers.
         """
-        answers: list[T] = []
+        answers: list[A] = []
         left = set(partitions)
         tried: dict[int, set[str]] = {partition: set() for partition in left}
         refused: dict[int, UnreachableError] = {}
@@ -247,9 +273,9 @@ class RoutedTable:
                 groups.setdefault(self._choose(partition, tried[partition]), []).append(partition)
             nobody = groups.pop("", None)
             if nobody is not None:
-                emptied = self._local.emptied(nobody[0])
-                if time.monotonic() >= (wish.until if emptied else moved_until):
-                    raise self._nobody_has(nobody[0], refused.get(nobody[0]), emptied=emptied)
+                emptied, lacks_rows = self._local.emptied(nobody[0]), self._lacks_rows(nobody[0])
+                if time.monotonic() >= (wish.until if emptied or lacks_rows else moved_until):
+                    raise self._nobody_has(nobody[0], refused.get(nobody[0]), emptied=emptied, lacks_rows=lacks_rows)
                 await asyncio.sleep(_MAP_PAUSE_S)
                 for partition in nobody:
                     tried[partition].clear()
@@ -265,7 +291,18 @@ class RoutedTable:
                     left.difference_update(asked)
         return answers
 
-    def _nobody_has(self, partition: int, refused: UnreachableError | None, *, emptied: bool) -> Problem:
+    def _lacks_rows(self, partition: int) -> bool:
+        """Whether rows are being moved to a partition: it is not known here yet, or does not have all of them."""
+        return partition >= self._routes.partitions(self.topic) or self._local.lacks_rows(partition)
+
+    def _nobody_has(
+        self, partition: int, refused: UnreachableError | None, *, emptied: bool, lacks_rows: bool
+    ) -> Problem:
+        if lacks_rows:
+            detail = (
+                f"Rows of table {self.topic} were moved to partition {partition}, which does not have all of them yet"
+            )
+            return Problem(503, detail, next_step="ask again")
         if emptied:
             detail = (
                 f"The copy of partition {partition} of table {self.topic} was damaged, and is read from Kafka again"
@@ -282,13 +319,15 @@ class RoutedTable:
     async def _ask_all(
         self,
         groups: dict[str, list[int]],
-        ask: Callable[[str, Collection[int], Wish], Awaitable[T]],
+        ask: Callable[[str, Collection[int], Wish], Awaitable[A]],
         wish: Wish,
-    ) -> list[tuple[tuple[str, list[int]], T | NotHereError | UnreachableError]]:
-        async def one(address: str, asked: list[int]) -> T | NotHereError | UnreachableError:
+    ) -> list[tuple[tuple[str, list[int]], A | NotHereError | UnreachableError]]:
+        async def one(address: str, asked: list[int]) -> A | NotHereError | UnreachableError:
             least = {each: wish.least[each] for each in asked if each in wish.least}
             try:
-                return await ask(address, asked, replace(wish, least=least))
+                answer = await ask(address, asked, replace(wish, least=least, layout=self._local.layout))
+                self._local.hear(answer[1].layout)
+                return answer
             except (NotHereError, UnreachableError) as other:
                 return other
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,14 @@ class Wish:
         topic_id: of the topic that ``least`` is about; empty: unknown.
         staleness_ms: the table must have contained everything at most this long ago; None: whenever.
         until: when waiting for this ends, on the monotonic clock.
+        layout: what is known of moved rows: over how many partitions they are, and since when (epoch milliseconds).
     """
 
     least: Mapping[int, int] = field(default_factory=dict)
     staleness_ms: int | None = None
     until: float = 0.0
     topic_id: str = ""
+    layout: tuple[int, int] = (0, 0)
 
     @property
     def demands(self) -> bool:
@@ -42,14 +44,16 @@ class Wish:
         """For another instance. Clocks differ, so the time that is left is sent."""
         least = [[partition, offset] for partition, offset in self.least.items()]
         known = {"staleness_ms": self.staleness_ms, "wait_s": self.left_s, "topic_id": self.topic_id}
-        return {"least": least, **known}
+        return {"least": least, "layout": self.layout, **known}
 
     @classmethod
     def read(cls, document: Mapping[str, Any], longest_s: float) -> Wish:
         """The wish in a document of another instance."""
         wait_s = min(float(document["wait_s"]), longest_s)
         least = {int(partition): int(offset) for partition, offset in document["least"]}
-        return cls(least, document["staleness_ms"], time.monotonic() + wait_s, str(document.get("topic_id", "")))
+        partitions, since_ms = document["layout"]
+        layout = (int(partitions), int(since_ms))
+        return cls(least, document["staleness_ms"], time.monotonic() + wait_s, str(document["topic_id"]), layout)
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Seen:
         lag_records: at most how many committed records are missing; None: not known yet.
         lag_ms: at most how long ago it was everything that is committed; None: it has never been everything.
         topic_id: of the topic. partitions: how many it has.
+        layout: what another instance knew of moved rows after it had looked, as in `Wish`.
     """
 
     offsets: Mapping[int, int]
@@ -68,6 +73,7 @@ class Seen:
     lag_ms: int | None
     topic_id: str = ""
     partitions: int = 0
+    layout: tuple[int, int] = (0, 0)
 
     @classmethod
     def all_of(cls, parts: Iterable[Seen]) -> Seen:
@@ -86,7 +92,9 @@ class Seen:
             )
         offsets = {partition: offset for part in parts for partition, offset in part.offsets.items()}
         lag = Lag.all_of(Lag(part.lag_records, part.lag_ms) for part in parts)
-        return cls(offsets, lag.records, lag.ms, "".join(ids), max((part.partitions for part in parts), default=0))
+        partitions = max((part.partitions for part in parts), default=0)
+        layout = max((part.layout for part in parts), default=(0, 0))
+        return cls(offsets, lag.records, lag.ms, "".join(ids), partitions, layout)
 
     def headers(self, topic: str) -> dict[str, str]:
         """The headers of a response."""
@@ -113,7 +121,8 @@ class Seen:
         return [offsets, self.lag_records, self.lag_ms, self.topic_id, self.partitions]
 
     @classmethod
-    def read(cls, document: Any) -> Seen:
+    def read(cls, document: Any, layout: Sequence[int] = (0, 0)) -> Seen:
         offsets, records, ms, topic_id, partitions = document
         known = {int(partition): int(offset) for partition, offset in offsets}
-        return cls(known, records, ms, str(topic_id), int(partitions))
+        spread, since_ms = map(int, layout)
+        return cls(known, records, ms, str(topic_id), int(partitions), (spread, since_ms))

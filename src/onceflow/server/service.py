@@ -10,6 +10,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.server.formats import Format
 from onceflow.server.local import LocalTable
 from onceflow.server.options import Limits
+from onceflow.server.peer_auth import PeerSecrets
 from onceflow.server.problems import Problem, unavailable
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes
@@ -83,7 +84,7 @@ class Service:
 
     Args:
         problems: returns what keeps this instance from having its partitions.
-        has_peers: whether other instances may ask this one.
+        secrets: by which other instances are recognised; None: there are none.
     """
 
     tables: dict[str, Served]
@@ -91,7 +92,7 @@ class Service:
     limits: Limits
     settings: ClientSettings
     problems: Callable[[], list[str]]
-    has_peers: bool = False
+    secrets: PeerSecrets | None = None
     stopping: bool = False
     streams: int = 0
 

@@ -38,8 +38,8 @@ class ShortWay:
                 if len(parts) == 5 and parts[1] == b"tables" and parts[3] == b"keys" and scope["method"] == "GET":
                     response = await self._one_key(table, parts[4], scope["query_string"])
                 elif len(parts) == 4 and parts[1] == b"peer" and scope["method"] == "POST":
-                    body = await Request(scope, receive).body()
-                    response = await answer_peer(self._service, table, parts[3].decode("latin-1"), body)
+                    what = parts[3].decode("latin-1")
+                    response = await answer_peer(self._service, table, what, Request(scope, receive))
         except Problem as problem:
             response = problem.response()
         except OnceflowError as error:

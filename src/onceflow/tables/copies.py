@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from onceflow.client.committed import Chunk
@@ -37,8 +38,10 @@ from onceflow.state.local.format import (
     table_changes,
 )
 from onceflow.state.local.opening import open_store, remove_store
+from onceflow.state.move_marks import MARK_KEY, Mark
 from onceflow.state.stores.base import Store, StoreCorruptError, unusable
 from onceflow.tables.health import Health
+from onceflow.tables.layout import Layout
 
 log = logging.getLogger("onceflow.tables")
 
@@ -79,6 +82,7 @@ class Followed:
         topic_id: a topic that was deleted and created again has a new id.
         folder: the folder of all copies; each has a folder with the number of its partition.
         tombstone_ms: how long compaction keeps a tombstone.
+        layout: what all copies of the topic in this process have heard of moves.
     """
 
     topic: str
@@ -87,6 +91,7 @@ class Followed:
     folder: Path
     opener: type[Store]
     tombstone_ms: int
+    layout: Layout = field(default_factory=Layout)
 
     def goal(self, partition: int, end: int) -> Goal:
         return Goal(NO_FLOW, self.topic, partition, self.topic_id, "", table_end=end, internal_end=0)
@@ -109,6 +114,9 @@ class Copy:
 
     def __init__(self, followed: Followed, partition: int) -> None:
         self._followed = followed
+        self._layout = followed.layout
+        self._moved = 0  # the number of partitions in the last mark that was read to the end
+        self._moving = False  # records between two marks
         self.partition = partition
         self._folder = followed.folder / str(partition)
         self._record: CommitRecord
@@ -130,6 +138,18 @@ class Copy:
     @property
     def position(self) -> int:
         return self._record.table_end
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether rows were moved between partitions, and this copy is still before that, or in the middle of it."""
+        return not self._layout.is_complete(self._moved, self.current_ms)
+
+    def note_moved(self, marks: Iterable[Mark]) -> None:
+        """The records with these marks are here."""
+        for mark in marks:
+            self._layout.hear(mark.partitions, mark.moved_ms)
+            if mark.ended:
+                self._moved = max(self._moved, mark.partitions)
 
     def restore(self, source: Source, end: int, end_ms: int, progress: Callable[[int], None]) -> None:
         """Read up to an end offset. What was read stays, also if an error is raised.
@@ -159,7 +179,8 @@ class Copy:
         if not self.placed or self._followed.partitions == 1 or not len(keys):
             return
         found = key_partitions(keys, self._followed.partitions)
-        if ((found != self.partition) & (found >= 0)).any():
+        strays = (found != self.partition) & (found >= 0)
+        if strays.any() and not all(keys[at].as_py() == MARK_KEY for at in np.flatnonzero(strays)):
             self.placed = False
             log.info(
                 "table %s: it has keys that are not where Kafka's default partitioner puts them: another partitioner "
@@ -167,10 +188,13 @@ class Copy:
                 self.name,
             )
 
-    def apply(self, chunk: Chunk, *, stable: int, as_of_ms: int, wanted: bool) -> list[RawChange]:
+    def apply(
+        self, chunk: Chunk, marks: Sequence[Mark] = (), *, stable: int, as_of_ms: int, wanted: bool
+    ) -> list[RawChange]:
         """Apply the records that follow the position.
 
         Args:
+            marks: those among the records.
             stable: the last stable offset. When the position reaches it, the copy is as current as that offset.
             as_of_ms: nothing was committed behind that offset before this time, epoch milliseconds.
             wanted: whether to return the changes.
@@ -182,6 +206,8 @@ class Copy:
         if silent_ms > max(self._followed.tombstone_ms // 2, _OUT_OF_TOUCH_MS):
             raise StoreCorruptError("it was out of touch so long that Kafka may have removed tombstones")
         current_ms = as_of_ms if chunk.next_offset >= stable else self.current_ms
+        for mark in marks:  # before others can see tombstones of rows that have moved
+            self._layout.hear(mark.partitions, mark.moved_ms)
         self.check_placement(pa.array(chunk.keys, pa.binary()))
         changes: Changes = {}
         if not self.snapshots and chunk.keys:
@@ -190,7 +216,8 @@ class Copy:
                 self.snapshots = True
             else:
                 self.ignored += ignored
-        found = self._changes(chunk) if wanted and chunk.keys else []
+        still = self._still(chunk, marks)
+        found = self._changes(chunk, still) if wanted and chunk.keys else []
         if self.snapshots:
             changes = snapshot_changes(chunk, self.store)
         time_ms = self._record.time_ms if current_ms is None else current_ms
@@ -200,6 +227,9 @@ class Copy:
         # Only now: other threads must not see a position before the rows that belong to it.
         self._record, self.current_ms = record, current_ms
         self._heard_ms = as_of_ms  # not of what could not be written
+        self.note_moved(marks)
+        if marks:
+            self._moving = not marks[-1].ended
         return found
 
     def still_current(self, as_of_ms: int) -> None:
@@ -336,19 +366,40 @@ class Copy:
         self._raw = raw
         self._written_at = time.monotonic()
 
-    def _changes(self, chunk: Chunk) -> list[RawChange]:
+    def _still(self, chunk: Chunk, marks: Sequence[Mark]) -> set[int]:
+        """The records that change no value: they only move rows."""
+        if not marks:
+            return set(range(len(chunk.keys))) if self._moving else set()
+        found: set[int] = set()
+        since = 0 if self._moving else None
+        for mark in marks:
+            found.add(mark.row)
+            if not mark.ended:
+                since = mark.row
+            elif since is not None:
+                found.update(range(since, mark.row))
+                since = None
+        return found if since is None else found.union(range(since, len(chunk.keys)))
+
+    def _changes(self, chunk: Chunk, still: Collection[int]) -> list[RawChange]:
+        """How the records change values.
+
+        Args:
+            still: rows of records that only move rows from partition to partition.
+        """
         now_ms = clock_ms()
         if self.snapshots:
-            return self._snapshot_changes(chunk, now_ms)
+            return [] if still else self._snapshot_changes(chunk, now_ms)
         keys = [key for key in chunk.keys if key is not None]
         known: dict[bytes, bytes | None] = {}
         for key, row in zip(keys, self.store.get_many([rows.value_key(key) for key in keys]), strict=True):
             known[key] = rows.live_payload(row, now_ms) if row else None
         found = []
         columns: Sequence[list[int]] = (chunk.offsets.tolist(), chunk.timestamps_ms.tolist())
-        for key, value, offset, timestamp_ms in zip(chunk.keys, chunk.values, *columns, strict=True):
+        for at, (key, value, offset, timestamp_ms) in enumerate(zip(chunk.keys, chunk.values, *columns, strict=True)):
             if key in known:
-                found.append(RawChange(key, value, known[key], self.partition, offset, known_ms(timestamp_ms)))
+                if at not in still:
+                    found.append(RawChange(key, value, known[key], self.partition, offset, known_ms(timestamp_ms)))
                 known[key] = value
         return found
 

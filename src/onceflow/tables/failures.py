@@ -18,6 +18,16 @@ def not_repaired(topic: str, restore: Restore, problem: OnceflowError | None, wa
     )
 
 
+def not_moved(topic: str, waited_s: float) -> DeadlineExceededError:
+    """A lookup has waited in vain for rows that are being moved."""
+    return DeadlineExceededError(
+        f"Rows of table {topic} were moved to other partitions, and have not arrived there yet",
+        topic=topic,
+        detail=f"waited for {waited_s:g} s: a broker that leads some of the partitions may be down",
+        next_step="ask again later; Table(..., wait=False) answers from what is here meanwhile",
+    )
+
+
 def replaced_while_read(topic: str, damage: StoreCorruptError) -> OnceflowError:
     """A lookup has found a copy that is damaged, or was closed."""
     return OnceflowError(

@@ -6,13 +6,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import pyarrow as pa
-
 from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.column_chunks import ColumnChunk
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.followed import Followed
@@ -21,10 +20,19 @@ from onceflow.client.outage import Outage
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
 from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, EnvironmentUnusableError, OnceflowError
+from onceflow.state.local.format import Chunk as AnyChunk
+from onceflow.state.local.format import Columns
 from onceflow.state.local.stored_rows import Stores
+from onceflow.state.move_marks import Mark, marks_of
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.tables.copies import Copy, RawChange
-from onceflow.tables.failures import cannot_be_followed, has_more_partitions, not_repaired, replaced_while_read
+from onceflow.tables.failures import (
+    cannot_be_followed,
+    has_more_partitions,
+    not_moved,
+    not_repaired,
+    replaced_while_read,
+)
 from onceflow.tables.lag import Lag, Progress, Restore
 from onceflow.tables.source import StoppableSource, StoppingError
 
@@ -60,7 +68,7 @@ class Follower:
         self._begins = {partition: copy.position for partition, copy in copies.items()}
         self._read: dict[int, int] = {}  # up to where a restore has read; it writes much later
         self.partitions_now = info.partitions  # as last seen
-        self._followed = False
+        self._followed = self._look_now = False
         self._stopping = threading.Event()
         self._ended = True  # the thread; it has not begun
         self._then: Callable[[], None] | None = None
@@ -153,7 +161,8 @@ class Follower:
         """The stores for reading.
 
         Args:
-            complete: wait for copies that are read again, because they were damaged.
+            complete: wait for copies that are read again, because they were damaged, and for rows that are being moved
+                to other partitions.
 
         Raises:
             OnceflowError: the error that has stopped the thread; or a copy was replaced while it was read.
@@ -161,8 +170,10 @@ class Follower:
         """
         self.check()
         stores = self._stores()
-        while complete and self._emptied():  # asked afterwards: otherwise these are not the stores of emptied copies
-            if not self.wait(lambda: not self._emptied(), _REPAIR_S):
+        while complete and self._lacks_rows():  # asked afterwards: otherwise these are not the stores of such copies
+            if not self.wait(lambda: not self._lacks_rows(), _REPAIR_S):
+                if not any(copy.emptied for copy in self._copies.values()):
+                    raise not_moved(self.topic, _REPAIR_S)
                 raise not_repaired(self.topic, self.restored(), self.problem, _REPAIR_S)
             stores = self._stores()
         try:
@@ -170,8 +181,9 @@ class Follower:
         except StoreCorruptError as problem:
             raise replaced_while_read(self.topic, problem) from problem
 
-    def _emptied(self) -> bool:
-        return any(copy.emptied for copy in self._copies.values())
+    def _lacks_rows(self) -> bool:
+        """Whether a copy lacks rows that it had, or that another one has given to it."""
+        return any(copy.emptied or copy.incomplete for copy in self._copies.values())
 
     def _stores(self) -> Stores:
         return {partition: copy.store for partition, copy in self._copies.items()}
@@ -218,7 +230,7 @@ class Follower:
         age_ms = None if current_ms is None else max(0, clock_ms() - current_ms)
         lag = Lag(None if end is None else max(0, end - position), age_ms)
         restored = position >= self._targets.get(partition, 0) and current_ms is not None
-        return Progress(position, lag, restored, copy.emptied, copy.health.problem)
+        return Progress(position, lag, restored, copy.emptied, copy.incomplete, copy.health.problem)
 
     def restored(self) -> Restore:
         total = sum(max(0, end - self._begins[partition]) for partition, end in self._targets.items())
@@ -318,20 +330,33 @@ class Follower:
             for (_, partition), chunk in poll.poll(_POLL_S):
                 self._apply(self._copies[partition], chunk, poll.followed[self.topic, partition])
             self._heard(poll)
-            if time.monotonic() - looked_at > _METADATA_S:
-                looked_at = time.monotonic()
+            if time.monotonic() - looked_at > _METADATA_S or self._look_now:
+                looked_at, self._look_now = time.monotonic(), False
                 self._check_topic(cluster, Deadline(_ATTEMPT_S, f"looking up topic {self.topic}"))
 
     def _apply(self, copy: Copy, chunk: Chunk, answer: Followed) -> None:
         listeners, stable = self._listeners, answer.last_stable_offset
         self._ends[copy.partition] = max(stable, self._ends.get(copy.partition, 0))  # also if it cannot be written
+        marks = marks_of(chunk)
+        self._check_moved(marks)
         with copy.mended(), self._noted(copy):
-            changes = copy.apply(chunk, stable=stable, as_of_ms=answer.as_of_ms, wanted=bool(listeners))
+            changes = copy.apply(chunk, marks, stable=stable, as_of_ms=answer.as_of_ms, wanted=bool(listeners))
         self._notify()
         for change in changes:
             for listener in listeners:
                 if not self._stopping.is_set():
                     listener(change)
+
+    def _check_moved(self, marks: Sequence[Mark]) -> None:
+        """Rows have moved to other partitions. They are not looked for where they were.
+
+        Raises:
+            UnknownTopicError: some of these partitions are not followed.
+        """
+        partitions = max((mark.partitions for mark in marks), default=0)
+        if partitions > self._info.partitions and self._all_partitions:
+            raise has_more_partitions(self.topic, partitions, self._info.partitions)
+        self._look_now = self._look_now or partitions > self.partitions_now
 
     @contextmanager
     def _noted(self, copy: Copy) -> Iterator[None]:
@@ -389,9 +414,14 @@ class Follower:
             restore = self.restored()
             log.info("table %s: restored %d of %d offsets", self.topic, restore.done, restore.total)
 
-    def _has_read(self, partition: int, next_offset: int, keys: pa.BinaryArray) -> None:
-        self._read[partition] = next_offset
-        self._copies[partition].check_placement(keys)
+    def _has_read(self, partition: int, chunk: AnyChunk | Columns) -> None:
+        copy = self._copies[partition]
+        if isinstance(chunk, ColumnChunk):  # the key of snapshots says nothing of where the keys of the table are
+            copy.check_placement(chunk.records.keys)
+        marks = marks_of(chunk)
+        self._check_moved(marks)
+        self._read[partition] = chunk.next_offset
+        copy.note_moved(marks)
         if self.problem is None:
             self._outage.end()
 

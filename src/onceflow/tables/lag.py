@@ -58,6 +58,7 @@ class Progress:
         lag: as `Lag`, of this partition.
         restored: whether everything is here that was committed when the partition was opened.
         emptied: whether it was emptied because it was damaged, and has to be restored before it can be read.
+        incomplete: whether rows were moved between partitions, and this one does not have all of its rows yet.
         problem: why it cannot be written at the moment; None: nothing is known to be wrong.
     """
 
@@ -65,4 +66,5 @@ class Progress:
     lag: Lag
     restored: bool
     emptied: bool = False
+    incomplete: bool = False
     problem: OnceflowError | None = None

@@ -14,6 +14,7 @@ from onceflow.state.stores.base import Store
 from onceflow.tables.copies import Copy, Followed
 from onceflow.tables.following import Follower
 from onceflow.tables.lag import Progress
+from onceflow.tables.layout import Layout
 from onceflow.tables.opening import OpenedTable, stable_ends
 
 log = logging.getLogger("onceflow.tables")
@@ -60,6 +61,11 @@ class Share:
     def partitions_now(self) -> int:
         """How many partitions the topic has, as last heard while it is followed: it may have got more."""
         return max([self.partitions, *(each.partitions_now for each in list(self._followers))])
+
+    @property
+    def layout(self) -> Layout:
+        """Over how many partitions the rows are spread, if they were moved."""
+        return self._followed.layout
 
     @property
     def snapshots(self) -> bool:
@@ -132,7 +138,8 @@ class Share:
             self._follow(copies, ends, asked_ms)
 
     def store(self, partition: int) -> Store | None:
-        """The store of a partition; None: it is not here, or was emptied and has to be restored first.
+        """The store of a partition; None: it is not here, or lacks rows: it was emptied and has to be restored first,
+        or rows are being moved to it.
 
         Raises:
             OnceflowError: the error that has stopped the thread behind it.
@@ -143,7 +150,8 @@ class Share:
             return None
         follower.check()
         store = copy.store
-        return None if copy.emptied else store  # asked afterwards: then it is not the store of an emptied copy
+        # Asked afterwards: then it is not the store of an emptied copy.
+        return None if copy.emptied or copy.incomplete else store
 
     def progress(self, partition: int) -> Progress | None:
         """How far a partition is; None: it is not here."""

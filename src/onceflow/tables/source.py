@@ -5,9 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import pyarrow as pa
-
-from onceflow.client.column_chunks import ColumnChunk
 from onceflow.client.committed import CommittedReader
 from onceflow.errors import OnceflowError
 from onceflow.state.local.format import Chunk, Columns
@@ -22,11 +19,11 @@ class StoppableSource(WatchedSource):
     """Reads committed records until the thread is to end.
 
     Args:
-        tell: called with the partition, the offset up to which it is read now, and the keys that were read.
+        tell: called with the partition and what was read.
     """
 
     def __init__(
-        self, reader: CommittedReader, stopping: threading.Event, tell: Callable[[int, int, pa.BinaryArray], None]
+        self, reader: CommittedReader, stopping: threading.Event, tell: Callable[[int, Chunk | Columns], None]
     ) -> None:
         super().__init__(reader)
         self._stopping = stopping
@@ -35,6 +32,4 @@ class StoppableSource(WatchedSource):
     def see(self, topic: str, partition: int, chunk: Chunk | Columns) -> None:
         if self._stopping.is_set():
             raise StoppingError("the table is being closed")
-        # The key of snapshots says nothing of where the keys of the table are.
-        keys = chunk.records.keys if isinstance(chunk, ColumnChunk) else pa.array([], pa.binary())
-        self._tell(partition, chunk.next_offset, keys)
+        self._tell(partition, chunk)

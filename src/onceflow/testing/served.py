@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from onceflow.testing import independent
 from onceflow.testing.waiting import WaitedInVainError, wait_until
 
 START_S = 60.0
+_PEER_SECRET = secrets.token_urlsafe(32)  # of all instances that this process starts
 
 
 class ServerProcess:
@@ -67,7 +70,12 @@ class ServerProcess:
         with self.log.open("ab") as log:
             command = [*self._arguments, "--port", str(self._port)]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=self._apart
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=self._apart,
+                env={"ONCEFLOW_PEER_SECRETS": _PEER_SECRET, **os.environ},
             )
 
     def wait(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from onceflow.clock import clock_ms
-from onceflow.errors import BatchAbortedError
+from onceflow.errors import BatchAbortedError, UnknownTopicError
 from onceflow.host.file_lock import locked
 from onceflow.host.identity import host_identity
 from onceflow.private_folders import make_private
@@ -28,6 +28,7 @@ from onceflow.state.local.format import COMMIT_RECORD, SNAPSHOT_ROW, Chunk, Colu
 from onceflow.state.local.opening import open_store, remove_store
 from onceflow.state.local.prepare import RestoreLog
 from onceflow.state.local.watched_source import WatchedSource
+from onceflow.state.move_marks import marks_of
 from onceflow.state.stores.base import Store, StoreCorruptError
 
 _EXACT_FROM = "exact from"
@@ -204,7 +205,7 @@ class _BringUp:
     def _read(self, store: Store) -> None:
         before = store.blob(_EXACT_FROM) or b"0"
         store.write((), {_EXACT_FROM: _UNKNOWN})
-        noting = _Noting(self._source)
+        noting = _Noting(self._source, self._spec.partitions)
         CatchUp(
             self._folder,
             self._spec.goal(self._partition, self._end),
@@ -223,14 +224,23 @@ class _BringUp:
 
 
 class _Noting(WatchedSource):
-    """Notes whether compaction has removed any of the records."""
+    """Notes whether compaction has removed any of the records, and refuses rows that move to unknown partitions."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, partitions: int) -> None:
         super().__init__(source)
+        self._partitions = partitions
         self.whole = True
 
     def see(self, topic: str, partition: int, chunk: Chunk | Columns) -> None:
         self.whole = self.whole and chunk.whole
+        now = max((mark.partitions for mark in marks_of(chunk)), default=0)
+        if now > self._partitions:
+            # Tombstones of rows that have moved follow. Whoever joins would miss these rows.
+            raise UnknownTopicError(
+                f"Topic {topic} has {now} partitions now, it had {self._partitions}",
+                topic=topic,
+                next_step="start the flow again: it joins with all partitions then",
+            )
 
 
 def _is_ready(store: Store, spec: JoinSpec, partition: int, end: int) -> bool:
