@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import httpx
 import pytest
 from click.testing import CliRunner
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 import onceflow
 from onceflow import hooks
-from onceflow.admin import flow_transaction
+from onceflow.admin import flow_transaction, repartition
+from onceflow.admin.repartitioner import Repartitioner
 from onceflow.admin.writer import Row, Writer
 from onceflow.cli.main import cli, main
 from onceflow.client.cluster import Cluster
@@ -32,15 +38,18 @@ from onceflow.client.transactions import Transactions
 from onceflow.driver import progress_log
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress, TableProgress
+from onceflow.server.formats import Format
 from onceflow.state import rows, topics
 from onceflow.state.local.format import SNAPSHOT_KEY, Commit, Goal, partition_folder, snapshot
 from onceflow.state.local.opening import Opened, open_partition
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
+Serve = Callable[..., httpx.Client]
 TIME_MS = 1_700_000_000_000
 Headers = list[tuple[str, bytes | None]]
 
@@ -274,6 +283,12 @@ def make_state(
     return make
 
 
+@pytest.fixture(autouse=True)
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows move before anybody can know of the new partitions."""
+    monkeypatch.setattr(repartition, "_KNOWN_S", 0.0)
+
+
 # ---- rows ------------------------------------------------------------------------------------------------
 
 
@@ -471,6 +486,150 @@ def test_what_no_processor_has_written(make_state: Any, wrong: str) -> None:
 def transaction_state(state: State) -> str:
     with connected(state.bootstrap) as (cluster, deadline):
         return str(describe_transaction(cluster, f"onceflow.{state.flow}", deadline)["state"])
+
+
+# ---- others that read the table --------------------------------------------------------------------------
+
+
+class Asking:
+    """Threads that ask query servers for keys that exist, and for their number, all the time.
+
+    Attributes:
+        wrong: answers that are neither right nor 503.
+        right, later: how many answers were right, and how many 503.
+    """
+
+    def __init__(self, urls: list[str], state: State) -> None:
+        self.urls, self.topic = urls, state.table
+        self.expected = {key: value for (topic, key), (value, _, _) in state.expected.items() if topic == state.table}
+        self.wrong: list[str] = []
+        self.right = self.later = 0
+        self._ended = threading.Event()
+        ways = [self._one, self._fresh, self._many, self._count, self._range]
+        self._threads = [threading.Thread(target=self._run, args=(n, way)) for n, way in enumerate(ways)]
+
+    def __enter__(self) -> Asking:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _run(self, seed: int, way: Callable[..., httpx.Response]) -> None:
+        chosen = random.Random(seed)
+        with httpx.Client(timeout=30) as client:
+            while not self._ended.is_set():
+                try:
+                    found = way(client, chosen, f"{chosen.choice(self.urls)}/tables/{self.topic}")
+                    if found.status_code == 503:
+                        assert found.headers["Retry-After"]
+                        self.later += 1
+                    else:
+                        self.right += 1
+                except AssertionError as wrong:
+                    self.wrong.append(str(wrong)[:500])
+
+    def _one(self, client: httpx.Client, chosen: random.Random, url: str, query: str = "") -> httpx.Response:
+        key = chosen.choice(list(self.expected))
+        found = client.get(f"{url}/keys/{quote(key, safe='')}{query}")
+        assert found.status_code == 503 or found.json().get("value") == self.expected[key].decode(), found.text
+        return found
+
+    def _fresh(self, client: httpx.Client, chosen: random.Random, url: str) -> httpx.Response:
+        return self._one(client, chosen, url, "?max_staleness=1s&wait=3s")
+
+    def _many(self, client: httpx.Client, chosen: random.Random, url: str) -> httpx.Response:
+        keys = chosen.sample(list(self.expected), 20)
+        found = client.post(f"{url}/multi-get", json={"keys": [key.decode() for key in keys]})
+        rows_found = [(row["key"].encode(), row["value"].encode()) for row in found.json().get("rows", ())]
+        assert found.status_code == 503 or rows_found == [(key, self.expected[key]) for key in keys], found.text
+        return found
+
+    def _count(self, client: httpx.Client, chosen: random.Random, url: str) -> httpx.Response:
+        found = client.get(f"{url}/count")
+        assert found.status_code == 503 or found.json()["count"] == len(self.expected), found.text
+        return found
+
+    def _range(self, client: httpx.Client, chosen: random.Random, url: str) -> httpx.Response:
+        found = client.get(f"{url}/range", params={"limit": 1000})
+        keys = [row["key"].encode() for row in found.json().get("rows", ())]
+        assert found.status_code == 503 or keys == sorted(self.expected), found.text
+        return found
+
+
+@pytest.mark.long
+def test_without_marks_rows_are_missing(make_state: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the next test looks for is there: a repartitioning without marks is broken on purpose."""
+    monkeypatch.setattr(Repartitioner, "_mark", lambda *_, **__: None)
+    state = make_state(2, 200)
+    client = serve({state.table: Format.of("text", "text")}, state_dir=state.tmp_path / "served")
+    with Asking([str(client.base_url).rstrip("/")], state) as asking:
+        wait_until(lambda: asking.right > 50, 30, lambda: str(asking.wrong))
+        assert asking.wrong == []
+        state.run(3)
+        wait_until(lambda: asking.wrong, 30, "a key is missing")
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_query_server_while_rows_move(make_state: Any, serve: Serve, instances: int) -> None:
+    """A key that exists is never missing: it is answered, or the client is told to ask again. Counts and ranges have
+    every row once. The stream of changes says nothing, because no value changes."""
+    state = make_state(2, 200)
+    given: dict[str, Any] = {} if instances == 1 else {"instances": f"group-{state.table}", "ready": False}
+    tables = {state.table: Format.of("text", "text")}
+    clients = [serve(tables, state_dir=state.tmp_path / f"served-{n}", **given) for n in range(instances)]
+
+    def ready() -> bool:
+        return all(client.get("/ready").status_code == 200 for client in clients)
+
+    wait_until(ready, 30, lambda: clients[0].get("/ready").text)
+    urls = [str(client.base_url).rstrip("/") for client in clients]
+    with Asking(urls, state) as asking, clients[0].stream("GET", f"/tables/{state.table}/changes") as changes:
+        wait_until(lambda: asking.right > 50, 30, lambda: str(asking.wrong))
+        for partitions in (3, 7):
+            state.run(partitions)
+
+            def known(wanted: int = partitions) -> bool:
+                listed = [client.get(f"/tables/{state.table}").json()["partitions"] for client in clients]
+                return ready() and all(len(each) == wanted for each in listed)
+
+            wait_until(known, 60, lambda: clients[0].get("/tables").text)
+            enough = asking.right + 100
+            wait_until(lambda enough=enough: asking.right > enough, 60, lambda: f"{asking.later} {asking.wrong[:3]}")
+        key = next(iter(asking.expected))
+        later = [(state.table, key, key, b"the first change", [])]
+        state.progress = state.committed()
+        asking.__exit__()
+        state.commit(later, batch=3)
+        events = (json.loads(line[6:]) for line in changes.iter_lines() if line.startswith("data: "))
+        first = next(event for event in events if "key" in event)
+        assert (first["key"], first["value"]) == (key.decode(), "the first change")
+    assert asking.wrong == []
+
+
+def test_a_table_while_rows_move(make_state: Any) -> None:
+    """It does not have the new partitions. Its look-ups say so before a row seems to be missing."""
+    state = make_state(2, 200)
+    expected = {key: value for (topic, key), (value, _, _) in state.expected.items() if topic == state.table}
+    changes: list[Any] = []
+    with onceflow.Table(state.table, bootstrap_servers=state.bootstrap, state_dir=state.tmp_path / "t") as table:
+        table.on_change(changes.append)
+        thread = threading.Thread(target=state.run, args=(5,))
+        thread.start()
+
+        def ask() -> None:
+            for key in itertools.cycle(expected):
+                assert table.get(key) == expected[key]
+
+        with pytest.raises(onceflow.UnknownTopicError, match="has 5 partitions now, it had 2"):
+            ask()
+        thread.join(60)
+    assert changes == []
+    with onceflow.Table(state.table, bootstrap_servers=state.bootstrap, state_dir=state.tmp_path / "t") as table:
+        assert dict(table.range()) == expected
 
 
 # ---- when it ends early ----------------------------------------------------------------------------------

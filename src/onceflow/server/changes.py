@@ -30,6 +30,7 @@ from onceflow.server.requests import position_of
 from onceflow.server.service import Served, Service
 from onceflow.server.streams import LeasedStream
 from onceflow.state.local.format import is_snapshot
+from onceflow.state.move_marks import Moves, marks_of
 
 _LOOK_S = 10.0
 _POLL_S = 0.5
@@ -49,6 +50,7 @@ class Tail:
     def __init__(self, settings: ClientSettings, topic: str, topic_id: str, since: Mapping[int, int]) -> None:
         self._cluster = Cluster(settings)
         self._topic = topic
+        self.moves: dict[int, Moves] = {}
         try:
             deadline = Deadline(_LOOK_S, f"looking for the end of topic {topic}")
             self._cluster.connect(deadline)
@@ -173,12 +175,16 @@ def _of_chunks(
         if any(map(is_snapshot, chunk.keys, chunk.values)):
             raise _no_changes(topic)
         columns = chunk.keys, chunk.values, chunk.offsets.tolist(), chunk.timestamps_ms.tolist()
-        for key, value, offset, timestamp_ms in zip(*columns, strict=True):
+        moves = tail.moves[partition] = tail.moves.get(partition, Moves()).after(len(chunk.keys), marks_of(chunk))
+        for at, (key, value, offset, timestamp_ms) in enumerate(zip(*columns, strict=True)):
+            if at in moves.still:  # a client does not continue in the middle: it would not know that rows only move
+                continue
             tail.offsets[partition] = offset + 1
             if key is not None and key.startswith(prefix):
                 more = {"partition": partition, "offset": offset, "timestamp_ms": known_ms(timestamp_ms)}
                 yield _event("change", tail, {**written.item(key, value), **more})
-        tail.offsets[partition] = chunk.next_offset
+        if not moves.moving:
+            tail.offsets[partition] = chunk.next_offset
 
 
 def _no_changes(topic: str) -> Problem:

@@ -10,7 +10,7 @@ itself is the mark. Compaction keeps marks as long as tombstones (``delete.reten
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pyarrow as pa
@@ -41,6 +41,37 @@ class Mark(NamedTuple):
     partitions: int
     ended: bool
     moved_ms: int
+
+
+class Moves(NamedTuple):
+    """Which records of a partition only move rows, so that they change no value.
+
+    Args:
+        moving: whether those that follow do.
+        still: rows of the last chunk that do.
+    """
+
+    moving: bool = False
+    still: Collection[int] = ()
+
+    def after(self, count: int, marks: Sequence[Mark]) -> Moves:
+        """The same after the next chunk.
+
+        Args:
+            count: of its records. marks: among them.
+        """
+        if not marks:
+            return Moves(self.moving, range(count) if self.moving else ())
+        found: set[int] = set()
+        since = 0 if self.moving else None
+        for mark in marks:
+            found.add(mark.row)
+            if not mark.ended:
+                since = mark.row if since is None else since
+            elif since is not None:
+                found.update(range(since, mark.row))
+                since = None
+        return Moves(since is not None, found if since is None else found.union(range(since, count)))
 
 
 def mark_headers(partitions: int, moved_ms: int, *, ended: bool) -> list[tuple[str, bytes | None]]:

@@ -38,7 +38,7 @@ from onceflow.state.local.format import (
     table_changes,
 )
 from onceflow.state.local.opening import open_store, remove_store
-from onceflow.state.move_marks import MARK_KEY, Mark
+from onceflow.state.move_marks import MARK_KEY, Mark, Moves
 from onceflow.state.stores.base import Store, StoreCorruptError, unusable
 from onceflow.tables.health import Health
 from onceflow.tables.layout import Layout
@@ -115,8 +115,9 @@ class Copy:
     def __init__(self, followed: Followed, partition: int) -> None:
         self._followed = followed
         self._layout = followed.layout
-        self._moved = 0  # the number of partitions in the last mark that was read to the end
-        self._moving = False  # records between two marks
+        # The number of partitions in the last mark that was read to the end, and the same of what is written.
+        self._moved_as_read = self._moved = 0
+        self._moves = Moves()
         self.partition = partition
         self._folder = followed.folder / str(partition)
         self._record: CommitRecord
@@ -144,12 +145,12 @@ class Copy:
         """Whether rows were moved between partitions, and this copy is still before that, or in the middle of it."""
         return not self._layout.is_complete(self._moved, self.current_ms)
 
-    def note_moved(self, marks: Iterable[Mark]) -> None:
-        """The records with these marks are here."""
+    def note_marks(self, marks: Iterable[Mark]) -> None:
+        """Note marks that were read. What they say of this copy holds when the records are written."""
         for mark in marks:
             self._layout.hear(mark.partitions, mark.moved_ms)
             if mark.ended:
-                self._moved = max(self._moved, mark.partitions)
+                self._moved_as_read = max(self._moved_as_read, mark.partitions)
 
     def restore(self, source: Source, end: int, end_ms: int, progress: Callable[[int], None]) -> None:
         """Read up to an end offset. What was read stays, also if an error is raised.
@@ -168,6 +169,7 @@ class Copy:
             self.store.write((), {_SNAPSHOTS: b""})
         self._load()
         self.current_ms, self._heard_ms = end_ms, clock_ms()
+        self._moved = self._moved_as_read
         self.emptied = False
         self.ignored += run.ignored
         if run.records:
@@ -206,8 +208,7 @@ class Copy:
         if silent_ms > max(self._followed.tombstone_ms // 2, _OUT_OF_TOUCH_MS):
             raise StoreCorruptError("it was out of touch so long that Kafka may have removed tombstones")
         current_ms = as_of_ms if chunk.next_offset >= stable else self.current_ms
-        for mark in marks:  # before others can see tombstones of rows that have moved
-            self._layout.hear(mark.partitions, mark.moved_ms)
+        self.note_marks(marks)  # before others can see tombstones of rows that have moved
         self.check_placement(pa.array(chunk.keys, pa.binary()))
         changes: Changes = {}
         if not self.snapshots and chunk.keys:
@@ -216,8 +217,8 @@ class Copy:
                 self.snapshots = True
             else:
                 self.ignored += ignored
-        still = self._still(chunk, marks)
-        found = self._changes(chunk, still) if wanted and chunk.keys else []
+        moves = self._moves.after(len(chunk.keys), marks)
+        found = self._changes(chunk, moves.still) if wanted and chunk.keys else []
         if self.snapshots:
             changes = snapshot_changes(chunk, self.store)
         time_ms = self._record.time_ms if current_ms is None else current_ms
@@ -227,9 +228,8 @@ class Copy:
         # Only now: other threads must not see a position before the rows that belong to it.
         self._record, self.current_ms = record, current_ms
         self._heard_ms = as_of_ms  # not of what could not be written
-        self.note_moved(marks)
-        if marks:
-            self._moving = not marks[-1].ended
+        self._moved = self._moved_as_read
+        self._moves = moves
         return found
 
     def still_current(self, as_of_ms: int) -> None:
@@ -365,21 +365,6 @@ class Copy:
             raise StoreCorruptError("another process has changed it")
         self._raw = raw
         self._written_at = time.monotonic()
-
-    def _still(self, chunk: Chunk, marks: Sequence[Mark]) -> set[int]:
-        """The records that change no value: they only move rows."""
-        if not marks:
-            return set(range(len(chunk.keys))) if self._moving else set()
-        found: set[int] = set()
-        since = 0 if self._moving else None
-        for mark in marks:
-            found.add(mark.row)
-            if not mark.ended:
-                since = mark.row
-            elif since is not None:
-                found.update(range(since, mark.row))
-                since = None
-        return found if since is None else found.union(range(since, len(chunk.keys)))
 
     def _changes(self, chunk: Chunk, still: Collection[int]) -> list[RawChange]:
         """How the records change values.

@@ -421,7 +421,7 @@ class Follower:
         marks = marks_of(chunk)
         self._check_moved(marks)
         self._read[partition] = chunk.next_offset
-        copy.note_moved(marks)
+        copy.note_marks(marks)
         if self.problem is None:
             self._outage.end()
 
