@@ -52,6 +52,7 @@ ARGUMENTS = {
     "parked show": f"PARKED {ORIGIN}",
     "parked retry": "PARKED --all --to RETRY",
     "parked drop": "PARKED --all --yes",
+    "parked replay": "LETTERS --all",
     "produce": "TOPIC --json",
     "progress export": "FLOW",
     "progress import": "FLOW FILE --yes",
@@ -138,6 +139,10 @@ class CommandWorld:
                 topics, names = self.topics(label), self.names[label]
                 if names["PARKED"] in topics:
                     plain.produce(names["PARKED"], b"{}", ORIGIN.encode(), headers=_PARKED_HEADERS)
+                if label == "parked replay":
+                    origin = {"topic": names["SOURCE"], "partition": "0", "offset": "1"}
+                    headers = [(f"onceflow.origin.{name}", each.encode()) for name, each in origin.items()]
+                    plain.produce(names["LETTERS"], b"{}", b"k", headers=[_PARKED_HEADERS[0], *headers])
                 if "FLOW" in str(RIGHTS[label]) or label in _OF_FLOWS:
                     self._commit(cluster, label)
                     if label in ("compare", "promote"):

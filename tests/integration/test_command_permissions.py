@@ -82,6 +82,7 @@ CASES = {
     "parked show": Case("KeyError"),
     "parked retry": Case("1 record went"),
     "parked drop": Case("1 record dropped"),
+    "parked replay": Case("1 record went"),
     "produce": Case("1 record written"),
     "progress export": Case('"batch_id": 3'),
     "progress import": Case("is moved"),

@@ -344,7 +344,7 @@ def test_an_ordinary_topic_of_dead_letters(lot: Lot, make_topic: Callable[..., s
     assert lot.origins() == origins
     listed = lot.call("list")
     assert listed.stdout.splitlines()[1].split() == ["orders/0/0", "1", "-", "ValueError:", "never"]
-    assert listed.stderr == "52 ordinary dead letters: they cannot be retried or dropped here.\n"
+    assert listed.stderr == f"52 dead letters. `onceflow parked replay {lot.parked}` replays them.\n"
     shown = json.loads(lot.call("show", "orders/0/17", "--json").stdout)
     assert (shown["key"], shown["value"], shown["retry_topic"]) == ("key-2", "value-17", None)
     assert "onceflow.error.stack" in {header["name"] for header in shown["headers"]}
@@ -355,7 +355,7 @@ def test_an_ordinary_topic_of_dead_letters(lot: Lot, make_topic: Callable[..., s
         answer = lot.call(*command, *(["--to", lot.retry] if command[0] == "retry" else []))
         assert isinstance(answer.exception, OptionError), answer.output
         assert "is an ordinary dead letter" in str(answer.exception)
-        assert "onceflow.Retry" in answer.exception.next_step
+        assert f"onceflow parked replay {lot.parked}" in answer.exception.next_step
     assert lot.ends() == before
     assert lot.retried() == []
 

@@ -58,6 +58,7 @@ class Parked:
         timestamp_ms: timestamp of the record; negative: it has none.
         dead_letter: whether it is an ordinary dead letter, not a parked record.
         stored_key: its key in that topic. For a parked record None: the origin.
+        offset: its offset in that topic.
     """
 
     origin: str
@@ -67,6 +68,7 @@ class Parked:
     timestamp_ms: int
     dead_letter: bool = False
     stored_key: bytes | None = None
+    offset: int = -1
 
     @property
     def raw_name(self) -> bytes:
@@ -140,7 +142,7 @@ def read(settings: ClientSettings, topic: str, origins: Collection[str] | None =
         OnceflowError: the topic cannot be read.
     """
     deadline = Deadline(_PREPARE_S, f"reading parked records of {topic}")
-    with _connected(settings, topic) as cluster:
+    with connected(settings, topic) as cluster:
         parts = list(_parts(cluster, topic, origins, deadline, values=origins is not None))
         if origins is not None:
             _check_found(topic, origins, parts)
@@ -168,7 +170,7 @@ def retry(
         DeadlineExceededError: the outcome of the commit is not known.
         OnceflowError: Kafka refused a request. After every error except an unknown outcome, nothing has changed.
     """
-    with _connected(settings, topic) as cluster:
+    with connected(settings, topic) as cluster:
         return _Change(cluster, topic).run(origins, lambda record: _target(topic, record, to))
 
 
@@ -180,7 +182,7 @@ def drop(settings: ClientSettings, topic: str, origins: Collection[str] | None) 
     Returns:
         The number of records removed.
     """
-    with _connected(settings, topic) as cluster:
+    with connected(settings, topic) as cluster:
         return sum(_Change(cluster, topic).run(origins, lambda record: "").values())
 
 
@@ -216,17 +218,12 @@ class _Change:
                     _refuse_dead_letters(self._topic, records)
             counts = self._write(parts, target_of)
             if counts:
-                self._commit()
+                look = f"`onceflow parked list {self._topic}` shows what is parked"
+                end_transaction(self._transactions, self._topic, look)
             self._at("end")
             return counts
         except FencedError as error:
-            raise FencedError(
-                f"Another command has started to change topic {self._topic}; this one has changed nothing",
-                topic=self._topic,
-                detail=f"{error.what} (the broker also says so when a transaction took longer than "
-                f"{_TIMEOUT_MS / 1000:g} s)",
-                next_step="see what is left with onceflow parked list; run this command again if necessary",
-            ) from error
+            raise fenced_error(self._topic, error) from error
 
     def _write(self, parts: Iterable[list[Parked]], target_of: Callable[[Parked], str]) -> dict[str, int]:
         """Write records and tombstones, one partition after the other. Without origins, ``parts`` reads each partition
@@ -269,33 +266,53 @@ class _Change:
             again = [(found[n].key, found[n].again(target)) for n in rows.tolist()]
             writer.write(target, partition, again)
 
-    def _commit(self) -> None:
-        look = f"`onceflow parked list {self._topic}` shows what is parked"
-        try:
-            with outcome_told(f"the change of topic {self._topic}", look):
-                outcome = self._transactions.end(Deadline(_COMMIT_S, "committing"), commit=True)
-        except DeadlineExceededError as error:
-            raise DeadlineExceededError(
-                "The outcome of the commit is not known: the coordinator does not answer",
-                topic=self._topic,
-                detail=f"{error.what}; {error.detail}",
-                next_step="see with onceflow parked list when the brokers are up: all records were changed, or none",
-            ) from error
-        if outcome is Outcome.FENCED:
-            raise FencedError("the commit was refused")
-        if outcome is Outcome.ABORTED:
-            raise TransactionTimeoutError(
-                f"The transaction was aborted: it took longer than {_TIMEOUT_MS / 1000:g} s; nothing has changed",
-                topic=self._topic,
-                next_step="try again, or choose fewer records",
-            )
-
     def _at(self, step: str) -> None:
         hooks.at(step, where="driver", flow=f"parked.{self._topic}")
 
 
+def end_transaction(transactions: Transactions, topic: str, look: str) -> None:
+    """Commit.
+
+    Args:
+        look: how the user finds out what was changed.
+
+    Raises:
+        FencedError, TransactionTimeoutError: nothing has changed.
+        DeadlineExceededError: the outcome is not known.
+    """
+    try:
+        with outcome_told(f"the change of topic {topic}", look):
+            outcome = transactions.end(Deadline(_COMMIT_S, "committing"), commit=True)
+    except DeadlineExceededError as error:
+        raise DeadlineExceededError(
+            "The outcome of the commit is not known: the coordinator does not answer",
+            topic=topic,
+            detail=f"{error.what}; {error.detail}",
+            next_step=f"when the brokers are up, {look}: all records were changed, or none",
+        ) from error
+    if outcome is Outcome.FENCED:
+        raise FencedError("the commit was refused")
+    if outcome is Outcome.ABORTED:
+        raise TransactionTimeoutError(
+            f"The transaction was aborted: it took longer than {_TIMEOUT_MS / 1000:g} s; nothing has changed",
+            topic=topic,
+            next_step="try again, or choose fewer records",
+        )
+
+
+def fenced_error(topic: str, error: FencedError) -> FencedError:
+    """The error of a command that another one has fenced."""
+    return FencedError(
+        f"Another command has started to change topic {topic}; this one has changed nothing",
+        topic=topic,
+        detail=f"{error.what} (the broker also says so when a transaction took longer than {_TIMEOUT_MS / 1000:g} s)",
+        next_step="see what is left with onceflow parked list; run this command again if necessary",
+    )
+
+
 @contextlib.contextmanager
-def _connected(settings: ClientSettings, topic: str) -> Iterator[Cluster]:
+def connected(settings: ClientSettings, topic: str) -> Iterator[Cluster]:
+    """Connections for one command."""
     cluster = Cluster(settings)
     try:
         with located(topic=topic):
@@ -329,29 +346,30 @@ def _parts(
             rows = zip(chunk.offsets.tolist(), chunk.keys, chunk.values, chunk.timestamps_ms.tolist(), strict=True)
             for row, (offset, key, value, stamp) in enumerate(rows):
                 headers = tuple(chunk.headers.get(row, ()))
-                if key is not None and _is_parked(key, headers):
+                if key is not None and is_parked(key, headers):
                     live.pop(key, None)
                     origin = _stem(key)
                     if value is not None and (wanted is None or origin in wanted or _text(key) in wanted):
                         stored = value if values else b""
                         live[key] = Parked(origin, partition, stored, headers, stamp, stored_key=key)
                     continue
-                origin = _origin_in_headers(headers) or f"{topic}/{partition}/{offset}"
+                origin = origin_of(headers) or f"{topic}/{partition}/{offset}"
                 if wanted is None or origin in wanted:
                     headers = (
                         headers if values else tuple(each for each in headers if each[0] != dead_letters.ERROR_STACK)
                     )
                     content = value if values else b""
-                    found.append(Parked(origin, partition, content, headers, stamp, dead_letter=True, stored_key=key))
+                    place = {"stored_key": key, "offset": offset}
+                    found.append(Parked(origin, partition, content, headers, stamp, dead_letter=True, **place))
         yield [*live.values(), *found]
 
 
-def _is_parked(key: bytes, headers: Sequence[Header]) -> bool:
+def is_parked(key: bytes, headers: Sequence[Header]) -> bool:
     """Whether this is a parked record, or the tombstone of one.
 
     The key of an ordinary dead letter may look like an origin. But then the origin in its headers is another one.
     """
-    return PARKED.fullmatch(_text(key)) is not None and _origin_in_headers(headers) in ("", _stem(key))
+    return PARKED.fullmatch(_text(key)) is not None and origin_of(headers) in ("", _stem(key))
 
 
 def _stem(key: bytes) -> str:
@@ -361,8 +379,8 @@ def _stem(key: bytes) -> str:
     return text if found is None else found[1]
 
 
-def _origin_in_headers(headers: Sequence[Header]) -> str:
-    """The origin in the headers of a dead letter; empty if there is none."""
+def origin_of(headers: Sequence[Header]) -> str:
+    """The origin in the headers of a dead letter, ``topic/partition/offset``; empty if there is none."""
     found = dict(headers)
     parts = [
         found.get(name) or b""
@@ -380,8 +398,8 @@ def _refuse_dead_letters(topic: str, records: Iterable[Parked]) -> None:
             "retried nor dropped here",
             topic=topic,
             detail="parked records are those that onceflow.Retry has given up; their keys are topic/partition/offset",
-            next_step="to retry dead letters, run a flow with onceflow.Retry over this topic, and use its parked_topic "
-            "here; nothing has changed",
+            next_step=f"`onceflow parked replay {topic}` sends dead letters back to their sources, each once; "
+            "onceflow.Retry in a flow retries them; nothing has changed",
         )
 
 

@@ -11,11 +11,14 @@ import click
 from onceflow.admin.record_lines import field, headers_as_json
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
+from onceflow.cli.interrupts import interruptible
+from onceflow.cli.progress import progress_bar
 from onceflow.cli.text import counted, in_words, shown
 from onceflow.errors import OptionError
 from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:
+    from onceflow.admin.letter_replay import Replayed
     from onceflow.admin.parked import Parked
     from onceflow.client.settings import ClientSettings
 
@@ -24,13 +27,13 @@ _MESSAGE_CHARACTERS = 80
 
 @click.group()
 def parked() -> None:
-    """List, show, retry and drop parked records.
+    """List, show, retry and drop parked records, and replay dead letters.
 
     A flow that retries dead letters parks those that have failed for the last time. An ORIGIN is the place where a
     record was read first: topic/partition/offset. Records that were made of one record have the same one. It stands for
     all of them; a name, as `list` prints it then, stands for one.
 
-    `list` and `show` also read an ordinary topic of dead letters. What is in it cannot be retried or dropped here.
+    `list` and `show` also read an ordinary topic of dead letters. `replay` sends these back to their sources.
     """
 
 
@@ -42,11 +45,13 @@ def parked() -> None:
 def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
     """List the parked records in TOPIC with origin, attempts and cause.
 
-    In an ordinary dead-letter topic, every dead letter is listed.
+    In an ordinary dead-letter topic, every dead letter is listed; WHY says which of them were replayed.
     """
+    from onceflow.admin import letter_replay as parking_replay
     from onceflow.admin import parked as parking
 
     found = parking.read(settings, topic)
+    replayed = parking_replay.places(settings, topic) if any(record.dead_letter for record in found) else set()
     if found and not any(record.cause for record in found):
         raise OptionError(
             f"None of the {counted(len(found))} of {topic} is a dead letter: they have no cause in their headers",
@@ -55,7 +60,8 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
         )
     if as_json:
         for record in found:
-            click.echo(json.dumps(_summary(record)))
+            again = None if replayed is None else (record.partition, record.offset) in replayed
+            click.echo(json.dumps({**_summary(record), "replayed": again}))
         return
     if not found:
         click.echo(f"Nothing is parked in {topic}.", err=True)
@@ -63,7 +69,10 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
     often = {origin for origin, count in Counter(record.origin for record in found).items() if count > 1}
     names = [shown(record.name if record.origin in often else record.origin) for record in found]
     width = max(6, *map(len, names))
-    whys = [shown(record.why) or "-" for record in found]
+    there = replayed or ()
+    whys = [
+        shown(record.why) or ("replayed" if (record.partition, record.offset) in there else "-") for record in found
+    ]
     wide = max(3, *map(len, whys))
     click.echo(f"{'ORIGIN':{width}}  ATTEMPTS  {'WHY':{wide}}  CAUSE")
     for name, why, record in zip(names, whys, found, strict=True):
@@ -72,9 +81,7 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
         click.echo(f"{name:{width}}  {record.attempt:8}  {why:{wide}}  {shown(record.cause)}: {message}")
     dead_letters = sum(record.dead_letter for record in found)
     if dead_letters:
-        click.echo(
-            f"{counted(dead_letters, 'ordinary dead letter')}: they cannot be retried or dropped here.", err=True
-        )
+        click.echo(f"{counted(dead_letters, 'dead letter')}. `onceflow parked replay {topic}` replays them.", err=True)
 
 
 @examples("onceflow parked show orders-parked orders/0/17")
@@ -151,6 +158,75 @@ def retry(
             click.echo(f"{counted(count)} went from {topic} to {target}.")
     if not counts and not as_json:
         click.echo(f"Nothing is parked in {topic}.")
+
+
+@examples(
+    "onceflow parked replay orders-failed --all --dry-run",
+    "onceflow parked replay orders-failed --cause KeyError --source orders",
+)
+@parked.command()
+@click.argument("topic")
+@click.argument("origins", metavar="[ORIGIN]...", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="All dead letters, in place of ORIGIN... and of the filters.")
+@click.option("--cause", default="", metavar="CLASS", help="Those with this class of the error.")
+@click.option("--message", default="", metavar="TEXT", help="Those whose error has this text in its message.")
+@click.option("--source", default="", metavar="TOPIC", help="Those whose record was first read from this topic.")
+@click.option("--to", default="", metavar="TOPIC", help="Where the records go.  [default: where each was first read]")
+@click.option("--dry-run", is_flag=True, help="Only say what would be replayed.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@connection
+def replay(
+    topic: str,
+    origins: tuple[str, ...],
+    everything: bool,
+    dry_run: bool,
+    as_json: bool,
+    settings: ClientSettings,
+    **filters: str,
+) -> None:
+    """Send dead letters of TOPIC back to the topics that their records were first read from, each once.
+
+    For a fault that was mended: start the mended flow, then replay. Records go out as they were, to the partition where
+    they were. Everybody who reads that topic gets them again; --to names a topic that only your flow reads. What was
+    replayed is noted in TOPIC-replayed, in the same transactions, so no letter is replayed twice.
+    """
+    from onceflow.admin import letter_replay
+
+    chosen = any((origins, filters["cause"], filters["message"], filters["source"]))
+    if chosen == everything:
+        raise click.UsageError("give ORIGIN... or a filter (--cause, --message, --source), or --all")
+    wanted = letter_replay.Wanted(origins, **filters)
+    with progress_bar() as bar, interruptible() as check:
+
+        def tell(read: int, total: int) -> None:
+            check()
+            bar("reading", read, total)
+
+        done = letter_replay.replay(settings, topic, wanted, dry_run=dry_run, tell=tell)
+    if as_json:
+        records = [
+            {"to": to, "error": cause or None, "records": count} for (to, cause), count in sorted(done.records.items())
+        ]
+        document = {"topic": topic, "dry_run": dry_run, "read": done.read, "replayed": records}
+        click.echo(json.dumps({**document, "replayed_before": done.before, "not_replayed": dict(done.kept)}))
+        return
+    _say_replayed(topic, done, dry_run)
+
+
+def _say_replayed(topic: str, done: Replayed, dry_run: bool) -> None:
+    by_target: dict[str, list[str]] = {}
+    for (to, cause), count in sorted(done.records.items()):
+        by_target.setdefault(to, []).append(f"{shown(cause)}: {count:,}")
+    for to, causes in by_target.items():
+        count = sum(each for (target, _), each in done.records.items() if target == to)
+        verb = "would go" if dry_run else "went"
+        click.echo(f"{counted(count)} {verb} from {topic} to {to} ({', '.join(causes)}).")
+    if not by_target:
+        click.echo(f"Nothing to replay among {counted(done.read, 'letter')} of {topic}.")
+    if done.before:
+        click.echo(f"{counted(done.before, 'letter')}: replayed before.", err=True)
+    for why, count in done.kept.items():
+        click.echo(f"{counted(count, 'letter')} not replayed: {why}.", err=True)
 
 
 @examples("onceflow parked drop orders-parked orders/0/17 --yes")
