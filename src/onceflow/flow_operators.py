@@ -37,6 +37,7 @@ class FlowOperators(FlowWrites):
         on: str,
         columns: str | Mapping[str, str],
         how: str = "inner",
+        corrupt_column: str | None = None,
     ) -> DataFrame:
         """Add columns of a table to the rows of a stream. All rows of a batch see the table at the same offsets.
 
@@ -48,6 +49,8 @@ class FlowOperators(FlowWrites):
                 (with ``value=serdes.JSON`` or a struct); or the name of one new column for the whole value, which is
                 binary unless the serde is STRING, LONG or DOUBLE.
             how: ``inner``: rows whose key is not in the table are left out. ``left``: their new columns are null.
+            corrupt_column: name of one more column, binary: the value of the table where it cannot be read as
+                ``columns``, whose columns are null then. None: such a value stops the flow with a BadRecordError.
 
         Returns:
             The columns of ``df`` and the new ones. Rows keep their order.
@@ -63,7 +66,9 @@ class FlowOperators(FlowWrites):
             queries.check_query(df, self.name, checkpoint=True, columns=False)  # `write` knows of checkpoints
             spec = startup.find_join(checked.topic, checked, local=is_local(self._spark))
             number = next(self._runs.function_numbers)
-            order, wanted = join_order(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)
+            order, wanted = join_order(
+                df, spec, self._settings, on=on, how=how, columns=columns, corrupt=corrupt_column, flow=self.name
+            )
             task = JoinTask(order, number)
             joined = join_frame(df, task, wanted)
             startup.joins.append(spec)

@@ -210,6 +210,7 @@ class JoinOrder:
         inner: whether rows without a match are left out.
         fields: the columns to add.
         raw: whether there is one column, with the whole value.
+        corrupt: a further column, with values that cannot be read; None: such a value stops the flow.
     """
 
     spec: JoinSpec
@@ -219,6 +220,7 @@ class JoinOrder:
     fields: pa.Schema
     raw: bool
     flow: str
+    corrupt: str | None = None
 
 
 @dataclass(frozen=True)

@@ -365,6 +365,50 @@ def test_a_row_that_cannot_be_joined(joined: Joined, what: str) -> None:
     assert "the column before join_table" in error.next_step or "correct the row" in error.next_step
 
 
+@pytest.mark.parametrize("engine", ["driver", "tasks"])
+def test_rows_of_a_table_that_cannot_be_read(joined: Joined, engine: str) -> None:
+    """The flow goes on: these values have a column of their own, and their rows go to another topic."""
+    values = {f"K{n}": b"%d" % n if n % 5 else b"{broken" for n in range(40)}
+    values["TEXT"], values["BYTES"] = b'"no object"', b"\xff\xfe"
+    documents = {key: b'{"rate": %s}' % value if value.isdigit() else value for key, value in values.items()}
+    independent.fill(joined.bootstrap, joined.rates, [(key.encode(), value) for key, value in documents.items()])
+    joined.order(*values, "NONE", *values)
+
+    def join(flow: Any, df: Any) -> Any:
+        from pyspark.sql import functions as F
+
+        parsed = df.withColumn("currency", F.get_json_object(F.col("value").cast("string"), "$.currency"))
+        table = JoinTable(joined.rates, value=serdes.JSON, state_dir=joined.folder)
+        rows = flow.join_table(
+            parsed, table, on="currency", columns={"rate": "double"}, how="left", corrupt_column="bad"
+        )
+        return rows.selectExpr("key", "to_json(struct(currency, rate, hex(bad) AS bad)) AS value")
+
+    joined.run(join=join, engine=engine)
+    found = [
+        json.loads(seen.value or b"") for seen in independent.read_topic(joined.bootstrap, joined.out, decided=True)
+    ]
+    wanted: list[Any] = [{"currency": "NONE"}]
+    for key, value in values.items():
+        good = {"currency": key, "rate": float(value)} if value.isdigit() else None
+        wanted += 2 * [good or {"currency": key, "bad": value.hex().upper()}]
+    assert sorted(found, key=str) == sorted(wanted, key=str)
+
+
+def test_a_text_of_a_table_that_is_none(joined: Joined) -> None:
+    independent.fill(joined.bootstrap, joined.rates, [(b"EUR", b"\xff")])
+    joined.order("EUR")
+
+    def join(flow: Any, df: Any) -> Any:
+        table = JoinTable(joined.rates, value=serdes.STRING, state_dir=joined.folder)
+        return flow.join_table(df.selectExpr("key", "'EUR' AS c"), table, on="c", columns="value")
+
+    with pytest.raises(
+        onceflow.BadRecordError, match=f"A value of table {joined.rates} cannot be read as value string"
+    ):
+        joined.run(join=lambda flow, df: join(flow, df).selectExpr("key", "value"))
+
+
 class Zones:
     """Counts orders by a column of the table, in Spark's state; started again and again with one checkpoint."""
 

@@ -76,15 +76,23 @@ def find_joined(cluster: Cluster, topic: str, deadline: Deadline) -> CompactedTo
 
 
 def join_order(
-    df: DataFrame, spec: JoinSpec, settings: ClientSettings, *, on: str, how: str, columns: Any, flow: str
+    df: DataFrame,
+    spec: JoinSpec,
+    settings: ClientSettings,
+    *,
+    on: str,
+    how: str,
+    columns: Any,
+    corrupt: str | None,
+    flow: str,
 ) -> tuple[JoinOrder, StructType]:
     """The order for a join, and the columns that come out of it.
 
     Raises:
         OptionError, SchemaError: the arguments or columns do not fit.
     """
-    wanted, added = columns_of_join(df, spec, on=on, how=how, columns=columns, flow=flow)
-    return JoinOrder(spec, settings, on, how == "inner", added, isinstance(columns, str), flow), wanted
+    wanted, added = columns_of_join(df, spec, on=on, how=how, columns=columns, corrupt=corrupt, flow=flow)
+    return JoinOrder(spec, settings, on, how == "inner", added, isinstance(columns, str), flow, corrupt), wanted
 
 
 def join_frame(df: DataFrame, task: JoinTask, wanted: StructType) -> DataFrame:

@@ -54,9 +54,19 @@ _RAW: dict[Any, str] = {serdes.STRING: "string", serdes.LONG: "bigint", serdes.D
 
 
 def columns_of_join(
-    df: DataFrame, spec: JoinSpec, *, on: str, how: str, columns: str | Mapping[str, str], flow: str
+    df: DataFrame,
+    spec: JoinSpec,
+    *,
+    on: str,
+    how: str,
+    columns: str | Mapping[str, str],
+    flow: str,
+    corrupt: str | None = None,
 ) -> tuple[T.StructType, pa.Schema]:
-    """All columns of the joined rows for Spark, and those that are added for Arrow.
+    """All columns of the joined rows for Spark, and those that are read from the table for Arrow.
+
+    Args:
+        corrupt: the name of a further column, for values that cannot be read.
 
     Raises:
         OptionError, SchemaError: the arguments or columns do not fit.
@@ -72,6 +82,10 @@ def columns_of_join(
         )
     _check_key(on, {field.name: field.dataType for field in df.schema.fields}, spec, flow)
     added, schema = _added(columns, spec, flow)
+    if corrupt is not None:
+        if not isinstance(corrupt, str) or not corrupt:  # type: ignore[redundant-expr]
+            raise OptionError(f"corrupt_column={corrupt!r:.100} names no column", flow=flow, next_step="give a name")
+        added = T.StructType([*added.fields, T.StructField(corrupt, T.BinaryType())])
     if (same := twice(added.fieldNames(), case_sensitive=exact)) is not None:
         raise OptionError(
             f"columns= would add two columns {same!r}, because Spark ignores case",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -66,8 +67,13 @@ class JoinTask:
         if self.order.inner:
             exists = matched.is_valid()
             batch, matched = batch.filter(exists), matched.filter(exists)
-        arrays = [*batch.columns, *self._columns(matched, batch.column(self.order.on))]
-        return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([*batch.schema, *self.order.fields]))
+        fields = [*self.order.fields]
+        if self.order.corrupt is None:
+            columns = self._columns(matched, batch.column(self.order.on))
+        else:
+            columns = self._readable(matched)
+            fields.append(pa.field(self.order.corrupt, pa.binary()))
+        return pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=pa.schema([*batch.schema, *fields]))
 
     def _keys(self, column: pa.Array) -> pa.DictionaryArray:
         """The keys of the rows as the table has them: bytes, each distinct key once."""
@@ -102,11 +108,8 @@ class JoinTask:
         if self.order.raw and pa.types.is_binary(kind):
             return [matched]
         encoded = matched.dictionary_encode()
-        distinct = encoded.dictionary
-        if self.order.raw and pa.types.is_string(kind):
-            return [matched.cast(pa.string())]
         try:
-            return [column.take(encoded.indices) for column in self._read(distinct)]
+            return [column.take(encoded.indices) for column in self._read(encoded.dictionary)]
         except Exception as error:
             raise BadRecordError(
                 f"A value of table {self.order.spec.topic} cannot be read as "
@@ -117,6 +120,28 @@ class JoinTask:
                 next_step="correct the row, or take the whole value (columns='name', value=serdes.BYTES) and parse "
                 "it in the query",
             ) from error
+
+    def _readable(self, matched: pa.Array) -> list[pa.Array]:
+        """The columns to add, and the values that cannot be read as them."""
+        encoded = matched.dictionary_encode()
+        distinct = encoded.dictionary
+        parts: list[list[pa.Array]] = []
+        corrupt = np.zeros(len(distinct), np.bool_)
+        left = [(0, len(distinct))]
+        while left:
+            start, count = left.pop()
+            try:
+                parts.append(self._read(distinct.slice(start, count)))
+            except Exception:
+                if count > 1:  # few are bad, so most of the halves are read as a whole
+                    half = count // 2
+                    left += [(start + half, count - half), (start, half)]
+                else:
+                    corrupt[start] = True
+                    parts.append([pa.nulls(1, field.type) for field in self.order.fields])
+        found = [pa.concat_arrays([part[at] for part in parts]) for at in range(len(self.order.fields))]
+        found.append(pc.if_else(pa.array(corrupt), distinct, pa.scalar(None, pa.binary())))
+        return [column.take(encoded.indices) for column in found]
 
     def _unreadable(self, encoded: pa.DictionaryArray, keys: pa.Array) -> str:
         """The first row that cannot be read, and why."""
@@ -133,6 +158,9 @@ class JoinTask:
         """The columns to add for distinct values."""
         if not self.order.raw:
             return self._parsed(distinct)
+        kind = self.order.fields.field(0).type
+        if pa.types.is_binary(kind) or pa.types.is_string(kind):
+            return [distinct.cast(kind)]
         serde = self.order.spec.value
         values = [None if raw is None else serde.decode(raw) for raw in distinct.to_pylist()]
         return [pa.array(values, self.order.fields.field(0).type)]
