@@ -124,7 +124,13 @@ class UnsupportedQueryError(OnceflowError):
 
 
 class BadRecordError(OnceflowError):
-    """A record cannot be written, for example because its topic is null, or because it is too large."""
+    """A record cannot be written, for example because its topic is null, or because it is too large.
+
+    Attributes:
+        row: its number among the rows that were to be encoded; -1: not known.
+    """
+
+    row = -1
 
 
 class UnknownTopicError(OnceflowError):

@@ -105,6 +105,7 @@ class FlowRuns:
 
             try:
                 times = functools.partial(SourceTimes, self._settings)
+                startup.commit()
                 engine = run.start()
                 reason = run.report.engine_reason
                 self._running = query = FlowQuery(engine, run.sink, ended, run.until, times, run.report, reason)

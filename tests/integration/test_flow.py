@@ -250,7 +250,8 @@ def test_latest_is_pinned_at_the_first_start(make_pipe: Any) -> None:
     pipe = make_pipe()
     pipe.fill(100)
     flow = pipe.open()
-    flow.read(pipe.source, starting_offsets="latest")  # pins, then "crashes" before it wrote anything
+    rows = flow.read(pipe.source, starting_offsets="latest")
+    flow.write(rows, topic=pipe.target).start().stop()  # pins, then "crashes" before it wrote anything
     before = list(pipe.sent)
     pipe.fill(100)
     pipe.run(read={"starting_offsets": "latest"})

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from onceflow.admin.committed_progress import CommittedProgress
 from onceflow.admin.flow_status import (
     FlowStatus,
     LetterTopic,
@@ -32,6 +31,7 @@ from onceflow.client.nodes import silent_nodes
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
 from onceflow.client.producers import open_transactions
 from onceflow.client.transaction_requests import describe_transaction
+from onceflow.driver.committed_progress import CommittedProgress
 from onceflow.driver.progress_log import offset_of_hint, partition_of
 from onceflow.errors import DeadlineExceededError, OnceflowError, OptionError, PermissionDeniedError
 from onceflow.protocol import acls, timestamps

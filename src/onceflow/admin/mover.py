@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from onceflow.admin.committed_progress import CommittedProgress
 from onceflow.admin.flow_transaction import FlowTransaction, Wording, Written
 from onceflow.admin.move import DELETE, Move, check_state, plan_move, without_state
 from onceflow.admin.similar_flows import meant, named, similar_flows
@@ -23,6 +22,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.topics import find_topic
 from onceflow.driver import progress_log
+from onceflow.driver.committed_progress import CommittedProgress
 from onceflow.driver.handover import check_exists
 from onceflow.driver.source_offsets import look_at
 from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError, located

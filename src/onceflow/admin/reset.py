@@ -7,7 +7,6 @@ from typing import Any
 
 from kafka.protocol.admin import DeleteGroupsRequest
 
-from onceflow.admin.committed_progress import CommittedProgress
 from onceflow.admin.flow_transaction import told_of_flow
 from onceflow.client.allowed import of_group
 from onceflow.client.cluster import GROUP, Cluster
@@ -20,6 +19,7 @@ from onceflow.client.transaction_requests import DEAD, describe_transaction
 from onceflow.client.transactions import Transactions
 from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
+from onceflow.driver.committed_progress import CommittedProgress
 from onceflow.driver.driver_session import DriverSession
 from onceflow.errors import BrokerUnsupportedError, PermissionDeniedError, UnknownTopicError
 from onceflow.protocol import acls, codes

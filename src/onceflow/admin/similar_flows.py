@@ -6,9 +6,9 @@ import difflib
 import logging
 from collections.abc import Iterable, Sequence
 
-from onceflow.admin.committed_progress import CommittedProgress
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.driver.committed_progress import CommittedProgress
 from onceflow.errors import OnceflowError
 from onceflow.protocol.names import Names
 

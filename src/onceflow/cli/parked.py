@@ -13,7 +13,7 @@ from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
-from onceflow.cli.text import counted, in_words, shown
+from onceflow.cli.text import counted, in_words, output_width, shown
 from onceflow.errors import OptionError
 from onceflow.protocol.timestamps import in_utc
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from onceflow.admin.parked import Parked
     from onceflow.client.settings import ClientSettings
 
-_MESSAGE_CHARACTERS = 80
+_MESSAGE_CHARACTERS, _LINE_MIN = 80, 40
 
 
 @click.group()
@@ -68,7 +68,7 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
         return
     often = {origin for origin, count in Counter(record.origin for record in found).items() if count > 1}
     names = [shown(record.name if record.origin in often else record.origin) for record in found]
-    width = max(6, *map(len, names))
+    width, most = max(6, *map(len, names)), output_width()
     there = replayed or ()
     whys = [
         shown(record.why) or ("replayed" if (record.partition, record.offset) in there else "-") for record in found
@@ -78,7 +78,8 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
     for name, why, record in zip(names, whys, found, strict=True):
         message = shown(record.message.partition("\n")[0])
         message = message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:_MESSAGE_CHARACTERS]}..."
-        click.echo(f"{name:{width}}  {record.attempt:8}  {why:{wide}}  {shown(record.cause)}: {message}")
+        line = f"{name:{width}}  {record.attempt:8}  {why:{wide}}  {shown(record.cause)}: {message}"
+        click.echo(line if most is None or len(line) <= most else f"{line[: max(most, _LINE_MIN) - 3]}...")
     dead_letters = sum(record.dead_letter for record in found)
     if dead_letters:
         click.echo(f"{counted(dead_letters, 'dead letter')}. `onceflow parked replay {topic}` replays them.", err=True)

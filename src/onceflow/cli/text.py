@@ -54,13 +54,19 @@ def span(seconds: float | None) -> str:
 
 
 def print_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print rows under the names of columns: the first column is aligned to the left, the others to the right."""
+    """Print rows under the names of columns: the first column is aligned to the left, the others to the right. If that
+    does not fit the terminal, another form is printed, see `laid_out`."""
     for line in in_columns(columns, rows):
         click.echo(line)
 
 
 def in_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """The lines of `print_columns`."""
+    """The lines of `print_columns`, in a form that fits the terminal. See `laid_out`."""
+    return laid_out(columns, rows, output_width())
+
+
+def _aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """A line for each row, whatever its width."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[n]) for row in [[*columns], *cells]) for n in range(len(columns))]
     lines = []
@@ -92,8 +98,8 @@ def laid_out(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int |
         return width is None or max(map(len, lines)) <= width
 
     cells = [[str(cell) for cell in row] for row in rows]
-    if not cells or fits(in_columns(columns, cells)):
-        return in_columns(columns, cells)
+    if not cells or fits(_aligned(columns, cells)):
+        return _aligned(columns, cells)
     common = [n for n in range(len(columns)) if len(cells) > 1 and len({row[n] for row in cells}) == 1]
     above = _pairs([(columns[n], cells[0][n]) for n in common])
     if common:
@@ -103,7 +109,7 @@ def laid_out(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int |
         return above[:-1]
     turned = [*zip(names, *values, strict=True)]
     for head, body in ((names, values), (turned[0], turned[1:])):
-        if fits(lines := in_columns(head, body)):
+        if fits(lines := _aligned(head, body)):
             return [*above, *lines]
     blocks = [_pairs(list(zip(names, row, strict=True))) for row in values]
     return [*above, *(line for n, block in enumerate(blocks) for line in (["", *block] if n else block))]

@@ -1,17 +1,22 @@
-"""Finds the record of which a query cannot make rows: Spark's error does not name it."""
+"""Finds the record that a batch fails for: of which a query cannot make rows, or whose rows a topic does not take.
+
+Spark's error does not name it, and the rows of a query do not say of which record they were made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from time import monotonic
+
+import pyarrow as pa
 
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.state.api.user_errors import shown
 from onceflow.task.source_rows import QueryRows
 
-_SECONDS = 5.0
+_SECONDS, _SECONDS_OF_TASKS = 5.0, 15.0
 """How long it is looked for: the batch has failed already, and a part of it may take as long as the whole did."""
 
 
@@ -19,18 +24,22 @@ def culprit(
     queries: Iterable[QueryRows],
     sources: Iterable[tuple[TopicPartition, RecordColumns]],
     *,
+    refuses: Callable[[Iterator[pa.RecordBatch]], bool] | None = None,
     clock: Callable[[], float] = monotonic,
 ) -> str:
     """The place and the key of the first record that a query fails for by itself, as text.
 
     Empty: none does, or it was not found in time. The query runs over halves of the records again and again, and
     nothing of that is written.
+
+    Args:
+        refuses: whether rows cannot be written. None: they are made, and no more.
     """
     until = clock() + _SECONDS
     listed = list(sources)
     for query in queries:
         for place, records in listed:
-            found = _narrowed(partial(_fails, query, place), records, until, clock)
+            found = _narrowed(partial(_fails, query, place, refuses or _made), records, until, clock)
             if found is not None:
                 topic, partition = place
                 return f"{topic}-{partition}@{found.offsets[0]}, key {shown(found.keys[0].as_py())}"
@@ -56,10 +65,49 @@ def _narrowed(
     return records
 
 
-def _fails(query: QueryRows, place: TopicPartition, records: RecordColumns) -> bool:
+def culprit_of_range(
+    ranges: Iterable[tuple[str, int, int, int]],
+    fails: Callable[[str, int, int, int], bool],
+    *,
+    clock: Callable[[], float] = monotonic,
+) -> str:
+    """As `culprit`, of records that tasks read: the place alone.
+
+    Args:
+        ranges: topic, partition, first offset, and the one behind the last.
+        fails: runs the query over such a range in tasks.
+    """
+    until = clock() + _SECONDS_OF_TASKS
+    for topic, partition, start, end in ranges:
+        if clock() > until:
+            break
+        if not fails(topic, partition, start, end):
+            continue
+        while end - start > 1 and clock() < until:
+            middle = (start + end) // 2
+            if fails(topic, partition, start, middle):
+                end = middle
+            else:
+                start = middle
+        return (
+            f"{topic}-{partition}@{start}" if end - start == 1 else f"one of {topic}-{partition}@{start} to {end - 1}"
+        )
+    return ""
+
+
+def _made(rows: Iterator[pa.RecordBatch]) -> bool:
+    for _ in rows:
+        pass
+    return False
+
+
+def _fails(
+    query: QueryRows,
+    place: TopicPartition,
+    refuses: Callable[[Iterator[pa.RecordBatch]], bool],
+    records: RecordColumns,
+) -> bool:
     try:
-        for _ in query.of([(place, records)]):
-            pass
+        return refuses(query.of([(place, records)]))
     except Exception:  # of Spark, of Arrow, of a function of the user's: whatever has ended the batch
         return True
-    return False

@@ -114,7 +114,8 @@ def prepare_external(spark: SparkSession, startup: Startup, write: ExternalWrite
             if choice.place == TASKS:
                 imports.at_start()
             at_start(lambda: sink.check(schema), deadline, sink.target, flow)
-            owned, starts, targets = _take_over(write, startup, kafka, deadline)
+            startup.commit()  # what the other system is told refers to it
+            owned, starts, targets = _take_over(write, startup, startup.progress_now or kafka, deadline)
             startup.session.transactions.renew(deadline)
         unless_used.pop_all()
     followed = owned.progress if owned.progress.batch_id > kafka.batch_id else None

@@ -56,12 +56,13 @@ class FetchedRows:
         """
         return joined(self._rows(self.program, run_step))
 
-    def culprit(self) -> str:
-        """The record of which the query cannot make rows, see `blame.culprit`."""
+    def culprit(self, refuses: Callable[[Iterator[pa.RecordBatch]], bool] | None = None) -> str:
+        """The record of which the query cannot make rows, or none that can be written, see `blame.culprit`."""
         programs = [self.program]
         for program in programs:  # those of the inputs of steps, too
             programs += [step.input for step in program.steps]
-        return culprit((each.query for each in programs), (source for part in self.parts for source in part.sources()))
+        sources = (source for part in self.parts for source in part.sources())
+        return culprit((each.query for each in programs), sources, refuses=refuses)
 
     def _rows(self, program: DriverProgram, run_step: RunStep | None) -> Iterator[pa.RecordBatch]:
         for part in self.parts:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from functools import partial
 
 from pyspark.sql import DataFrame
 
@@ -22,6 +23,7 @@ from onceflow.driver.range_rows import RangeRows, sent
 from onceflow.driver.retries import Attempt
 from onceflow.driver.state_step import StateStep
 from onceflow.driver.targets import load_targets
+from onceflow.errors import BadRecordError
 from onceflow.messages import (
     DRIVER,
     REPORT_SPARK_SCHEMA,
@@ -37,7 +39,7 @@ from onceflow.planning.range_tasks import task_count
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.topic_rules import TopicRules
 from onceflow.spark.collect import collect
-from onceflow.task.row_writer import WriteTask, write_rows
+from onceflow.task.row_writer import WriteTask, refuses, write_rows
 
 # Connecting and finding a leader may take longer than a short transaction timeout. The broker enforces the timeout.
 _MIN_PATIENCE_S = 30.0
@@ -171,7 +173,17 @@ class OutputWriter:
         if state is not None:
             return state.write_fetched(rows, order, self._cluster, attempt.companion)
         with closing(rows.batches()) as batches:  # also after an error: Spark may have more of them
-            return [Part(write_rows(order, DRIVER, batches, self._cluster, attempt.companion).written, None, False)]
+            written = write_rows(order, DRIVER, batches, self._cluster, attempt.companion).written
+        for report in written:
+            if isinstance(report.error, BadRecordError):
+                self._name_source(report.error, rows, order)
+        return [Part(written, None, False)]
+
+    def _name_source(self, error: BadRecordError, rows: FetchedRows, order: WriteOrder) -> None:
+        """Say of which record the row was made that cannot be written."""
+        if source := rows.culprit(partial(refuses, order, DRIVER, self._cluster)):
+            error.detail = "; ".join(filter(None, [f"made of record {source}", error.detail]))
+            error.locate()
 
     def _write_ranges(self, rows: RangeRows, attempt: Attempt) -> list[Part]:
         """Rows that tasks read by themselves. If these tasks cannot also write them, Spark moves the rows to others.

@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
 from onceflow.client.settings import ClientSettings
+from onceflow.driver.blame import culprit_of_range
 from onceflow.driver.driver_program import DriverProgram
 from onceflow.driver.offset_log import SourceRange
 from onceflow.errors import OptionError
@@ -20,6 +21,7 @@ from onceflow.messages import StateOrder, TaskReport, WriteOrder, decoded
 from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.range_tasks import dealt
 from onceflow.spark import batch_plan, plans
+from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.query_facts import Node, SourceNode, node_of
 from onceflow.spark.row_program import RowPrograms
 from onceflow.task.range_reader import ReadOrder
@@ -133,6 +135,18 @@ class RangeRows:
         made = plans.grafted(source.frames, source.node, new)
         made = batch_plan.of_batch(source.frames, made, self.now_us, other_times=source.other_times)
         return plans.frame(source.frames, made)
+
+    def culprit(self) -> str:
+        """The record of which the query cannot make rows, see `blame.culprit_of_range`."""
+        return culprit_of_range(self.range.places(), self._fails)
+
+    def _fails(self, topic: str, partition: int, start: int, end: int) -> bool:
+        part = replace(self, range=SourceRange({topic: {partition: start}}, {topic: {partition: end}}), read={})
+        try:
+            part.frame(1).write.format("noop").mode("append").save()
+        except SPARK_ERRORS:
+            return True
+        return False
 
     def _order(self, query: QueryRows, tasks: int) -> ReadOrder:
         source, topics = self.source, query.program.reads

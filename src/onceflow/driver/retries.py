@@ -16,6 +16,7 @@ from onceflow.driver import batch_errors
 from onceflow.driver.batch_errors import WORTH_A_RERUN, in_short
 from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.range_rows import RangeRows
 from onceflow.errors import (
     BatchAbortedError,
     DeadlineExceededError,
@@ -189,7 +190,7 @@ class Retries:
             clear = cannot_import(problem) or batch_errors.of_task(problem)
             clear = clear or self._of_jvm(rows, problem, attempt.batch)
             if clear is None and jvm.will_repeat(problem) and not self._is_stopped(rows, problem):
-                record = rows.culprit() if isinstance(rows, FetchedRows) else ""
+                record = rows.culprit() if isinstance(rows, FetchedRows | RangeRows) else ""
                 clear = batch_errors.not_computable(self._flow, attempt.batch, problem, record)
         if clear is not None:
             raise clear from None  # another attempt does not help

@@ -27,6 +27,7 @@ from onceflow.clock import clock_ms
 from onceflow.driver import handover, progress_log
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.joins import find_joined
+from onceflow.driver.new_flow import warn_of_similar
 from onceflow.driver.offset_log import Sources
 from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.source_offsets import end_of_read, look_at
@@ -78,6 +79,7 @@ class Startup:
         self._refused_s = refused_s
         self._session: DriverSession | None = None
         self._progress: Progress | None = None
+        self._is_pending = False  # progress has more than what is committed
         self.found: Progress | None = None  # the progress that this start has found
         self.driver: DriverProcess | None = None  # this process, since it has fenced older drivers
         self._is_used = False
@@ -177,12 +179,31 @@ class Startup:
         try:
             found = session.progress(sources, deadline)
             handover.check_exists(found, flow=self.flow)
+            self._check_not_moved(found)
         except BaseException:
             session.give_up()  # progress may have been read, but the transactions it names are not decided
             raise
-        self._progress = self.found = found
+        self.found = found
+        if not self._is_pending:
+            self._progress = found
         hooks.at("init", where="driver", flow=self.flow, seconds=time.monotonic() - started)
         return self._progress
+
+    def _check_not_moved(self, found: Progress | None) -> None:
+        """Check that what this start has decided still holds, after older drivers were fenced again.
+
+        Raises:
+            ProgressConflictError: another driver has moved progress meanwhile.
+        """
+        if self._is_pending and found != self.found:
+            self._is_pending, self._progress = False, None
+            self.sources.clear()
+            raise ProgressConflictError(
+                f"Another driver has moved flow {self.flow!r} while this start was prepared",
+                flow=self.flow,
+                detail="at batch " + ("none" if found is None else str(found.batch_id)),
+                next_step="call Flow.read and what follows again. If it comes again, find out who starts this flow",
+            )
 
     # ---- sources -------------------------------------------------------------------------------------
 
@@ -195,7 +216,7 @@ class Startup:
         find_topics(self.session.cluster, {topic: "source"}, self.deadline())
 
     def add_source(self, options: ReadOptions) -> dict[int, int]:
-        """Decide where a topic is read from, and commit these offsets unless they are committed.
+        """Decide where a topic is read from. `commit` makes it hold, before anything is read.
 
         Returns:
             The offset that each partition is read from.
@@ -235,7 +256,7 @@ class Startup:
             end = end_of_read(self.session.cluster, source, start.offsets, options.bound, deadline, flow=self.flow)
             self.until[options.topic] = end
         if start.must_commit:
-            self._commit_starting_offsets(source, start.offsets, deadline)
+            self._note_starting_offsets(source, start.offsets)
         return start.offsets
 
     def _epochs(self, topic: str, topic_id: str) -> Mapping[int, tuple[int, int]]:
@@ -244,17 +265,16 @@ class Startup:
         same = progress is not None and progress.topic_ids.get(topic) == topic_id
         return progress.epochs.get(topic, {}) if progress is not None and same else {}
 
-    def _commit_starting_offsets(self, source: SourceTopic, offsets: dict[int, int], deadline: Deadline) -> None:
-        """Commit where a topic is read from, before anything of it is read."""
+    def _note_starting_offsets(self, source: SourceTopic, offsets: dict[int, int]) -> None:
         before = self._progress or self._first_progress()
-        progress = replace(
+        self._progress = replace(
             before,
             offsets={**before.offsets, source.name: offsets},
             topic_ids={**before.topic_ids, source.name: source.topic_id},
             handover=handover.of_same_topic(before, source.name, source.topic_id),
             time_ms=clock_ms(),
         )
-        self._commit(progress, deadline)
+        self._is_pending = True
 
     def _first_progress(self) -> Progress:
         return Progress(self.names.progress_key, 0, {}, {}, clock_ms())
@@ -297,7 +317,7 @@ class Startup:
         local: bool,
         joins: Sequence[JoinSpec] = (),
     ) -> None:
-        """Prepare the table of a process step. Progress knows its topics before anything is written to them.
+        """Prepare the table of a process step. Progress knows its topics before anything is written to them (`commit`).
 
         Args:
             source_topic: the topic that all records come from, when there is only one.
@@ -315,7 +335,7 @@ class Startup:
                 self.session.cluster, options, processor, joins, before, counts, deadline, flow=self.flow
             )
             if progress is not before:
-                self._commit(progress, deadline)
+                self._progress, self._is_pending = progress, True
         if table_plan.is_beside(options, self.found or before):
             self._beside.add(options.table)
         if not options.changelog and not local:
@@ -340,14 +360,19 @@ class Startup:
 
     # ---- commit --------------------------------------------------------------------------------------
 
-    def _commit(self, progress: Progress, deadline: Deadline) -> None:
-        """Commit what this start has decided, in a transaction of its own. The record names this driver."""
-        self._commit_as(self.driver, progress, deadline)
+    def commit(self) -> None:
+        """Commit what this start has decided, in a transaction of its own. The record names this driver.
 
-    def _commit_as(self, driver: DriverProcess | None, progress: Progress, deadline: Deadline) -> None:
-        progress = replace(progress, driver=driver)
-        commit_progress(self.session, progress, self.sources, deadline)
-        self._progress = progress
+        To be called when the query is checked, before it runs: a start that fails leaves nothing behind.
+        """
+        if not self._is_pending or self._progress is None:
+            return
+        with located(flow=self.flow), log_context.within(flow=self.flow):
+            progress = replace(self._progress, driver=self.driver)
+            commit_progress(self.session, progress, self.sources, self.deadline())
+            if self.found is None:
+                warn_of_similar(self.session.cluster, progress, self.names)
+        self._progress, self._is_pending = progress, False
 
     # ---- run -----------------------------------------------------------------------------------------
 
@@ -363,14 +388,13 @@ class Startup:
         try:
             table_plan.check_inherited(self.found or progress, self.steps, self._beside, flow=self.flow)
         except ProgressConflictError:
-            self._forget_beside(progress, deadline)
+            self._forget_beside(progress)
             raise
         return progress
 
-    def _forget_beside(self, progress: Progress, deadline: Deadline) -> None:
-        """Progress forgets tables that no batch has used, and this driver: the next start is the first one again."""
-        before = None if self.found is None else self.found.driver
-        self._commit_as(before, table_plan.without_tables(progress, self._beside), deadline)
+    def _forget_beside(self, progress: Progress) -> None:
+        """Progress forgets tables that no batch has used."""
+        self._progress = table_plan.without_tables(progress, self._beside)
         for table in self._beside:
             del self.steps[table]
         self._beside.clear()

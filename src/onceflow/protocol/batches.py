@@ -349,11 +349,13 @@ def _large_records(
                 break
         if size > max_batch_bytes:
             smaller = "" if packed else "compress it (compression= of Flow.write), "
-            raise BadRecordError(
+            refused = BadRecordError(
                 f"a record takes {size} bytes{packed} in a batch of its own, more than the limit of {max_batch_bytes}",
                 next_step=f"make the record smaller, {smaller}or raise the topic's max.message.bytes.",
                 detail=f"record {at} of the rows given, {plain} bytes, limit {max_batch_bytes} bytes",
             )
+            refused.row = at
+            raise refused
     return found
 
 

@@ -81,11 +81,13 @@ class Headers:
         if flat.null_count or names.null_count:
             bad = pc.index(names.is_null(), True).as_py()
             record = int(np.searchsorted(self.first, bad, side="right")) - 1
-            raise BadRecordError(
+            refused = BadRecordError(
                 "a header has a null key",
                 next_step="give every header a key, or filter the null ones out of the headers column.",
                 detail=f"record {record} of the rows given",
             )
+            refused.row = record
+            raise refused
         self.names, self.contents = Payload(names), Payload(contents)
         each = self.names.lengths + self.contents.lengths
         each = each + varints.widths(self.names.codes) + varints.widths(self.contents.codes)

@@ -91,11 +91,13 @@ def group_by_partition(
         return []
     if int(partitions.min()) < 0 or int(partitions.max()) >= partition_count:
         bad = int(np.argmax((partitions < 0) | (partitions >= partition_count)))
-        raise BadRecordError(
+        refused = BadRecordError(
             f"a record names partition {int(partitions[bad])} of a topic with {partition_count} partitions",
             next_step=f"use 0 to {partition_count - 1} in the partition column, or null to let onceflow choose one.",
             detail=f"record {bad} of the rows given",
         )
+        refused.row = bad
+        raise refused
     # numpy uses radix sort for 16-bit numbers, which is several times faster than its sort of wider ones.
     narrow = partitions.astype(np.int16) if partition_count <= 0x7FFF else partitions
     order = np.argsort(narrow, kind="stable")

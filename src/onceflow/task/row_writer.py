@@ -7,6 +7,7 @@ micro-batch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -15,7 +16,8 @@ import threading
 import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +37,7 @@ from onceflow.protocol.batches import EncodedBatch, encode_batches, next_sequenc
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.protocol.topic_rules import TopicRules
+from onceflow.state.api.user_errors import shown
 from onceflow.task import task_logs
 
 log = logging.getLogger("onceflow")
@@ -181,6 +184,38 @@ def refused_topic(topic: str, why: str, rows: pa.RecordBatch) -> BadRecordError:
         detail=f"the first of {rows.num_rows} such records of an Arrow batch has the key {key!r:.120}",
         next_step="correct the topic column, or Record(topic=...) of the processor: outputs need topics of their own",
     )
+
+
+def refuses(order: WriteOrder, place: TaskPlace, cluster: Cluster, batches: Iterable[pa.RecordBatch]) -> bool:
+    """Whether rows cannot be written. Nothing is sent."""
+    writer = RowWriter(replace(order, transaction_version=2), place, cluster)
+    writer._producer = cast(Producer, _NotSent())
+    try:
+        for batch in batches:
+            writer.write(batch)
+    except BadRecordError:
+        return True
+    return False
+
+
+class _NotSent:
+    """In place of a producer."""
+
+    def send(self, topic: str, partition: int, encoded: EncodedBatch) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _named_by_key(rows: pa.RecordBatch) -> Iterator[None]:
+    """Name the row that cannot be encoded by its key."""
+    try:
+        yield
+    except BadRecordError as error:
+        if error.row >= 0 and "key" in rows.schema.names:
+            key = rows.column("key").cast(pa.binary())[error.row].as_py()
+            error.detail = f"the row with the key {shown(key)}: {error.detail}"
+            error.locate()
+        raise
 
 
 class RowWriter:
@@ -405,7 +440,7 @@ class RowWriter:
             if refused:
                 _tell_refused(self._order.flow, topic, refused, example_ms)
         sequence = self._sequences.get((topic, partition), self._order.sequences.get((topic, partition), 0))
-        with located(flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch):
+        with located(flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch), _named_by_key(rows):
             for encoded in encode_batches(
                 rows.column("key") if "key" in names else None,
                 rows.column("value") if "value" in names else None,
