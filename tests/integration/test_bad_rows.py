@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyspark.sql import functions as F
 
 import onceflow
 from onceflow.planning.ownership import HEADERS
@@ -78,4 +79,33 @@ def test_a_row_that_cannot_be_written(
         query.awaitTermination(90)
     assert (caught.value.flow, caught.value.batch) == (flow.name, 1)
     assert caught.value.next_step
+    assert ("the row with the key b'" in caught.value.detail) == (kind in ("size", "header"))
+    made_of = f"made of record {pipe.source}-"
+    assert (made_of in caught.value.detail) == (engine == "driver" and error is onceflow.BadRecordError)
+    assert independent.read_topic(pipe.bootstrap, pipe.target, decided=True) == []
+
+
+@pytest.mark.parametrize("engine", ["driver", "tasks"])
+@pytest.mark.parametrize("what", ["expression", "size"])
+def test_the_record_that_is_at_fault_is_named(make_pipe: Callable[..., Any], engine: str, what: str) -> None:
+    """One of thousands, in a query of SQL. In tasks, a row that is too large is named by its key alone."""
+    pipe = make_pipe(partitions=2)
+    records = [(b"k%d" % n, b"%d" % (n % 1000)) for n in range(4_000)]
+    records[2_345] = (b"the bad one", b"-7")
+    independent.fill(pipe.bootstrap, pipe.source, records)
+    sources = independent.read_topic(pipe.bootstrap, pipe.source, decided=True)
+    (bad,) = [f"{seen.topic}-{seen.partition}@{seen.offset}" for seen in sources if seen.key == b"the bad one"]
+    flow = pipe.open()
+    rows = flow.read(pipe.source).withColumn("n", F.expr("int(string(value))"))
+    if what == "expression":
+        rows = rows.selectExpr("key", "string(100 / (n + 7)) AS value")
+    else:
+        rows = rows.selectExpr("key", "if(n < 0, uuid() || repeat(uuid(), 60000), string(value)) AS value")
+    query = flow.write(rows, topic=pipe.target, engine=engine).start()
+    with pytest.raises(onceflow.OnceflowError) as caught:
+        query.awaitTermination(90)
+    if what == "expression" or engine == "driver":
+        assert f"record {bad}" in caught.value.detail
+    if what == "size":
+        assert "the row with the key b'the bad one'" in caught.value.detail
     assert independent.read_topic(pipe.bootstrap, pipe.target, decided=True) == []

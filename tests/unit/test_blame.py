@@ -74,6 +74,29 @@ def test_records_that_fail_together_only() -> None:
     assert named(Together(), records(["a", "b"])) == ""
 
 
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 200)), min_size=1, max_size=3), bad=st.integers(0, 260)
+)
+def test_a_record_that_tasks_have_read(ranges: list[tuple[int, int]], bad: int) -> None:
+    """Offsets without records are passed over."""
+    calls = 0
+
+    def fails(topic: str, partition: int, start: int, end: int) -> bool:
+        nonlocal calls
+        calls += 1
+        return start <= bad < end
+
+    places = [("in", number, start, start + count) for number, (start, count) in enumerate(ranges)]
+    found = blame.culprit_of_range(places, fails)
+    there = [number for _, number, start, end in places if start <= bad < end]
+    assert found == (f"in-{there[0]}@{bad}" if there else "")
+    assert calls <= len(places) + 9
+    ticks = itertools.count(0, blame._SECONDS_OF_TASKS / 2.5)
+    in_part = blame.culprit_of_range([("in", 0, 0, 261)], fails, clock=lambda: next(ticks))
+    first, last = map(int, in_part.removeprefix("one of in-0@").split(" to "))
+    assert first <= bad <= last
+
+
 def test_it_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     query = Query("7")
     ticks = itertools.count(0, blame._SECONDS / 3)
