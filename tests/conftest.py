@@ -33,6 +33,7 @@ from onceflow.testing.s3 import S3Server, running_s3
 from onceflow.testing.waiting import wait_until
 
 LONG_SECONDS = 600
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; what commands print would depend on it
 
 # No example fails because it is slow: a machine may be busy at any moment.
 hypothesis.settings.register_profile("onceflow", deadline=None)

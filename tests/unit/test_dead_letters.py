@@ -14,7 +14,7 @@ from onceflow.errors import DeadLetterLimitError, OptionError, ProcessorError
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES, JSON, STRING, struct
-from onceflow.state.dead_letter_limit import DeadLetters, Letters, check_limit
+from onceflow.state.dead_letter_limit import OF_EVENT_TIME, DeadLetters, Letters, check_limit
 from onceflow.state.engine.shapes import declared_fields, lacks
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -49,6 +49,50 @@ def test_too_many_stop_the_run(limit: float | None, batches: list[tuple[int, int
             run.check(letters)
         assert "KeyError: 'amount'" in str(caught.value)
         assert caught.value.topic == "letters"
+
+
+def test_event_time_that_fails_for_every_record() -> None:
+    """No record is at fault then. A limit that was given is the user's own choice."""
+
+    def untimed(records: int, letters: int) -> Letters:
+        return Letters(records, letters, {f"KeyError{OF_EVENT_TIME}": (letters, "in-0, offset 7: KeyError: 'at'")})
+
+    run = run_of(None)
+    run.check(untimed(60, 60))
+    run.on_commit(untimed(60, 60))
+    with pytest.raises(DeadLetterLimitError, match="for each of the 120 records of this run, so the code is at fault"):
+        run.check(untimed(60, 60))
+    run.check(untimed(60, 59))  # one has a time
+    run.on_commit(untimed(60, 59))
+    run.check(untimed(500, 500))
+    other = run_of(None)
+    other.check(batch(500, 500))  # process() has failed
+    run_of(1_000).check(untimed(500, 500))
+
+
+@pytest.mark.parametrize("kind", ["records", "columns"])
+def test_letters_say_that_event_time_has_failed(kind: str) -> None:
+    class Records(Processor):
+        value, allowed_lateness = STRING, "1 second"
+
+        def event_time(self, record: Record) -> int:
+            return {"good": 1}[record.value]
+
+        def process(self, key: Any, records: Any, state: Any) -> None:
+            list(records)
+
+    class Columns(ColumnProcessor):
+        allowed_lateness = "1 second"
+
+        def event_time(self, records: Any) -> Any:
+            return [{b"good": 1}[each] for each in records["value"].to_pylist()]
+
+        def process(self, context: Any, records: Any, states: Any) -> Any:
+            return None, None
+
+    driver = ProcessorDriver(Records() if kind == "records" else Columns(), on_error="dead-letter")
+    driver.send_many([Record(b"k", value) for value in ("good", "bad", "good", "worse")])
+    assert {name: count for name, (count, _) in driver.causes.items()} == {f"KeyError{OF_EVENT_TIME}": 2}
 
 
 def test_a_share_is_judged_when_there_are_records_enough_also_without_a_new_one() -> None:

@@ -293,7 +293,7 @@ def test_a_join_finds_keys_wherever_they_are(places: list[int], co_partitioned: 
             "t", "customers", "id", 2, None, BYTES, co_partitioned, MemoryStore, "flow", "run", Path(folder), 86_400_000
         )
         order: Any = SimpleNamespace(
-            spec=spec, on="k", inner=False, raw=True, flow="f", fields=pa.schema([("v", pa.binary())])
+            spec=spec, on="k", inner=False, raw=True, flow="f", corrupt=None, fields=pa.schema([("v", pa.binary())])
         )
         ends = {number: log.stable for number, log in enumerate(logs.partitions)}
         joined = JoinedCopies({"t": spec}, {"customers": ends}, logs)

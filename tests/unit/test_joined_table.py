@@ -102,7 +102,7 @@ def test_a_field_of_a_struct_is_the_number_that_it_was_or_an_error(
     """In the columns of ``Flow.join_table``."""
     serde, fields = serdes.struct(n=kind), pa.schema([("n", wanted)])
     order: Any = SimpleNamespace(
-        spec=SimpleNamespace(topic="t", value=serde), fields=fields, raw=False, on="k", flow="flow"
+        spec=SimpleNamespace(topic="t", value=serde), fields=fields, raw=False, on="k", flow="flow", corrupt=None
     )
     raws = pa.array([serde.encode({"n": value}), None, serde.encode({})])
     if fits:

@@ -115,7 +115,7 @@ def test_keys_of_a_topic_that_are_no_text_can_be_named_too() -> None:
 def test_parked_records_and_letters_are_told_apart(key: bytes, origin: str | None, parked_there: bool) -> None:
     names = ("onceflow.origin.topic", "onceflow.origin.partition", "onceflow.origin.offset")
     parts = [] if origin is None else origin.encode().split(b"/")
-    assert parking._is_parked(key, list(zip(names, parts, strict=bool(parts)))) is parked_there
+    assert parking.is_parked(key, list(zip(names, parts, strict=bool(parts)))) is parked_there
 
 
 @pytest.mark.parametrize("value", [None, b"", b"order"])

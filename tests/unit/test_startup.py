@@ -12,7 +12,13 @@ from onceflow.client.settings import ClientSettings
 from onceflow.driver import source_offsets
 from onceflow.driver import startup as module
 from onceflow.driver.startup import Startup
-from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError, OnceflowError, OptionError
+from onceflow.errors import (
+    BrokerUnsupportedError,
+    DeadlineExceededError,
+    OnceflowError,
+    OptionError,
+    ProgressConflictError,
+)
 from onceflow.planning.read_options import ReadOptions
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import DriverProcess, Progress
@@ -71,6 +77,7 @@ class Start:
             source_offsets.kafka_offsets, "list_offsets", lambda _, span, *__: {n: {0: 3} for n in span}
         )
         monkeypatch.setattr(module, "commit_progress", self._commit)
+        monkeypatch.setattr(module, "warn_of_similar", lambda *_: None)
         self.startup = Startup(Names("orders"), ClientSettings("localhost:9092", {}), refused_s=15.0)
 
     def _find(self, cluster: Any, named: dict[str, str], deadline: Any) -> dict[str, Any]:
@@ -90,8 +97,11 @@ def test_several_topics_are_read_after_one_fence(monkeypatch: pytest.MonkeyPatch
     start = Start(monkeypatch)
     assert start.read("in") == {0: 3}
     assert start.read("other") == {0: 3}
-    assert start.calls == ["connect", "fence", "read progress", "commit", "commit"]
-    assert [progress.offsets for progress in start.committed] == [{"in": {0: 3}}, {"in": {0: 3}, "other": {0: 3}}]
+    assert start.calls == ["connect", "fence", "read progress"]
+    start.startup.commit()
+    start.startup.commit()
+    assert start.calls == ["connect", "fence", "read progress", "commit"]
+    assert [progress.offsets for progress in start.committed] == [{"in": {0: 3}, "other": {0: 3}}]
     assert start.startup.known_progress() is start.committed[-1]
 
 
@@ -103,6 +113,7 @@ def test_progress_names_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start.read("in") == {0: 3}
     assert start.startup.known_progress().driver == older, "nothing is committed yet"
     start.read("other")
+    start.startup.commit()
     ours = DriverProcess(socket.gethostname(), os.getpid(), 1_700_000_000_000)
     assert start.startup.driver == start.committed[-1].driver == start.startup.known_progress().driver == ours
 
@@ -110,10 +121,11 @@ def test_progress_names_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_committed_already_is_not_committed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Start(monkeypatch, Progress("orders", 7, {"in": {0: 3}}, {"in": "id of in"}, 0))
     assert start.read("in") == {0: 3}
+    start.startup.commit()
     assert start.calls == ["connect", "fence", "read progress"]
 
 
-@pytest.mark.parametrize("step", ["fence", "read progress", "commit"])
+@pytest.mark.parametrize("step", ["fence", "read progress"])
 def test_after_an_error_the_next_call_fences_again(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     start = Start(monkeypatch)
     start.problems[step] = DeadlineExceededError("no answer")
@@ -125,7 +137,38 @@ def test_after_an_error_the_next_call_fences_again(monkeypatch: pytest.MonkeyPat
         start.startup.known_progress()
     start.calls.clear()
     assert start.read("in") == {0: 3}
-    assert start.calls == ["fence", "read progress", "commit"]
+    assert start.calls == ["fence", "read progress"]
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_what_was_read_before_an_error_holds_if_nobody_has_moved_the_flow(
+    monkeypatch: pytest.MonkeyPatch, is_moved: bool
+) -> None:
+    start = Start(monkeypatch)
+    start.read("in")
+    start.startup.session.give_up()  # a later read has failed
+    if is_moved:
+        start.startup.session._progress = Progress("orders", 7, {"in": {0: 2}}, {"in": "id of in"}, 0)  # type: ignore[attr-defined]
+        with pytest.raises(ProgressConflictError, match="Another driver has moved flow 'orders'"):
+            start.read("other")
+        assert start.read("in") == {0: 2}
+    else:
+        start.read("other")
+        assert start.startup.known_progress().offsets == {"in": {0: 3}, "other": {0: 3}}
+    assert start.calls.count("fence") == (3 if is_moved else 2)
+    start.startup.commit()
+    assert len(start.committed) == (0 if is_moved else 1)
+
+
+def test_a_commit_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(monkeypatch)
+    start.read("in")
+    start.problems["commit"] = DeadlineExceededError("no answer")
+    with pytest.raises(DeadlineExceededError) as caught:
+        start.startup.commit()
+    assert caught.value.flow == "orders"
+    start.startup.commit()
+    assert [progress.offsets for progress in start.committed] == [{"in": {0: 3}}]
 
 
 def test_a_run_without_topics_fences_again_when_progress_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +200,6 @@ def test_brokers_that_cannot_be_used_are_left_and_tried_again(monkeypatch: pytes
     with pytest.raises(OptionError, match="Nothing was read yet"):
         _ = start.startup.session
     assert start.read("in") == {0: 3}
-    assert start.calls[2:] == ["connect", "fence", "read progress", "commit"]
+    assert start.calls[2:] == ["connect", "fence", "read progress"]
     start.startup.close()
     assert start.calls[-1] == "close"

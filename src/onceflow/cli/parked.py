@@ -61,7 +61,7 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
     if as_json:
         for record in found:
             again = None if replayed is None else (record.partition, record.offset) in replayed
-            click.echo(json.dumps({**_summary(record), "replayed": again}))
+            click.echo(json.dumps({**_summary(record), **({"replayed": again} if record.dead_letter else {})}))
         return
     if not found:
         click.echo(f"Nothing is parked in {topic}.", err=True)

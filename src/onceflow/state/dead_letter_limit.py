@@ -11,6 +11,8 @@ from onceflow.state.spec import StateReport
 
 log = logging.getLogger("onceflow.state")
 
+#: What follows the class of a cause in the reports of tasks if ``event_time()`` has raised it.
+OF_EVENT_TIME = " in event_time()"
 #: A share is checked only after a run has read this many records: one bad record among the first three proves nothing.
 MIN_RECORDS = 100
 
@@ -65,15 +67,19 @@ class DeadLetters:
         self.records = 0
         self.count = 0
         self._told: set[str] = set()  # causes that are logged already
+        self._untimed = 0  # those for which event_time() has failed
 
     def check(self, letters: Letters) -> None:
         """Check whether a batch may be committed.
 
         Raises:
-            DeadLetterLimitError: with the dead letters of this batch, the run has more than allowed.
+            DeadLetterLimitError: with the dead letters of this batch, the run has more than allowed; or event_time()
+                has failed for every record of the run.
         """
         limit = self._limit
         count = self.count + letters.count
+        if limit is None:
+            self._check_times(letters)
         if limit is None or not count:
             return
         records = self.records + letters.records
@@ -90,6 +96,18 @@ class DeadLetters:
             "raise max_dead_letters. A new run counts from 0.",
         )
 
+    def _check_times(self, letters: Letters) -> None:
+        records = self.records + letters.records
+        if records >= MIN_RECORDS and self._untimed + _untimed(letters) == records:
+            raise DeadLetterLimitError(
+                f"event_time() has failed for each of the {records:,} records of this run, so the code is at fault, "
+                "and no record",
+                topic=self._topic,
+                detail=f"in this batch: {_in_words(letters.causes)}; {self._source}",
+                next_step="nothing of this batch is visible. Correct event_time(). If it is right, and these records "
+                "are to be dead letters, give max_dead_letters the number of them that you expect",
+            )
+
     def on_commit(self, letters: Letters) -> None:
         """Call this when the batch is committed. It logs the first dead letter of each class of cause in the run."""
         news = {name: cause for name, cause in letters.causes.items() if name not in self._told}
@@ -104,6 +122,11 @@ class DeadLetters:
             self._told |= news.keys()
         self.records += letters.records
         self.count += letters.count
+        self._untimed += _untimed(letters)
+
+
+def _untimed(letters: Letters) -> int:
+    return sum(count for cause, (count, _) in letters.causes.items() if cause.endswith(OF_EVENT_TIME))
 
 
 def counted(reports: Sequence[StateReport], what: str) -> int:

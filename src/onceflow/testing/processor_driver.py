@@ -22,6 +22,7 @@ from onceflow.state.api.record import Header, Record
 from onceflow.state.api.scope import Scope
 from onceflow.state.api.serdes import BYTES, struct
 from onceflow.state.api.timers import Timer, timer_of
+from onceflow.state.dead_letter_limit import merged
 from onceflow.state.engine.choice import engine_for
 from onceflow.state.engine.output_collector import SCHEMA
 from onceflow.state.stores.memory_store import MemoryStore
@@ -67,6 +68,7 @@ class ProcessorDriver:
         dead_letters: records that could not be processed, in the same form.
         watermark_ms: after every batch, the latest event time minus ``allowed_lateness``. A test may set it.
         counts: the counters of the engine, over all batches.
+        causes: of dead letters, over all batches: by class of the cause, how many, and a description of the first one.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class ProcessorDriver:
         self.late: _Records = []
         self.dead_letters: _Records = []
         self.counts: dict[str, int] = {}
+        self.causes: dict[str, tuple[int, str]] = {}
         self._options = {"dead_letter_topic": _DEAD, "late_topic": _LATE, "keeps_time": now_ms is not None, **options}
         self._queue: list[tuple[int, Record]] = []  # partition of the table and record, in bytes
         self._offsets: dict[tuple[str, int], int] = {}
@@ -251,6 +254,7 @@ class ProcessorDriver:
             self._latest[place] = max(ms, self._latest.get(place, ms))
         for name, count in engine.counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
+        self.causes = merged([self.causes, engine.causes])
         store.write(engine.local_changes(), index=True)
 
     def _move_watermark(self) -> None:

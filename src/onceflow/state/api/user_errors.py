@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from onceflow import user_code
@@ -158,6 +159,17 @@ def stack_of(error: BaseException) -> str:
 def shown(raw: bytes | None) -> str:
     """A key or a value as text for messages."""
     return repr(raw) if raw is None or len(raw) <= _MAX_SHOWN else f"{raw[:_MAX_SHOWN]!r}... ({len(raw)} bytes)"
+
+
+def of_event_time(error: BaseException) -> None:
+    """Note that ``event_time()`` has raised this error."""
+    with suppress(AttributeError, TypeError):  # a class with __slots__
+        error._of_event_time = True  # type: ignore[attr-defined]
+
+
+def is_of_event_time(error: BaseException) -> bool:
+    """Whether ``event_time()`` has raised this error."""
+    return getattr(error, "_of_event_time", False)
 
 
 # ---- inside ------------------------------------------------------------------------------------------

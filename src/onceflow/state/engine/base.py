@@ -23,7 +23,8 @@ from onceflow.state import dead_letters
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.record import Record
 from onceflow.state.api.scope import Scope
-from onceflow.state.api.user_errors import full_text_of, line_of, shown
+from onceflow.state.api.user_errors import full_text_of, is_of_event_time, line_of, shown
+from onceflow.state.dead_letter_limit import OF_EVENT_TIME
 from onceflow.state.engine import due, input_batch
 from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
 from onceflow.state.stores.base import Store, StoreCorruptError
@@ -393,8 +394,9 @@ class BaseEngine:
         self._write_aside([letter])
         self.counts["dead_letters"] += 1
         self.counts["aside"] += 1
-        count, first = self.causes.get(type(error).__name__, (0, ""))
-        self.causes[type(error).__name__] = count + 1, first or described
+        cause = type(error).__name__ + (OF_EVENT_TIME if is_of_event_time(error) else "")
+        count, first = self.causes.get(cause, (0, ""))
+        self.causes[cause] = count + 1, first or described
 
     def _failed(
         self, what: str, error: Exception, record: Record | None = None, detail: str = "", *, wrong: str = ""

@@ -94,6 +94,8 @@ class ColumnEngine(BaseEngine):
             raise
         except Exception as error:
             user_errors.returned_by(error, self._asked)
+            if self._asked == self.processor.event_time:
+                user_errors.of_event_time(error)
             if isinstance(error, NotTablesError) and self._scope.fatal is None:
                 self._scope.fatal = self._of_the_result(error)
             self._collector.truncate(mark)

@@ -446,6 +446,7 @@ class Engine(BaseEngine):
                             error, f"event_time() gives milliseconds since 1970 or None, got {at_ms!r:.100}"
                         )
                         user_errors.returned_by(error, self.processor.event_time)
+                    user_errors.of_event_time(error)
                     bad[i], at_ms = error, None
             times.append(at_ms)
         return pa.array(times, pa.int64())
