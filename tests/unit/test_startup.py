@@ -148,10 +148,11 @@ def test_what_was_read_before_an_error_holds_if_nobody_has_moved_the_flow(
     start.read("in")
     start.startup.session.give_up()  # a later read has failed
     if is_moved:
-        start.startup.session._progress = Progress("orders", 7, {"in": {0: 2}}, {"in": "id of in"}, 0)  # type: ignore[attr-defined]
+        start.startup.session._progress = Progress("orders", 7, {"in": {0: 3}}, {"in": "id of in"}, 0)  # type: ignore[attr-defined]
         with pytest.raises(ProgressConflictError, match="Another driver has moved flow 'orders'"):
             start.read("other")
-        assert start.read("in") == {0: 2}
+        assert start.read("in") == {0: 3}
+        assert start.startup.known_progress().batch_id == 7
     else:
         start.read("other")
         assert start.startup.known_progress().offsets == {"in": {0: 3}, "other": {0: 3}}
