@@ -15,13 +15,17 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from onceflow.testing.served import ServerProcess, numbers, write_rows
+from onceflow.server.options import Limits
+from onceflow.server.peer_auth import HEADER, Asked, PeerSecrets
+from onceflow.testing.served import PEER_SECRET, ServerProcess, numbers, write_rows
 from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(900)]
 
-FUZZ_S, RAW_S = 180.0, 60.0
+FUZZ_S, RAW_S, AMPLIFIED_S = 180.0, 60.0, 60.0
 #: More than what a server with these tables takes when all of its connections are used.
 GROWN_MIB = 200.0
 
@@ -105,7 +109,7 @@ def alive_afterwards(servers: Servers, before: list[float], files: list[int]) ->
 def test_requests_of_every_kind(servers: Servers) -> None:
     """Made from the OpenAPI document, valid and invalid ones, by turns to both instances."""
     import requests
-    from hypothesis import HealthCheck, given, seed, settings
+    from hypothesis import seed
     from schemathesis import GenerationMode
     from schemathesis.checks import not_a_server_error
     from schemathesis.openapi import from_url
@@ -256,4 +260,63 @@ def test_hostile_bytes(servers: Servers) -> None:
     assert statuses[b"200"]
     assert statuses[b"400"]
     assert slowest < 10
+    alive_afterwards(servers, before, files)
+
+
+#: Numbers and lists that ask for something again and again.
+_MANY = st.sampled_from([1, 2, 50, 999, 1_000, 5_000, 60_000])
+_NUMBER = st.sampled_from([0, 0, 1, 3, 4, -1, 10**9, True])
+_NUMBERS = st.one_of(st.none(), st.tuples(_NUMBER, _MANY).map(lambda each: [each[0]] * each[1]), st.lists(_NUMBER))
+_RANGE = {"low": st.sampled_from(["", "AA=="]), "high": st.none(), "reverse": st.booleans()}
+
+
+def test_small_requests_with_large_answers(servers: Servers) -> None:
+    """An answer is bounded whatever is asked for: the bytes, the memory of the server, and how long others wait."""
+    large = base64.urlsafe_b64encode(b"large").decode().rstrip("=")
+    before, files = servers.rss_mib(), servers.open_files()
+    secrets, seen = PeerSecrets([PEER_SECRET]), Counter[str]()
+    limits, slowest = Limits(), [0.0]
+    end = time.monotonic() + AMPLIFIED_S
+
+    def send(path: str, document: Any, *, peer: bool) -> None:
+        content = json.dumps(document).encode()
+        if time.monotonic() > end or len(content) > limits.body_bytes:
+            return
+        url = servers.all[len(content) % 2].url
+        headers = {HEADER: secrets.proof(Asked(url, path, content))[0]} if peer else {}
+        began = time.monotonic()
+        answer = servers.client.post(url + path, content=content, headers=headers)
+        seconds = time.monotonic() - began
+        seen[f"{path.rsplit('/', 1)[1]} {answer.status_code}"] += 1
+        assert answer.status_code in (200, 400, 409, 413, 503), answer.text[:500]
+        # One row always fits; base64 and JSON make a third more of it.
+        assert len(answer.content) < 1.5 * limits.answer_bytes, len(content)
+        slowest[0] = max(slowest[0], seconds)  # for so long others may have waited for the loop of the server
+
+    wish = {"least": [], "staleness_ms": None, "wait_s": 0, "topic_id": "", "layout": [0, 0]}
+    key = base64.b64encode(b"large").decode()
+
+    @settings(max_examples=2_000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(
+        keys=st.tuples(st.sampled_from([large, "AA", "%", 1]), _MANY).map(lambda each: [each[0]] * each[1]),
+        places=st.one_of(
+            st.lists(st.tuples(_NUMBER, _NUMBERS), max_size=5),
+            st.tuples(_NUMBER, _NUMBERS, _MANY).map(lambda each: [[each[0], each[1]]] * min(each[2], 1_000)),
+        ),
+        partitions=_NUMBERS,
+        limit=_MANY,
+        range_=st.fixed_dictionaries(_RANGE),
+    )
+    def ask(keys: Any, places: Any, partitions: Any, limit: int, range_: Any) -> None:
+        send(f"/tables/{servers.binary}/multi-get", {"keys": keys}, peer=False)
+        asked = {"keys": [key] * min(len(keys), 20_000), "places": places}
+        send(f"/peer/{servers.binary}/get", {**asked, "wish": wish}, peer=True)
+        page = {**range_, "partitions": partitions, "limit": limit, "wish": wish}
+        send(f"/peer/{servers.binary}/page", page, peer=True)
+        send(f"/peer/{servers.binary}/count", {"partitions": partitions, "wish": wish}, peer=True)
+
+    ask()
+    print(dict(seen), f"slowest answer {slowest[0]:.2f} s", before, servers.rss_mib())
+    assert {"multi-get 413", "get 413", "get 400", "page 200", "count 200"} <= set(seen)
+    assert slowest[0] < 5
     alive_afterwards(servers, before, files)

@@ -23,7 +23,8 @@ from onceflow.testing import independent
 from onceflow.testing.waiting import WaitedInVainError, wait_until
 
 START_S = 60.0
-_PEER_SECRET = secrets.token_urlsafe(32)  # of all instances that this process starts
+#: By which instances of the query server recognise each other that this process starts.
+PEER_SECRET = secrets.token_urlsafe(32)
 
 
 class ServerProcess:
@@ -75,7 +76,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=self._apart,
-                env={"ONCEFLOW_PEER_SECRETS": _PEER_SECRET, **os.environ},
+                env={"ONCEFLOW_PEER_SECRETS": PEER_SECRET, **os.environ},
             )
 
     def wait(self) -> None:
