@@ -585,16 +585,22 @@ def test_a_query_server_while_rows_move(make_state: Any, serve: Serve, instances
     def ready() -> bool:
         return all(client.get("/ready").status_code == 200 for client in clients)
 
+    def listed(client: httpx.Client) -> list[Any]:
+        found: list[Any] = client.get(f"/tables/{state.table}").json()["partitions"]
+        return found
+
     wait_until(ready, 30, lambda: clients[0].get("/ready").text)
     urls = [str(client.base_url).rstrip("/") for client in clients]
     with Asking(urls, state) as asking, clients[0].stream("GET", f"/tables/{state.table}/changes") as changes:
         wait_until(lambda: asking.right > 50, 30, lambda: str(asking.wrong))
         for partitions in (3, 7):
+            if partitions == 7:  # they are known before rows move
+                state.alter(state.table, partitions)
+                wait_until(lambda: len(listed(clients[0])) == 7, 60, lambda: clients[0].get("/tables").text)
             state.run(partitions)
 
             def known(wanted: int = partitions) -> bool:
-                listed = [client.get(f"/tables/{state.table}").json()["partitions"] for client in clients]
-                return ready() and all(len(each) == wanted for each in listed)
+                return ready() and all(len(listed(client)) == wanted for client in clients)
 
             wait_until(known, 60, lambda: clients[0].get("/tables").text)
             enough = asking.right + 100

@@ -81,13 +81,13 @@ class RoutedTable:
         """The value of a key, or None."""
         await self._know_partitions(wish)
         if self.placed:
-            layout = self._local.layout
+            shape = self._shape()
             partition = (murmur2(key) & 0x7FFFFFFF) % self.partitions
             if self._local.has(partition, restored=True):
                 with suppress(NotHereError):  # it goes away just now
                     seen = await self._local.wait((partition,), wish)
                     value = self._local.get(partition, key)
-                    if self._local.layout == layout:  # else the row may have moved away just now
+                    if self._shape() == shape:  # else the row may be elsewhere now
                         return value, seen
         values, seen = await self.get_many([key], wish)
         return values[0], seen
@@ -217,12 +217,16 @@ class RoutedTable:
         return self._routes.placed(self.topic) and self._local.placed
 
     async def _settled(self, read: Callable[[], Awaitable[T]]) -> T:
-        """What was read while no rows moved to other partitions."""
+        """What was read while no partitions were added, and no rows moved to other ones."""
         while True:
-            layout = self._local.layout
+            shape = self._shape()
             found = await read()
-            if self._local.layout == layout:
+            if self._shape() == shape:
                 return found
+
+    def _shape(self) -> tuple[object, ...]:
+        """What is known of where keys are. Another one means that some of them may be elsewhere."""
+        return self.partitions, self.placed, self._local.layout
 
     async def _know_partitions(self, wish: Wish) -> None:
         """Wait until all partitions are known that a wish names: the topic may have got more a moment ago.

@@ -42,7 +42,7 @@ class Share:
         self._followers: list[Follower] = []
         self._copies: dict[int, Copy] = {}
         self._by_partition: dict[int, Follower] = {}
-        self._grown = False
+        self._opened = 0  # how many partitions the topic had when it was opened
 
     @property
     def topic(self) -> str:
@@ -78,7 +78,7 @@ class Share:
 
         If the topic got more partitions meanwhile, its older keys are not.
         """
-        return not self._grown and all(copy.placed for copy in list(self._copies.values()))
+        return self.partitions_now == self._opened and all(copy.placed for copy in list(self._copies.values()))
 
     @property
     def ignored(self) -> int:
@@ -94,6 +94,7 @@ class Share:
         """Find the topic, and take a folder. No partition is followed yet. Errors are those of `Table.start`."""
         with self._table.connected(f"opening table {self.topic}") as (cluster, deadline):
             self._info, self._followed = self._table.followed(cluster, deadline)
+        self._opened = self.partitions
 
     def on_disk(self) -> list[int]:
         """The partitions that have a copy in the folder, whether it is open or not."""
@@ -184,7 +185,6 @@ class Share:
         info.check_same(self._info.topic_id)
         log.info("table %s: its topic has %d partitions now, it had %d", self.topic, info.partitions, self.partitions)
         self._info, self._followed = info, replace(self._followed, partitions=info.partitions)
-        self._grown = True
 
     def _join(self, dropped: set[int]) -> set[int]:
         """Replace all followers that are up to date by one, without the dropped partitions.
