@@ -25,6 +25,7 @@ from kafka.protocol.consumer.metadata import ConsumerProtocolAssignment, Consume
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import PermissionDeniedError
 from onceflow.server.members import _Assignor
+from onceflow.server.peer_auth import PeerSecrets
 from onceflow.testing.broker import create_topic
 from onceflow.testing.secure import SECRET, Secure, grant
 from onceflow.testing.served import ServerProcess, numbers, write_rows
@@ -210,6 +211,16 @@ def listening() -> Iterator[tuple[str, list[dict[str, str]]]]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@pytest.mark.long
+def test_without_proofs_a_stranger_is_believed(
+    onceflow_broker: str, topic: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the next test looks for is there: instances that check no proof are broken on purpose."""
+    monkeypatch.setattr(PeerSecrets, "_is_one_of", lambda *_, **__: True)
+    with pytest.raises((AssertionError, KeyError)):
+        test_a_stranger_in_the_group(onceflow_broker, topic, serve, "instance")
 
 
 @pytest.mark.parametrize("first", ["instance", pytest.param("stranger", marks=pytest.mark.long)])
