@@ -50,7 +50,9 @@ onceflow.serve(flow.write(counted, topic=out, trigger="100 milliseconds"))
 """
 
 
-@pytest.mark.parametrize("step", ["", "write", "progress", pytest.param("end", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "step", ["", "progress", *(pytest.param(step, marks=pytest.mark.long) for step in ("write", "end"))]
+)
 def test_windows_close_when_nothing_comes(
     onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, step: str
 ) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from onceflow.admin.parked import Parked
     from onceflow.client.settings import ClientSettings
 
-_MESSAGE_CHARACTERS, _LINE_MIN = 80, 40
+_MESSAGE_CHARACTERS, _CAUSE_MIN = 80, 40
 
 
 @click.group()
@@ -78,8 +78,13 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
     for name, why, record in zip(names, whys, found, strict=True):
         message = shown(record.message.partition("\n")[0])
         message = message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:_MESSAGE_CHARACTERS]}..."
-        line = f"{name:{width}}  {record.attempt:8}  {why:{wide}}  {shown(record.cause)}: {message}"
-        click.echo(line if most is None or len(line) <= most else f"{line[: max(most, _LINE_MIN) - 3]}...")
+        begin, cause = f"{name:{width}}  {record.attempt:8}  {why:{wide}}", f"{shown(record.cause)}: {message}"
+        if most is None or len(begin) + _CAUSE_MIN <= most:
+            line = f"{begin}  {cause}"
+        else:  # on a line of its own
+            click.echo(begin)
+            line = f"  {cause}"
+        click.echo(line if most is None or len(line) <= most else f"{line[: most - 3]}...")
     dead_letters = sum(record.dead_letter for record in found)
     if dead_letters:
         click.echo(f"{counted(dead_letters, 'dead letter')}. `onceflow parked replay {topic}` replays them.", err=True)
