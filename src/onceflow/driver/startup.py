@@ -370,9 +370,9 @@ class Startup:
         with located(flow=self.flow), log_context.within(flow=self.flow):
             progress = replace(self._progress, driver=self.driver)
             commit_progress(self.session, progress, self.sources, self.deadline())
+            self._progress, self._is_pending = progress, False
             if self.found is None:
                 warn_of_similar(self.session.cluster, progress, self.names)
-        self._progress, self._is_pending = progress, False
 
     # ---- run -----------------------------------------------------------------------------------------
 

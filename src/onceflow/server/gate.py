@@ -21,8 +21,8 @@ access = logging.getLogger("onceflow.server.access")
 
 _ABORTED_S = 0.01  # until uvicorn knows of it; otherwise it logs an answer that is not complete
 
-#: Without a token: probes send none, and the OpenAPI page says nothing about tables.
 PEER_PATHS = "/peer/"
+#: Without a token: probes send none, and the OpenAPI page says nothing about tables.
 OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/openapi.json"))
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import pyarrow as pa
 from kafka.partitioner.default import murmur2
@@ -58,6 +58,14 @@ class Peers(Protocol):
     async def count(self, address: str, topic: str, partitions: Collection[int], wish: Wish) -> tuple[int, Seen]: ...
 
 
+class _Shape(NamedTuple):
+    """What is known of where keys are. Another one means that some of them may be elsewhere."""
+
+    partitions: int
+    placed: bool
+    layout: tuple[int, int]
+
+
 class RoutedTable:
     """One table, wherever its partitions are.
 
@@ -80,9 +88,8 @@ class RoutedTable:
     async def get(self, key: bytes, wish: Wish) -> tuple[bytes | None, Seen]:
         """The value of a key, or None."""
         await self._know_partitions(wish)
-        if self.placed:
-            shape = self._shape()
-            partition = (murmur2(key) & 0x7FFFFFFF) % self.partitions
+        if (shape := self._shape()).placed:
+            partition = (murmur2(key) & 0x7FFFFFFF) % shape.partitions
             if self._local.has(partition, restored=True):
                 with suppress(NotHereError):  # it goes away just now
                     seen = await self._local.wait((partition,), wish)
@@ -224,9 +231,8 @@ class RoutedTable:
             if self._shape() == shape:
                 return found
 
-    def _shape(self) -> tuple[object, ...]:
-        """What is known of where keys are. Another one means that some of them may be elsewhere."""
-        return self.partitions, self.placed, self._local.layout
+    def _shape(self) -> _Shape:
+        return _Shape(self.partitions, self.placed, self._local.layout)
 
     async def _know_partitions(self, wish: Wish) -> None:
         """Wait until all partitions are known that a wish names: the topic may have got more a moment ago.
