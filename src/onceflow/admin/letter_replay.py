@@ -18,7 +18,7 @@ import orjson
 import pyarrow as pa
 
 from onceflow import hooks
-from onceflow.admin.parked import connected, end_transaction, fenced_error, is_parked, origin_of
+from onceflow.admin.parked import connected, end_transaction, is_parked, origin_of
 from onceflow.admin.writer import Row, Writer, abort_anew
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import CommittedReader
@@ -215,7 +215,13 @@ class _Replay:
                 self._counts.update((self._target(each), each.text(dead_letters.ERROR_CLASS)) for each in letters)
             hooks.at("end", where="driver", flow=f"parked.{self._topic}")
         except FencedError as error:
-            raise fenced_error(self._topic, error) from error
+            raise FencedError(
+                f"Another command has started to change topic {self._topic}; what this one has replayed stays",
+                topic=self._topic,
+                detail=f"{sum(self._counts.values()):,} letters; {error.what}",
+                next_step=f"see with onceflow parked list {self._topic} which letters were replayed; run this command "
+                "again if necessary: it replays the others",
+            ) from error
         return Replayed(dict(self._counts), self._before, dict(self._kept), self._read)
 
     # ---- letters -------------------------------------------------------------------------------------

@@ -223,7 +223,13 @@ class _Change:
             self._at("end")
             return counts
         except FencedError as error:
-            raise fenced_error(self._topic, error) from error
+            raise FencedError(
+                f"Another command has started to change topic {self._topic}; this one has changed nothing",
+                topic=self._topic,
+                detail=f"{error.what} (the broker also says so when a transaction took longer than "
+                f"{_TIMEOUT_MS / 1000:g} s)",
+                next_step="see what is left with onceflow parked list; run this command again if necessary",
+            ) from error
 
     def _write(self, parts: Iterable[list[Parked]], target_of: Callable[[Parked], str]) -> dict[str, int]:
         """Write records and tombstones, one partition after the other. Without origins, ``parts`` reads each partition
@@ -298,16 +304,6 @@ def end_transaction(transactions: Transactions, topic: str, look: str) -> None:
             topic=topic,
             next_step="try again, or choose fewer records",
         )
-
-
-def fenced_error(topic: str, error: FencedError) -> FencedError:
-    """The error of a command that another one has fenced."""
-    return FencedError(
-        f"Another command has started to change topic {topic}; this one has changed nothing",
-        topic=topic,
-        detail=f"{error.what} (the broker also says so when a transaction took longer than {_TIMEOUT_MS / 1000:g} s)",
-        next_step="see what is left with onceflow parked list; run this command again if necessary",
-    )
 
 
 @contextlib.contextmanager
