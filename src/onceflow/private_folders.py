@@ -6,6 +6,7 @@ user may have put a folder or a link there first.
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from contextlib import suppress
@@ -29,8 +30,12 @@ def make_private(folder: Path) -> Path:
         missing.append(at)
         at = at.parent
     for each in reversed(missing):
-        with suppress(FileExistsError):  # another process has made it meanwhile
+        try:
             each.mkdir(mode=0o700)
+        except FileExistsError:  # another process has made it meanwhile
+            continue
+        except FileNotFoundError as refused:  # the folder above is there: this file system makes none, such as /proc
+            raise PermissionError(errno.EACCES, "no folder can be made there", str(each)) from refused
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is not a folder")
     return folder

@@ -76,7 +76,7 @@ def test_two_versions(make_state_pipe: Any, make_topic: Any, call: Callable[...,
         compare(*both, "--wait", "0")
     found, last = compare(*both, "--id", "$.n", "--output", f"{pipe.target}={copy.target}", code=2)
     assert (found, last["equal"], last["checked"]["source records"]) == ([], False, 0), "nothing was compared"
-    assert "tables are not compared" in last["notes"][0]
+    assert any("tables are not compared" in note for note in last["notes"])
     assert f"Start {copy.flow}, and compare" in last["not_checked"][0]
     copy.run()
     # No output has such an id. Tables are the same, but what was asked for was not compared.
@@ -155,7 +155,7 @@ def test_what_is_refused(make_pipe: Any, make_topic: Any, call: Callable[..., Re
     copy = replace(pipe, flow=f"{pipe.flow}-next", target=make_topic("out", 1))
     assert call("fork", pipe.flow, copy.flow, "--yes").exception is None
     last = compare(pipe.flow, copy.flow, code=2)[1]
-    assert "outputs are not compared" in last["notes"][0]
+    assert any("outputs are not compared" in note for note in last["notes"])
     assert "name them with --output OLD=NEW" in last["not_checked"][0]
     last = compare(pipe.flow, copy.flow, "--output", f"{pipe.target}={copy.target}", code=2)[1]
     assert last["not_checked"] == [

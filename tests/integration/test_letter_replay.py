@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -199,6 +200,53 @@ def test_another_topic(letters: Letters, make_topic: Callable[..., str]) -> None
         places.setdefault(seen.key, set()).add(seen.partition)
     assert all(len(each) == 1 for each in places.values())
     letters.check([])
+
+
+def test_records_of_a_key_come_back_in_their_order(letters: Letters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch writes letters of records that it cannot decode before others."""
+    monkeypatch.setattr(letter_replay, "_LETTERS", 7)
+    monkeypatch.setattr(letter_replay, "_SORTED_LETTERS", 30)
+    chance = random.Random(5)
+    producer = Producer({"bootstrap.servers": letters.servers, "log_level": 0})
+    order = list(range(100))
+    for start in range(0, 100, 10):  # out of order within ten
+        part = order[start : start + 10]
+        chance.shuffle(part)
+        order[start : start + 10] = part
+    for n in order:
+        own = Record(b"k", b"%d" % n, letters.orders, (), STAMP, 1, n)
+        letter = dead_letters.dead_letter(own, letters.failed, KeyError("x"))
+        producer.produce(letters.failed, letter.value, letter.key, headers=list(letter.headers), partition=0)
+    producer.flush(30)
+    letters.replay("--all")
+    assert [int(seen.value or b"") for seen in letters.there(letters.orders)] == list(range(100))
+
+
+@pytest.mark.parametrize("forged", ["whole", "topic alone", "garbage"])
+def test_headers_of_whoever_wrote_the_record_are_not_believed(letters: Letters, forged: str) -> None:
+    """A record goes back where it was read, not where its producer says."""
+    named = {"topic": letters.visits, "partition": "0", "offset": "1"}
+    if forged == "topic alone":
+        named = {"topic": letters.visits}
+    elif forged == "garbage":
+        named = {"topic": "../..", "partition": "-1", "offset": "x"}
+    headers = [
+        (f"onceflow.{what}.{name}", each.encode()) for what in ("origin", "error") for name, each in named.items()
+    ]
+    producer = Producer({"bootstrap.servers": letters.servers, "log_level": 0})
+    for n, place in enumerate([(letters.orders, 2, 7), (None, None, None)]):
+        own = Record(b"k", b"%d" % n, place[0], headers, STAMP, place[1], place[2])
+        letter = dead_letters.dead_letter(own, letters.failed, KeyError("x"))
+        producer.produce(letters.failed, letter.value, letter.key, headers=list(letter.headers))
+    producer.flush(30)
+    done = letters.replay("--all")
+    assert done["replayed"] == [{"to": letters.orders, "error": "KeyError", "records": 1}]
+    assert [why for why in done["not_replayed"] if "do not say where its record was read" in why]
+    (back,) = letters.there(letters.orders)
+    assert (back.partition, back.value) == (2, b"0")
+    if forged != "whole":
+        assert dict(back.headers)["onceflow.origin.topic"] == letters.orders.encode()
+    assert letters.there(letters.visits) == []
 
 
 def test_a_topic_that_was_created_again(letters: Letters) -> None:

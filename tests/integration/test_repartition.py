@@ -439,6 +439,9 @@ def test_what_is_not_there(make_state: Any) -> None:
     table, state.table = state.table, "nothing"
     with pytest.raises(onceflow.UnknownTopicError, match="nothing"):
         state.run(5)
+    state.table = state.source
+    with pytest.raises(onceflow.OptionError, match=f"Topic {state.source} is no table of a flow"):
+        state.run(5)
     state.table = table
     admin = AdminClient({"bootstrap.servers": state.bootstrap})
     admin.delete_topics([table])[table].result(30)

@@ -181,3 +181,20 @@ def test_output_that_nobody_reads_to_its_end() -> None:
         running.stdout.close()
         said = running.stderr.read().decode()
         assert (running.wait(), said) == (141, "→\n")
+
+
+@pytest.mark.parametrize("lines", [3, 100_000])
+def test_output_that_cannot_be_written(lines: int) -> None:
+    """The disk of a file is full: one line says so, when the command writes or at its end."""
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", _PRINTS, "status", str(lines)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        )
+    said = done.stderr.decode()
+    assert (done.returncode, "Traceback" in said) == (1, False), said
+    assert said.endswith("onceflow: standard output cannot be written: No space left on device\n")

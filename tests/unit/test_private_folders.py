@@ -80,3 +80,9 @@ def test_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(os, "access", lambda path, how: path != home and path.exists())
     assert in_home(".cache", "onceflow") == mine / "cache" / "onceflow"
     assert private_temporary() == mine
+
+
+def test_a_file_system_that_makes_no_folders() -> None:
+    """Such as /proc: not an error that means that nothing is there yet."""
+    with pytest.raises(PermissionError, match="no folder can be made there"):
+        make_private(Path("/proc/nope/more"))

@@ -85,6 +85,7 @@ class Comparison:
         self._limit = limit
         self.report = Report(limit)
         self._is_known = False  # which outputs belong together
+        self._others = {SOURCE: 0, OUTPUT: 0}  # outputs whose id no record has that both have read
         self._left = without(compared.ignored)
 
     def run(self) -> Report:
@@ -181,8 +182,20 @@ class Comparison:
                 self._add(tally, SOURCE, output, self._span(output, self._beginning(new.forked, output, ids)), ids)
                 self._add(tally, OUTPUT, copy, self._span(copy, {}), ids)
             self._judge(OUTPUTS, tally, pairs)
+            self._tell_of_others(pairs)
             self.report.checked["output records"] = tally.counts[SOURCE]
             self.report.checked["output records of the copy"] = tally.counts[OUTPUT]
+
+    def _tell_of_others(self, pairs: Mapping[str, str]) -> None:
+        """Say how many outputs were left out. They may be of records that only one flow has read, or be wrong."""
+        for side, flow in ((SOURCE, self._names.flow), (OUTPUT, self._other.flow)):
+            if count := self._others[side]:
+                self.report.notes.append(
+                    f"{count:,} outputs of {flow} are not compared: they have an id of no source record that both "
+                    "flows have read since the copy was made"
+                )
+        if pairs:
+            self.report.notes.append("outputs are compared by key and value; headers and timestamps are not compared")
 
     def _pairs(self, old: Progress, new: Progress) -> dict[str, str]:
         before, after = sorted(self._old.outputs - set(old.changelogs)), sorted(self._new.outputs - set(new.changelogs))
@@ -228,6 +241,7 @@ class Comparison:
             else:
                 found = _identities(chunk, identity)
                 there = np.isin(np.array([_low(each) for each in found], np.uint64), ids)
+                self._others[side] += len(there) - int(np.count_nonzero(there))
                 rows = (
                     (offsets[n], digest_of(found[n], chunk.keys[n], left(chunk.values[n])))
                     for n in np.flatnonzero(there).tolist()

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import orjson
 import pyarrow as pa
 
 from onceflow import hooks
-from onceflow.admin.parked import connected, end_transaction, is_parked, origin_of
+from onceflow.admin.parked import connected, end_transaction, is_parked
 from onceflow.admin.writer import Row, Writer, abort_anew
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import CommittedReader
@@ -39,6 +40,7 @@ from onceflow.state.topics import check_readable
 SUFFIX = "-replayed"
 _PREPARE_S, _TIMEOUT_MS = 60.0, 60_000
 _LETTERS, _BYTES = 5_000, 16_000_000  # of one transaction
+_SORTED_LETTERS, _SORTED_BYTES = 50_000, 64_000_000  # in memory
 
 Place = tuple[int, int]
 """Partition and offset of a letter."""
@@ -50,7 +52,8 @@ class Wanted:
 
     Args:
         origins: where records were first read, ``topic/partition/offset``.
-        cause: the class of the error. message: a part of its text. source: the topic that the record was read from.
+        cause: the class of the error. message: a part of its text.
+        source: the topic that the record was read from when it failed.
         to: where the records go; empty: to that topic.
     """
 
@@ -83,15 +86,23 @@ class Letter:
         """The last header of this name, as text; empty if there is none."""
         return (dict(self.headers).get(name) or b"").decode(errors="replace")
 
-    @property
+    @cached_property
     def origin(self) -> str:
         """Where its record was first read, ``topic/partition/offset``; empty: not known."""
-        return origin_of(self.headers)
+        return dead_letters.origin_of(self.headers)
+
+    @cached_property
+    def read_at(self) -> tuple[str, int, int]:
+        """Topic, partition and offset where its record was read when it failed. The flow itself has noted that, whereas
+        whoever wrote the record may have given it an origin. An empty topic: not known."""
+        topic, _, place = dead_letters.read_at(self.headers).partition("/")
+        partition, _, offset = place.partition("/")
+        return topic, int(partition or 0), int(offset or 0)
 
     @property
     def source(self) -> str:
-        """The topic where its record was first read; empty: not known."""
-        return self.origin.rsplit("/", 2)[0]
+        """The topic where its record was read when it failed; empty: not known."""
+        return self.read_at[0]
 
     @property
     def nbytes(self) -> int:
@@ -249,7 +260,11 @@ class _Replay:
         self._before = self._read = 0
 
     def _chosen(self, info: TopicInfo, noted: Collection[Place], *, quiet: bool = False) -> Iterator[list[Letter]]:
-        """The letters to replay, in lists of limited size."""
+        """The letters to replay, in lists of limited size.
+
+        A batch writes letters of records that it cannot decode before others. So they are sorted by where they were
+        read, with as many in memory as there is room for: letters of a key come back in their order.
+        """
         found: list[Letter] = []
         size = 0
         for letter in self._letters(info, quiet=quiet):
@@ -264,11 +279,13 @@ class _Replay:
             else:
                 found.append(letter)
                 size += letter.nbytes
-                if len(found) >= _LETTERS or size >= _BYTES:
-                    yield found
-                    found, size = [], 0
-        if found:
-            yield found
+                if len(found) >= _SORTED_LETTERS or size >= _SORTED_BYTES:
+                    found.sort(key=_order)
+                    half = len(found) // 2 or 1
+                    yield from _parts(found[:half])
+                    found = found[half:]
+                    size = sum(each.nbytes for each in found)
+        yield from _parts(sorted(found, key=_order))
 
     def _letters(self, info: TopicInfo, *, quiet: bool) -> Iterator[Letter]:
         deadline = Deadline(_PREPARE_S, f"looking for the ends of {self._topic}")
@@ -300,7 +317,7 @@ class _Replay:
         target = self._target(letter)
         if not target:
             return "its headers do not say where its record was read: name a topic with --to"
-        return "its record was read from this topic itself" if target == self._topic else ""
+        return "it would go to the topic of letters itself" if target == self._topic else ""
 
     def _target(self, letter: Letter) -> str:
         return self._wanted.to or letter.source
@@ -340,9 +357,9 @@ class _Replay:
         for each in letters:
             topic = self._target(each)
             count = self._targets[topic].partitions
-            partition = int(each.origin.split("/")[-2]) if topic == each.source else count
+            partition = each.read_at[1] if topic == each.source else count
             if partition >= count:  # another topic, or it was created again with fewer
-                key = each.origin.encode() if each.key is None else each.key
+                key = repr(each.read_at).encode() if each.key is None else each.key
                 partition = int(key_partitions(pa.array([key], pa.binary()), count)[0])
             placed.setdefault((topic, partition), []).append(each)
         return placed
@@ -350,6 +367,24 @@ class _Replay:
     def _note(self, letter: Letter) -> Row:
         said = {"origin": letter.origin, "to": self._target(letter)}
         return Row(orjson.dumps(said), clock_ms())
+
+
+def _order(letter: Letter) -> tuple[str, int, int]:
+    return letter.read_at
+
+
+def _parts(letters: Sequence[Letter]) -> Iterator[list[Letter]]:
+    """The letters of each transaction."""
+    part: list[Letter] = []
+    size = 0
+    for letter in letters:
+        part.append(letter)
+        size += letter.nbytes
+        if len(part) >= _LETTERS or size >= _BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def _note_key(topic_id: str, place: Place) -> bytes:

@@ -40,7 +40,7 @@ from onceflow.protocol.names import transactional_id_of_parked
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import dead_letters
 from onceflow.state.api.record import Header
-from onceflow.state.retry import IDENTITY, KEY, NULL_VALUE, PARKED, PARKED_WHY, RETRY_TOPIC
+from onceflow.state.retry import KEY, NULL_VALUE, PARKED, PARKED_WHY, RETRY_TOPIC
 
 _PREPARE_S, _COMMIT_S = 60.0, 60.0
 _TIMEOUT_MS = 60_000
@@ -349,7 +349,7 @@ def _parts(
                         stored = value if values else b""
                         live[key] = Parked(origin, partition, stored, headers, stamp, stored_key=key)
                     continue
-                origin = origin_of(headers) or f"{topic}/{partition}/{offset}"
+                origin = dead_letters.origin_of(headers) or f"{topic}/{partition}/{offset}"
                 if wanted is None or origin in wanted:
                     headers = (
                         headers if values else tuple(each for each in headers if each[0] != dead_letters.ERROR_STACK)
@@ -365,7 +365,7 @@ def is_parked(key: bytes, headers: Sequence[Header]) -> bool:
 
     The key of an ordinary dead letter may look like an origin. But then the origin in its headers is another one.
     """
-    return PARKED.fullmatch(_text(key)) is not None and origin_of(headers) in ("", _stem(key))
+    return PARKED.fullmatch(_text(key)) is not None and dead_letters.origin_of(headers) in ("", _stem(key))
 
 
 def _stem(key: bytes) -> str:
@@ -373,17 +373,6 @@ def _stem(key: bytes) -> str:
     text = _text(key)
     found = PARKED.fullmatch(text)
     return text if found is None else found[1]
-
-
-def origin_of(headers: Sequence[Header]) -> str:
-    """The origin in the headers of a dead letter, ``topic/partition/offset``; empty if there is none."""
-    found = dict(headers)
-    parts = [
-        found.get(name) or b""
-        for name in (dead_letters.ORIGIN_TOPIC, dead_letters.ORIGIN_PARTITION, dead_letters.ORIGIN_OFFSET)
-    ]
-    origin = _text(b"/".join(parts))
-    return origin if IDENTITY.fullmatch(origin) else ""
 
 
 def _refuse_dead_letters(topic: str, records: Iterable[Parked]) -> None:

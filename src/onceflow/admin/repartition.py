@@ -34,6 +34,7 @@ from onceflow.errors import (
     OptionError,
     PermissionDeniedError,
     ProgressConflictError,
+    UnknownTopicError,
     located,
 )
 from onceflow.protocol import acls
@@ -132,7 +133,15 @@ class _Repartition:
         began = time.monotonic()
         deadline = Deadline(_PREPARE_S, f"preparing table {self._table} of flow {self._names.flow}")
         self._session.transactions.check_supported(deadline)
-        infos = find_topics(self._cluster, {self._table: "table", self._internal: "table"}, deadline)
+        infos = find_topics(self._cluster, {self._table: "table"}, deadline)
+        try:
+            infos |= self._cluster.topics([self._internal], deadline)
+        except UnknownTopicError:
+            raise OptionError(
+                f"Topic {self._table} is no table of a flow: it has no companion topic {self._internal}",
+                topic=self._table,
+                next_step="`onceflow table list` shows the tables",
+            ) from None
         self._check_enough(infos)  # before a driver is fenced
         self._transaction.take_over(deadline)
         progress = self._progress(infos, deadline)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib
 import io
 import os
@@ -80,6 +81,8 @@ SUMMARIES = {
 
 #: A package that only demos, chaos runs and benchmarks need.
 _TOOLS_NEED = "confluent_kafka"
+#: What a write to standard output says if a disk is full, or has failed.
+_NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 #: As of a program that SIGPIPE has ended.
 _BROKEN_PIPE = 141
 
@@ -151,6 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(_BROKEN_PIPE)
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_OUTPUT and error.filename is None:
+            _cannot_write(error)
+            sys.exit(errors.exit_code)
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == _TOOLS_NEED:
             click.echo("onceflow: this command needs confluent-kafka: pip install 'onceflow[testing]'", err=True)
             sys.exit(errors.exit_code)
@@ -158,11 +164,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise  # Python ends with 1
         traceback.print_exc()
         sys.exit(errors.exit_code)
-    with contextlib.suppress(BrokenPipeError, AttributeError):  # there may be no standard output at all
-        sys.stdout.flush()
+    try:
+        with contextlib.suppress(BrokenPipeError, AttributeError):  # there may be no standard output at all
+            sys.stdout.flush()
+    except OSError as error:
+        _cannot_write(error)
+        sys.exit(errors.exit_code)
     if _is_read_by_nobody():
         sys.exit(_BROKEN_PIPE)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _cannot_write(error: OSError) -> None:
+    """Say that the result cannot be written. What is left of it is dropped: Python would try it again at its end."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    click.echo(f"onceflow: standard output cannot be written: {error.strerror}", err=True)
 
 
 def _print_anything() -> None:

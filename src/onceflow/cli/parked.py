@@ -176,8 +176,8 @@ def retry(
 @click.option("--all", "everything", is_flag=True, help="All dead letters, in place of ORIGIN... and of the filters.")
 @click.option("--cause", default="", metavar="CLASS", help="Those with this class of the error.")
 @click.option("--message", default="", metavar="TEXT", help="Those whose error has this text in its message.")
-@click.option("--source", default="", metavar="TOPIC", help="Those whose record was first read from this topic.")
-@click.option("--to", default="", metavar="TOPIC", help="Where the records go.  [default: where each was first read]")
+@click.option("--source", default="", metavar="TOPIC", help="Those whose record was read from this topic.")
+@click.option("--to", default="", metavar="TOPIC", help="Where the records go.  [default: where each was read]")
 @click.option("--dry-run", is_flag=True, help="Only say what would be replayed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @connection
@@ -190,7 +190,7 @@ def replay(
     settings: ClientSettings,
     **filters: str,
 ) -> None:
-    """Send dead letters of TOPIC back to the topics that their records were first read from, each once.
+    """Send dead letters of TOPIC back to the topics that their records were read from, each once.
 
     For a fault that was mended: start the mended flow, then replay. Records go out as they were, to the partition where
     they were. Everybody who reads that topic gets them again; --to names a topic that only your flow reads. What was

@@ -42,13 +42,14 @@ def plan_table(
         check_known(topics, progress.changelogs, progress.topic_ids)
         _check_state(table, progress.tables.get(table, TableProgress()), processor)
         return progress
+    holds_records = any(end for by_partition in ends.values() for end in by_partition.values())
     if options.partitions is not None and topics.partitions != options.partitions:
+        empty = f"; or delete {topics.table} and {topics.internal}: they are empty, as after a start that has failed"
         raise ProgressConflictError(
             f"Table topic {table} has {topics.partitions} partitions, but partitions={options.partitions} was given",
             topic=table,
-            next_step="leave partitions= out, or give the table another name",
+            next_step="leave partitions= out, or give the table another name" + ("" if holds_records else empty),
         )
-    holds_records = any(end for by_partition in ends.values() for end in by_partition.values())
     if holds_records and not options.adopt_existing:
         raise ProgressConflictError(
             f"Table topic {table} holds records already, but the flow's progress does not know the table",

@@ -91,6 +91,9 @@ _OVERHEAD_BYTES = 1300
 _HEADER_BYTES = 10
 _COUNT = re.compile(rb"[0-9]{1,9}")
 
+IDENTITY = re.compile(r"[a-zA-Z0-9._-]{1,249}/[0-9]{1,10}/[0-9]{1,19}")
+"""A place in Kafka: ``topic/partition/offset``."""
+
 
 def _with_cause(record: Record, topic: str, kind: str, message: str, further: tuple[Header, ...] = ()) -> Record:
     """The record for the topic of dead letters or late records.
@@ -107,7 +110,7 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
         a dead letter or late before, the headers from that time are replaced, except those with its origin.
     """
     came_back = has_come_back(record)
-    before = dict(record.headers) if came_back else {}
+    before = dict(record.headers) if came_back and origin_of(record.headers) else {}
     cause: list[Header] = [
         (ERROR_CLASS, kind.encode(errors="replace")),
         (ERROR_MESSAGE, message[:MAX_MESSAGE].encode(errors="replace")),
@@ -120,13 +123,16 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
     )
     cause += [(name, str(where).encode()) for name, _, where in places if where is not None]
     if ORIGIN_TOPIC in before:
-        cause += [(name, before[name]) for _, name, _ in places if name in before]
+        cause += [(name, before[name]) for _, name, _ in places]
     else:
         cause += [(name, str(where).encode()) for _, name, where in places if where is not None]
-    # A letter is read where it was written, so it does not say where a retry of its record was read.
-    replaced = {name for name, _ in cause} | {ERROR_STACK, RETRY_TOPIC}
+    # A letter is read where it was written, so it does not say where a retry of its record was read. Whoever wrote the
+    # record does not say where it was read.
+    replaced = {name for name, _ in cause} | {ERROR_STACK, RETRY_TOPIC, *(name for name, _, _ in places)}
+    if not before:
+        replaced |= {ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET}
     if not came_back:
-        replaced |= {ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET, ATTEMPT}
+        replaced.add(ATTEMPT)
     kept = [header for header in record.headers if header[0] not in replaced]
     return Record(record.key, record.value, topic, (*kept, *cause), known_ms(record.timestamp_ms))
 
@@ -317,6 +323,22 @@ def described_as(what: str, error: BaseException) -> str:
     return f"{what}: {cut(full_text_of(error), _CAUSE_CHARACTERS)}{f' ({line})' if line else ''}"
 
 
+def origin_of(headers: Iterable[Header]) -> str:
+    """The origin in headers, ``topic/partition/offset``; empty: there is none that is complete and valid."""
+    return _place_in(headers, (ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET))
+
+
+def read_at(headers: Iterable[Header]) -> str:
+    """Where the record of a letter was read, ``topic/partition/offset``; empty: the letter does not say so."""
+    return _place_in(headers, (ERROR_TOPIC, ERROR_PARTITION, ERROR_OFFSET))
+
+
+def _place_in(headers: Iterable[Header], names: tuple[str, str, str]) -> str:
+    found = dict(headers)
+    place = b"/".join(found.get(name) or b"" for name in names).decode(errors="surrogateescape")
+    return place if IDENTITY.fullmatch(place) else ""
+
+
 def has_come_back(record: Record) -> bool:
     """Whether the headers with origin and attempts, if a record has them, are about this record.
 
@@ -357,10 +379,8 @@ def idempotency_key(record: Record) -> str:
     Raises:
         ValueError: the rows lack the columns topic, partition or offset.
     """
-    before = dict(record.headers) if has_come_back(record) else {}
-    origin = [before.get(name) for name in (ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET)]
-    if None not in origin:
-        return "/".join((part or b"").decode(errors="replace") for part in origin)
+    if has_come_back(record) and (origin := origin_of(record.headers)):
+        return origin
     own = (read_from(record), record.partition, record.offset)
     if None in own:
         raise ValueError("the record does not say where it was read: keep the columns topic, partition and offset")

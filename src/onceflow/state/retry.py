@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 KEY, NULL_VALUE, RETRY_TOPIC = dead_letters.RECORD_KEY, dead_letters.NULL_VALUE, dead_letters.RETRY_TOPIC
 PARKED_WHY = dead_letters.PARKED_WHY
-IDENTITY = re.compile(r"[a-zA-Z0-9._-]{1,249}/[0-9]{1,10}/[0-9]{1,19}")
+IDENTITY = dead_letters.IDENTITY
 """An origin: ``topic/partition/offset`` where a record was first read."""
 PARKED = re.compile(rf"({IDENTITY.pattern})(?:/[0-9a-f]{{16}})?")
 """The key of a parked record: its origin, and what tells it from others of this origin. Earlier versions wrote the

@@ -117,8 +117,8 @@ class JoinTask:
                 flow=self.order.flow,
                 topic=self.order.spec.topic,
                 detail=self._unreadable(encoded, keys) or f"{type(error).__name__}: {error}",
-                next_step="correct the row, or take the whole value (columns='name', value=serdes.BYTES) and parse "
-                "it in the query",
+                next_step="correct the row; or give join_table corrupt_column='name', which such values go to; or take "
+                "the whole value (columns='name', value=serdes.BYTES) and parse it in the query",
             ) from error
 
     def _readable(self, matched: pa.Array) -> list[pa.Array]:
