@@ -190,9 +190,10 @@ class Comparison:
         """Say how many outputs were left out. They may be of records that only one flow has read, or be wrong."""
         for side, flow in ((SOURCE, self._names.flow), (OUTPUT, self._other.flow)):
             if count := self._others[side]:
+                some = "1 output" if count == 1 else f"{count:,} outputs"
                 self.report.notes.append(
-                    f"{count:,} outputs of {flow} are not compared: they have an id of no source record that both "
-                    "flows have read since the copy was made"
+                    f"{some} of {flow} left out: they have the id of no source record that both flows have read since "
+                    "the copy was made"
                 )
         if pairs:
             self.report.notes.append("outputs are compared by key and value; headers and timestamps are not compared")
