@@ -269,6 +269,16 @@ def test_the_examples_of_tables(
     names = {'"orders"': orders, '"customers"': customers}
     code = adapted(only(blocks(TABLES, "python", "def enriched")), onceflow_broker, names, servers=False)
     assert sorted(map(json.dumps, written(execute(code)["enriched"]))) == ['{"name": "Ada", "tier": 3}', "{}"]
+    good, bad = make_topic("enriched", 1), make_topic("failed", 1)
+    independent.fill(onceflow_broker, customers, [(b"c9", b"{garbage")])
+    code = adapted(only(blocks(TABLES, "python", "def routed")), onceflow_broker, names, servers=False)
+    code = code.replace("'enriched'", f"'{good}'").replace("'orders-failed'", f"'{bad}'")
+    flow = onceflow.Flow(f"flow-{good}", onceflow_spark, bootstrap_servers=onceflow_broker)
+    flow.write(execute(code)["routed"](flow), once=True).start().awaitTermination()
+    flow.close()
+    assert [seen.value for seen in independent.read_topic(onceflow_broker, good)] == [b'{"name":"Ada"}']
+    assert [seen.value for seen in independent.read_topic(onceflow_broker, bad)] == [b'{"customer": "c9"}']
+    independent.fill(onceflow_broker, customers, [(b"c9", None)])
     tiers = execute(only(blocks(TABLES, "python", "class Tiers")))["Tiers"]()
     found = written(
         lambda flow: flow.process(

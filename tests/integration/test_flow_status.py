@@ -15,14 +15,14 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 import onceflow
-from onceflow.admin import committed_progress, flow_status_reader, table_counts
+from onceflow.admin import flow_status_reader, table_counts
 from onceflow.cli.main import cli
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import commit_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
-from onceflow.driver import progress_log
+from onceflow.driver import committed_progress, progress_log
 from onceflow.errors import OptionError
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress

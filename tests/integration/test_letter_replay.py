@@ -202,6 +202,25 @@ def test_another_topic(letters: Letters, make_topic: Callable[..., str]) -> None
     letters.check([])
 
 
+def test_letters_of_several_flows(letters: Letters) -> None:
+    """The record is sent once, whichever flows it has failed in."""
+    producer = Producer({"bootstrap.servers": letters.servers, "log_level": 0})
+    for flow in ("alpha", "beta", "gamma"):
+        for n in range(4):
+            own = Record(b"k", b"%d" % n, letters.orders, (), STAMP, 1, n)
+            letter = dead_letters.dead_letter(own, letters.failed, KeyError("x"), flow)
+            producer.produce(letters.failed, letter.value, letter.key, headers=list(letter.headers))
+    producer.flush(30)
+    assert letters.replay("--flow", "alph")["replayed"] == []
+    assert letters.replay("--flow", "alpha", "--dry-run")["replayed"][0]["records"] == 4
+    done = letters.replay("--all")
+    assert (done["replayed"][0]["records"], done["doubles"], done["causes"]) == (4, 8, {"KeyError": 12})
+    assert letters.replay("--all")["replayed_before"] == 12
+    assert [seen.value for seen in letters.there(letters.orders)] == [b"0", b"1", b"2", b"3"]
+    told = letters.call("--cause", "KeyErr")
+    assert told.stderr.startswith("Their causes: KeyError: 12.")
+
+
 def test_records_of_a_key_come_back_in_their_order(letters: Letters, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch writes letters of records that it cannot decode before others."""
     monkeypatch.setattr(letter_replay, "_LETTERS", 7)

@@ -93,7 +93,7 @@ def test_a_record_that_tasks_have_read(ranges: list[tuple[int, int]], bad: int) 
     assert calls <= len(places) + 9
     ticks = itertools.count(0, blame._SECONDS_OF_TASKS / 2.5)
     in_part = blame.culprit_of_range([("in", 0, 0, 261)], fails, clock=lambda: next(ticks))
-    first, last = map(int, in_part.removeprefix("one of in-0@").split(" to "))
+    first, last = map(int, in_part.removeprefix("in-0@").split(" to "))
     assert first <= bad <= last
 
 

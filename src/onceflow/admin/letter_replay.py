@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 
 import orjson
 import pyarrow as pa
@@ -53,7 +54,7 @@ class Wanted:
     Args:
         origins: where records were first read, ``topic/partition/offset``.
         cause: the class of the error. message: a part of its text.
-        source: the topic that the record was read from when it failed.
+        source: the topic that the record was read from when it failed. flow: the flow in which it failed.
         to: where the records go; empty: to that topic.
     """
 
@@ -61,6 +62,7 @@ class Wanted:
     cause: str = ""
     message: str = ""
     source: str = ""
+    flow: str = ""
     to: str = ""
 
     def fits(self, letter: Letter) -> bool:
@@ -69,6 +71,7 @@ class Wanted:
             and self.cause in ("", letter.text(dead_letters.ERROR_CLASS))
             and self.message in letter.text(dead_letters.ERROR_MESSAGE)
             and self.source in ("", letter.source)
+            and self.flow in ("", letter.text(dead_letters.ERROR_FLOW))
         )
 
 
@@ -127,14 +130,18 @@ class Replayed:
     Args:
         records: their number, by target and cause.
         before: how many of the letters that fit were replayed by an earlier command.
+        doubles: letters of records that were replayed already, by this command: several flows may have one topic of
+            dead letters.
         kept: how many of them cannot be replayed, by the reason.
-        read: how many letters were looked at.
+        read: how many letters were looked at. causes: how many of them have each cause.
     """
 
     records: Mapping[tuple[str, str], int] = field(default_factory=dict)
     before: int = 0
+    doubles: int = 0
     kept: Mapping[str, int] = field(default_factory=dict)
     read: int = 0
+    causes: Mapping[str, int] = field(default_factory=dict)
 
 
 def _replayed(cluster: Cluster, topic: TopicInfo, deadline: Deadline) -> set[Place]:
@@ -194,7 +201,9 @@ class _Replay:
         self._missing = set(wanted.origins)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._kept: Counter[str] = Counter()
-        self._before = self._read = 0
+        self._causes: Counter[str] = Counter()
+        self._sent: set[bytes] = set()
+        self._before = self._read = self._doubles = 0
 
     def run(self) -> Replayed:
         deadline = Deadline(_PREPARE_S, f"preparing to replay the letters of {self._topic}")
@@ -221,9 +230,11 @@ class _Replay:
             noted = _replayed(self._cluster, info, deadline)
             self._look_for_origins(info, noted)
             for letters in self._chosen(info, noted):
+                first = [each for each in letters if self._is_first(each)]
                 if not self._dry_run:
-                    self._write(info, letters)
-                self._counts.update((self._target(each), each.text(dead_letters.ERROR_CLASS)) for each in letters)
+                    self._write(info, first, letters)
+                self._doubles += len(letters) - len(first)
+                self._counts.update((self._target(each), each.text(dead_letters.ERROR_CLASS)) for each in first)
             hooks.at("end", where="driver", flow=f"parked.{self._topic}")
         except FencedError as error:
             raise FencedError(
@@ -233,7 +244,8 @@ class _Replay:
                 next_step=f"see with onceflow parked list {self._topic} which letters were replayed; run this command "
                 "again if necessary: it replays the others",
             ) from error
-        return Replayed(dict(self._counts), self._before, dict(self._kept), self._read)
+        counts, kept, causes = dict(self._counts), dict(self._kept), dict(self._causes)
+        return Replayed(counts, self._before, self._doubles, kept, self._read, causes)
 
     # ---- letters -------------------------------------------------------------------------------------
 
@@ -258,6 +270,17 @@ class _Replay:
                 next_step="name the other ones; nothing was replayed",
             )
         self._before = self._read = 0
+        self._causes.clear()
+
+    def _is_first(self, letter: Letter) -> bool:
+        """Whether no other letter of the same record is replayed by this command."""
+        if not letter.source:
+            return True
+        what = repr((letter.read_at, letter.key, letter.value, self._target(letter))).encode()
+        known = sha256(what).digest()
+        is_first = known not in self._sent
+        self._sent.add(known)
+        return is_first
 
     def _chosen(self, info: TopicInfo, noted: Collection[Place], *, quiet: bool = False) -> Iterator[list[Letter]]:
         """The letters to replay, in lists of limited size.
@@ -269,6 +292,7 @@ class _Replay:
         size = 0
         for letter in self._letters(info, quiet=quiet):
             self._read += 1
+            self._causes[letter.text(dead_letters.ERROR_CLASS)] += 1
             if not self._wanted.fits(letter):
                 continue
             self._missing.discard(letter.origin)
@@ -324,8 +348,12 @@ class _Replay:
 
     # ---- transactions --------------------------------------------------------------------------------
 
-    def _write(self, info: TopicInfo, letters: Sequence[Letter]) -> None:
-        """Replay letters, and note that, in one transaction."""
+    def _write(self, info: TopicInfo, letters: Sequence[Letter], noted_letters: Sequence[Letter]) -> None:
+        """Replay letters, and note that, in one transaction.
+
+        Args:
+            noted_letters: those that need not be replayed any more.
+        """
         flow = f"parked.{self._topic}"
         deadline = Deadline(_TIMEOUT_MS / 1000, f"replaying letters of {self._topic}")
         notes = self._topic + SUFFIX
@@ -336,7 +364,7 @@ class _Replay:
             writer = Writer(self._cluster, self._transactions, limits, deadline)
             for (topic, partition), found in placed.items():
                 writer.write(topic, partition, [(each.key, each.again(topic)) for each in found])
-            noted = [(_note_key(info.topic_id, each.place), self._note(each)) for each in letters]
+            noted = [(_note_key(info.topic_id, each.place), self._note(each)) for each in noted_letters]
             writer.write(notes, 0, noted)
             writer.finish()
             hooks.at("write", where="driver", flow=flow)

@@ -64,7 +64,7 @@ SUMMARIES = {
     "doctor": "Check this machine, the cluster, and what a flow needs there.",
     "fork": "Copy a running flow, to try a new version beside it.",
     "new": "Write a small project to start from.",
-    "parked": "List, show, retry and drop parked records.",
+    "parked": "List, show, retry and drop parked records; replay dead letters.",
     "peek": "Show the newest committed records of a topic.",
     "produce": "Write the lines of standard input to a topic.",
     "progress": "Export and import the progress of a flow.",

@@ -85,9 +85,12 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
             click.echo(begin)
             line = f"  {cause}"
         click.echo(line if most is None or len(line) <= most else f"{line[: most - 3]}...")
-    dead_letters = sum(record.dead_letter for record in found)
+    dead_letters = sum(
+        record.dead_letter and (record.partition, record.offset) not in (replayed or ()) for record in found
+    )
     if dead_letters:
-        click.echo(f"{counted(dead_letters, 'dead letter')}. `onceflow parked replay {topic}` replays them.", err=True)
+        step = f"`onceflow parked replay {topic} --all --dry-run` says what a replay would do"
+        click.echo(f"{counted(dead_letters, 'dead letter')} not replayed; {step}.", err=True)
 
 
 @examples("onceflow parked show orders-parked orders/0/17")
@@ -177,6 +180,7 @@ def retry(
 @click.option("--cause", default="", metavar="CLASS", help="Those with this class of the error.")
 @click.option("--message", default="", metavar="TEXT", help="Those whose error has this text in its message.")
 @click.option("--source", default="", metavar="TOPIC", help="Those whose record was read from this topic.")
+@click.option("--flow", default="", help="Those of records that have failed in this flow.")
 @click.option("--to", default="", metavar="TOPIC", help="Where the records go.  [default: where each was read]")
 @click.option("--dry-run", is_flag=True, help="Only say what would be replayed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -198,9 +202,9 @@ def replay(
     """
     from onceflow.admin import letter_replay
 
-    chosen = any((origins, filters["cause"], filters["message"], filters["source"]))
+    chosen = any((origins, *(filters[name] for name in ("cause", "message", "source", "flow"))))
     if chosen == everything:
-        raise click.UsageError("give ORIGIN... or a filter (--cause, --message, --source), or --all")
+        raise click.UsageError("give ORIGIN... or a filter (--cause, --message, --source, --flow), or --all")
     wanted = letter_replay.Wanted(origins, **filters)
     with progress_bar() as bar, interruptible() as check:
 
@@ -214,7 +218,8 @@ def replay(
             {"to": to, "error": cause or None, "records": count} for (to, cause), count in sorted(done.records.items())
         ]
         document = {"topic": topic, "dry_run": dry_run, "read": done.read, "replayed": records}
-        click.echo(json.dumps({**document, "replayed_before": done.before, "not_replayed": dict(done.kept)}))
+        more = {"replayed_before": done.before, "doubles": done.doubles, "not_replayed": dict(done.kept)}
+        click.echo(json.dumps({**document, **more, "causes": dict(done.causes)}))
         return
     _say_replayed(topic, done, dry_run)
 
@@ -229,6 +234,11 @@ def _say_replayed(topic: str, done: Replayed, dry_run: bool) -> None:
         click.echo(f"{counted(count)} {verb} from {topic} to {to} ({', '.join(causes)}).")
     if not by_target:
         click.echo(f"Nothing to replay among {counted(done.read, 'letter')} of {topic}.")
+        there = ", ".join(f"{shown(cause) or 'none'}: {count:,}" for cause, count in sorted(done.causes.items()))
+        if there:
+            click.echo(f"Their causes: {there}.", err=True)
+    if done.doubles:
+        click.echo(f"{counted(done.doubles, 'letter')} of the same records: not sent again.", err=True)
     if done.before:
         click.echo(f"{counted(done.before, 'letter')}: replayed before.", err=True)
     for why, count in done.kept.items():

@@ -70,6 +70,8 @@ def _forget(settings: ClientSettings, names: Names, options: Options) -> None:
     from onceflow.admin import reset as resetting
     from onceflow.admin.similar_flows import meant, named, similar_flows
     from onceflow.client.cluster import Cluster
+    from onceflow.protocol.names import INTERNAL_SUFFIX
+    from onceflow.protocol.position import Position
 
     flow = names.flow
     if not resetting.is_known(settings, names):
@@ -86,7 +88,7 @@ def _forget(settings: ClientSettings, names: Names, options: Options) -> None:
         )
     if not options.yes:
         what = f"the progress of flow {flow!r} at {settings.bootstrap_servers}"
-        click.confirm(f"Forget {what}? What it has written stays.", abort=True, err=True)
+        click.confirm(f"Forget {what}? What it has written stays, also the rows of its tables.", abort=True, err=True)
     before = resetting.reset(settings, names, [])
     if options.as_json:
         found = None if before is None else {"batch_id": before.batch_id, "offsets": before.offsets}
@@ -94,7 +96,11 @@ def _forget(settings: ClientSettings, names: Names, options: Options) -> None:
     elif before is None:
         click.echo(f"Flow {flow} had no progress.")
     else:
-        click.echo(f"Flow {flow} was at batch {before.batch_id}; its next start begins anew.")
+        click.echo(f"Flow {flow} was at batch {before.batch_id}, position {Position(before.offsets)}.")
+        click.echo("Its next start begins with the first records of its sources, or at its starting_offsets.")
+        if tables := sorted(name for name in before.changelogs if name + INTERNAL_SUFFIX in before.changelogs):
+            topics = ", ".join(f"{table} and {table}{INTERNAL_SUFFIX}" for table in tables)
+            click.echo(f"Rows of tables stay. To begin with empty ones, delete the topics {topics}.")
 
 
 def _move(settings: ClientSettings, names: Names, options: Options, position: str, state: str | None) -> None:

@@ -89,9 +89,8 @@ def culprit_of_range(
                 end = middle
             else:
                 start = middle
-        return (
-            f"{topic}-{partition}@{start}" if end - start == 1 else f"one of {topic}-{partition}@{start} to {end - 1}"
-        )
+        last = "" if end - start == 1 else f" to {end - 1}"  # one of them
+        return f"{topic}-{partition}@{start}{last}"
     return ""
 
 

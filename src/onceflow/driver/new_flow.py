@@ -6,8 +6,8 @@ failed. As a new flow it would read everything again, and write it again.
 
 from __future__ import annotations
 
-import difflib
 import logging
+import re
 from collections.abc import Mapping
 
 from onceflow.client.cluster import Cluster
@@ -20,7 +20,8 @@ from onceflow.protocol.progress import Progress, decode
 log = logging.getLogger("onceflow")
 
 _SECONDS = 3.0
-_ALIKE_SHARE = 0.6
+#: What names of versions end with.
+_VERSION = re.compile(r"[-_.]?(v?\d+|next|new|copy|fork|test|beta|green|blue)$")
 
 
 def warn_of_similar(cluster: Cluster, progress: Progress, names: Names) -> None:
@@ -57,14 +58,12 @@ def warning_of(progress: Progress, others: Mapping[str, Progress], flow: str) ->
         if same and other.became is None and other.batch_id > 0:
             return (
                 f"it has no progress, so it begins as a new flow. Flow {name} reads {', '.join(same)}, too, and is at "
-                f"batch {other.batch_id}. If {flow} is to be a copy of it that continues there, stop it, and run "
-                f"`onceflow reset {flow}` and `onceflow fork {name} {flow}`"
+                f"batch {other.batch_id}. If {flow} is to be a copy of it that continues there: stop it, run "
+                f"`onceflow reset {flow}`, delete its tables and outputs, and run `onceflow fork {name} {flow}`"
             )
     return None
 
 
 def _is_alike(one: str, other: str) -> bool:
-    """Whether the one name may be that of a version of the other flow: ``orders`` and ``orders-v2``."""
-    if one in other or other in one:
-        return True
-    return difflib.SequenceMatcher(None, one, other).ratio() >= _ALIKE_SHARE
+    """Whether both may be versions of one flow by their names: ``orders``, ``orders-v2``, ``orders-next``."""
+    return _VERSION.sub("", one) == _VERSION.sub("", other)

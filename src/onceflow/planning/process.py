@@ -15,6 +15,7 @@ from onceflow.planning.local_state import check_local
 from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor, overrides
+from onceflow.state.api.serdes import is_serde
 from onceflow.state.dead_letter_limit import check_limit
 from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.shapes import declared_fields
@@ -99,6 +100,7 @@ def check_options(
         )
     _check_defined(processor, flow)
     _check_signatures(processor, flow)
+    _check_serdes(processor, flow)
     _note_misspelled(processor, flow)
     check_windows(processor, flow, late_topic=options.late_topic is not None)
     _check_table(options.table, flow, sources, tables)
@@ -158,6 +160,18 @@ def _check_signatures(processor: Processor | ColumnProcessor, flow: str) -> None
                 f"{type(processor).__name__}.{name}{signature} cannot be called: {wrong}",
                 flow=flow,
                 next_step=f"define it as {name}({', '.join(['self', *arguments])})",
+            )
+
+
+def _check_serdes(processor: Processor | ColumnProcessor, flow: str) -> None:
+    """Check that serdes are some. A text, or a class, fails at the first record, or makes dead letters of all."""
+    for name in ("key", "value", "state", "output"):
+        serde = getattr(processor, name, None)
+        if serde is not None and not is_serde(serde):
+            raise OptionError(
+                f"{name} of {type(processor).__name__} is no serde: {serde!r:.100}",
+                flow=flow,
+                next_step="give one of onceflow.serdes, such as serdes.JSON, serdes.STRING or serdes.struct(...)",
             )
 
 

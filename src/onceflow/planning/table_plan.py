@@ -55,8 +55,9 @@ def plan_table(
             f"Table topic {table} holds records already, but the flow's progress does not know the table",
             topic=table,
             detail="they may be the state of another flow, or of this one before it was reset",
-            next_step="delete the topics "
-            f"{topics.table} and {topics.internal} to start empty, or give adopt_existing=True to take the rows over",
+            next_step=f"delete the topics {topics.table} and {topics.internal} to start empty. Or give "
+            "adopt_existing=True to take the rows over: what the flow reads again, as after a reset, is then counted a "
+            "second time",
         )
     added = TableProgress(
         processor.version, fields=declared_fields(processor), processing_timers=None if holds_records else False

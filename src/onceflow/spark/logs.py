@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from py4j.protocol import Py4JNetworkError
@@ -24,6 +25,9 @@ log = logging.getLogger("onceflow.spark")
 
 # The loggers that py4j uses.
 _LOGGERS = (logging.root, logging.getLogger("py4j.clientserver"), logging.getLogger("py4j.java_gateway"))
+
+# PySpark 4 logs each error of a query here, as JSON with the stack traces of the JVM, before it raises it.
+_CONTEXT_LOGGERS = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 
 _BROKEN = (Py4JNetworkError, OSError, EOFError)  # a ConnectionError is an OSError
 
@@ -86,6 +90,11 @@ def silence_py4j() -> None:
     for logger in _LOGGERS:
         if _not_of_a_broken_connection not in logger.filters:
             logger.addFilter(_not_of_a_broken_connection)
+    with suppress(ImportError):  # Spark 3.5 has no such loggers
+        from pyspark.logger import PySparkLogger
+
+        for name in _CONTEXT_LOGGERS:
+            PySparkLogger.getLogger(name).setLevel(logging.CRITICAL + 1)
     server = getattr(SparkContext._active_spark_context, "_accumulatorServer", None)
     if server is not None and "handle_error" not in vars(server):
         others = server.handle_error

@@ -30,6 +30,8 @@ ERROR_STACK = "onceflow.error.stack"
 ERROR_TOPIC = "onceflow.error.topic"
 ERROR_PARTITION = "onceflow.error.partition"
 ERROR_OFFSET = "onceflow.error.offset"
+ERROR_FLOW = "onceflow.error.flow"
+"""The flow in which the record has failed. Several flows may have one topic of dead letters."""
 ORIGIN_TOPIC = "onceflow.origin.topic"
 ORIGIN_PARTITION = "onceflow.origin.partition"
 ORIGIN_OFFSET = "onceflow.origin.offset"
@@ -62,7 +64,7 @@ DUPLICATE_SEEN = "onceflow.duplicate.seen"
 #: What a letter says of its cause and its place; other headers, whatever their names, are those of the record.
 ABOUT = frozenset(
     {
-        *(ERROR_CLASS, ERROR_MESSAGE, ERROR_STACK, ERROR_TOPIC, ERROR_PARTITION, ERROR_OFFSET),
+        *(ERROR_CLASS, ERROR_MESSAGE, ERROR_STACK, ERROR_TOPIC, ERROR_PARTITION, ERROR_OFFSET, ERROR_FLOW),
         *(ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET, ATTEMPT),
         *(TIMER_NAME, TIMER_CLOCK, TIMER_AT, TIMER_TABLE, DUPLICATE_ID, DUPLICATE_SEEN),
         # Those of a letter that is parked.
@@ -128,7 +130,7 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
         cause += [(name, str(where).encode()) for _, name, where in places if where is not None]
     # A letter is read where it was written, so it does not say where a retry of its record was read. Whoever wrote the
     # record does not say where it was read.
-    replaced = {name for name, _ in cause} | {ERROR_STACK, RETRY_TOPIC, *(name for name, _, _ in places)}
+    replaced = {name for name, _ in cause} | {ERROR_STACK, ERROR_FLOW, RETRY_TOPIC, *(name for name, _, _ in places)}
     if not before:
         replaced |= {ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET}
     if not came_back:
@@ -155,9 +157,14 @@ def duplicate(record: Record, topic: str, id_: bytes, seen_ms: int | None) -> Re
     return _with_cause(record, topic, DUPLICATE, message, ((DUPLICATE_ID, id_), *seen))
 
 
-def dead_letter(record: Record, topic: str, error: BaseException) -> Record:
-    """A record that could not be processed, for the dead-letter topic."""
-    further = ((ERROR_STACK, _stack(error).encode(errors="replace")), _next_attempt(record))
+def dead_letter(record: Record, topic: str, error: BaseException, flow: str = "") -> Record:
+    """A record that could not be processed, for the dead-letter topic.
+
+    Args:
+        flow: in which it has failed; empty: not known.
+    """
+    further: tuple[Header, ...] = ((ERROR_FLOW, flow.encode()),) if flow else ()
+    further += ((ERROR_STACK, _stack(error).encode(errors="replace")), _next_attempt(record))
     return _with_cause(record, topic, type(error).__name__, text_of(error), further)
 
 

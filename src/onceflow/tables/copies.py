@@ -177,7 +177,8 @@ class Copy:
             log.info("table %s: %d records read in %.2f s", self.name, run.records, seconds)
 
     def check_placement(self, keys: pa.BinaryArray) -> None:
-        """Note whether these keys of the partition are where the default partitioner puts them."""
+        """Note whether these keys of the partition are where the default partitioner puts them. Keys of tombstones say
+        nothing: there is no row, as where a row was before it moved."""
         if not self.placed or self._followed.partitions == 1 or not len(keys):
             return
         found = key_partitions(keys, self._followed.partitions)
@@ -209,7 +210,8 @@ class Copy:
             raise StoreCorruptError("it was out of touch so long that Kafka may have removed tombstones")
         current_ms = as_of_ms if chunk.next_offset >= stable else self.current_ms
         self.note_marks(marks)  # before others can see tombstones of rows that have moved
-        self.check_placement(pa.array(chunk.keys, pa.binary()))
+        keys = [key for key, value in zip(chunk.keys, chunk.values, strict=True) if value is not None]
+        self.check_placement(pa.array(keys, pa.binary()))
         changes: Changes = {}
         if not self.snapshots and chunk.keys:
             ignored = table_changes(chunk, changes)

@@ -417,7 +417,7 @@ class Follower:
     def _has_read(self, partition: int, chunk: AnyChunk | Columns) -> None:
         copy = self._copies[partition]
         if isinstance(chunk, ColumnChunk):  # the key of snapshots says nothing of where the keys of the table are
-            copy.check_placement(chunk.records.keys)
+            copy.check_placement(chunk.records.keys.filter(chunk.records.values.is_valid()))
         marks = marks_of(chunk)
         self._check_moved(marks)
         self._read[partition] = chunk.next_offset

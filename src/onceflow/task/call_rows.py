@@ -165,7 +165,7 @@ class CallRows:
                     raise error.locate(flow=self.order.flow, topic=record.topic) from error.__cause__
                 if self.order.dead_letter_topic is None or isinstance(error, MemoryError):
                     raise self._failed(record, error) from error
-                letter = dead_letters.dead_letter(record, self.order.dead_letter_topic, error)
+                letter = dead_letters.dead_letter(record, self.order.dead_letter_topic, error, self.order.flow)
                 collector.extend([dead_letters.fitted(letter, rules.get(letter.topic or ""))], as_read=True)
                 report.dead_letters += 1
                 count, first = report.causes.get(type(error).__name__, (0, ""))

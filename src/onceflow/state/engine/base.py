@@ -358,7 +358,7 @@ class BaseEngine:
         if self._dead_letter_topic is None:
             where = f"offset {record.offset}, " if record.offset is not None else ""
             raise self._failed("a record could not be processed", error, record, f"{where}key {shown(record.key)}")
-        letter = dead_letters.dead_letter(record, self._dead_letter_topic, error)
+        letter = dead_letters.dead_letter(record, self._dead_letter_topic, error, self.flow)
         self._add_letter(letter, error, dead_letters.described(record, error))
 
     def _write_aside(self, letters: Sequence[Record]) -> None:
