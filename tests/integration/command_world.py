@@ -69,7 +69,7 @@ ARGUMENTS = {
     "table list": "",
     "table prefix": "TABLE row --state-dir FOLDER",
     "table range": "TABLE --state-dir FOLDER",
-    "table repartition": "FLOW TABLE --partitions COUNT",
+    "table repartition": "FLOW TABLE --partitions COUNT --yes",
     "table tail": "TABLE --from-start --limit 1 --state-dir FOLDER",
     "topic create": "TOPIC --partitions 1",
     "topic delete": "TOPIC --yes",

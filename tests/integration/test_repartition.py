@@ -139,7 +139,7 @@ class State:
     # ---- the command ---------------------------------------------------------------------------------
 
     def arguments(self, partitions: int, *more: str) -> list[str]:
-        where = ["--bootstrap-servers", self.bootstrap, "--partitions", str(partitions)]
+        where = ["--bootstrap-servers", self.bootstrap, "--partitions", str(partitions), "--yes"]
         return ["table", "repartition", self.flow, self.table, *where, *more]
 
     def run(self, partitions: int, *more: str) -> dict[str, Any]:
@@ -410,6 +410,16 @@ def test_a_key_that_is_called_like_a_snapshot(make_state: Any) -> None:
 
 
 # ---- refused ---------------------------------------------------------------------------------------------
+
+
+def test_it_asks_first(make_state: Any) -> None:
+    state = make_state(2, 20)
+    words = [word for word in state.arguments(5) if word != "--yes"]
+    answer = CliRunner().invoke(cli, words, input="n\n")
+    assert answer.exit_code == 1
+    assert f"Stop flow {state.flow}, and give its table {state.table} 5 partitions" in answer.stderr
+    assert state.committed().changelogs == state.progress.changelogs
+    state.check(2)
 
 
 def test_fewer_partitions_are_refused_before_anybody_is_fenced(make_state: Any) -> None:

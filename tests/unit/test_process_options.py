@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from onceflow import ColumnProcessor, Processor, Record, Retry
+from onceflow import ColumnProcessor, Processor, Record, Retry, serdes
 from onceflow.errors import OptionError
 from onceflow.planning.process import StepOptions, check_options
 
@@ -147,3 +148,19 @@ def test_methods_that_cannot_be_called_are_refused(name: str, function: Any) -> 
 )
 def test_methods_that_can_be_called(name: str, function: Any) -> None:
     assert check_options(OPTIONS, _with(name, function), flow="f", sources=["s"], tables=[])
+
+
+@pytest.mark.parametrize("name", ["key", "value", "state", "output"])
+@pytest.mark.parametrize("given", ["json", serdes.struct, serdes.Struct, 7, json])
+def test_serdes_that_are_none_are_refused(name: str, given: Any) -> None:
+    """The first record ended the flow without a name, or all became dead letters."""
+    processor = _with(name, given)
+    with pytest.raises(OptionError, match=f"{name} of Given is no serde") as caught:
+        check_options(OPTIONS, processor, flow="f", sources=["s"], tables=[])
+    assert "serdes.JSON" in caught.value.next_step
+
+
+@pytest.mark.parametrize("given", [serdes.JSON, serdes.struct(a="int64"), serdes.Serde(str.encode, bytes.decode)])
+def test_serdes_of_all_kinds(given: Any) -> None:
+    for name in ("key", "value", "state", "output"):
+        assert check_options(OPTIONS, _with(name, given), flow="f", sources=["s"], tables=[])

@@ -56,6 +56,7 @@ for each in (
     help="The timeout of the transaction that moves all rows.  "
     "[default: 15 minutes, or less if the brokers allow less]",
 )
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def repartition(
     flow: str,
@@ -65,6 +66,7 @@ def repartition(
     transactional_id_prefix: str,
     group_id_prefix: str | None,
     transaction_timeout: str | None,
+    yes: bool,
     as_json: bool,
 ) -> None:
     """Give the TABLE of a FLOW more partitions, and move its rows to them.
@@ -78,6 +80,9 @@ def repartition(
 
     names = Names(flow, transactional_id_prefix, group_id_prefix)
     timeout_ms = None if transaction_timeout is None else timeout_ms_of(transaction_timeout, "--transaction-timeout")
+    if not yes:
+        what = f"Stop flow {flow}, and give its table {table} {partitions} partitions at {settings.bootstrap_servers}?"
+        click.confirm(f"{what} They cannot be taken away again.", abort=True, err=True)
     with progress_bar() as bar:
 
         def show(progress: RepartitionProgress) -> None:
