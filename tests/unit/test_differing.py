@@ -53,6 +53,7 @@ def test_fields_that_differ() -> None:
     [
         (b"x", b"y", "key k: a has x, b has y"),
         (b"1", b"1.5", "key k: a has 1, b has 1.5"),
+        (b'{"a": 6.5}', b'{"a": 6.25}', "key k: a is 6.5 in a, 6.25 in b"),
         (None, b"{}", "key k: a has null, b has {}"),
         (b"\xff", b"\xfe", "key k: a has \\xff, b has \\xfe"),
         (

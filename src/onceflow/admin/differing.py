@@ -116,14 +116,19 @@ def _fields(old: dict[str, Any], new: dict[str, Any], above: str, names: tuple[s
         pair = old.get(name, _MISSING), new.get(name, _MISSING)
         if all(isinstance(each, dict) for each in pair):
             yield from _fields(*pair, f"{above}{name}.", names)
-        elif _written(pair[0]) != _written(pair[1]):
+        elif _in_one_form(pair[0]) != _in_one_form(pair[1]):
             yield f"{above}{name} is {_written(pair[0])} in {names[0]}, {_written(pair[1])} in {names[1]}"
 
 
+def _in_one_form(value: Any) -> bytes | None:
+    return None if value is _MISSING else exact_json.canonical(exact_json.dumps(value))
+
+
 def _written(value: Any) -> str:
+    """As in the record."""
     if value is _MISSING:
         return "missing"
-    text = exact_json.canonical(exact_json.dumps(value)).decode()
+    text = exact_json.dumps(value).decode()
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

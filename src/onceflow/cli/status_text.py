@@ -79,7 +79,7 @@ def _detail(flow: FlowStatus) -> list[str]:
             shown_rows = {part.partition: _cells(part) for part in source.partitions}
             shown_rows |= {number: [source.offsets.get(number, "-"), *"??????"] for number in source.unseen}
             rows = [[f"{source.topic}-{number}", *cells] for number, cells in sorted(shown_rows.items())]
-        lines += in_columns(columns, rows)
+        lines += _table(columns, rows)
     if flow.tables:
         rows = [
             [
@@ -90,18 +90,24 @@ def _detail(flow: FlowStatus) -> list[str]:
             ]
             for each in flow.tables
         ]
-        lines += in_columns(["TABLE", "RECORDS AT MOST", "END OFFSETS", "WATERMARK"], rows)
+        lines += _table(["TABLE", "RECORDS AT MOST", "END OFFSETS", "WATERMARK"], rows)
     if flow.letters:
         found = [
             [shown(each.topic), each.role, _known(each.records_at_most), _known(each.waiting)] for each in flow.letters
         ]
-        lines += in_columns(["LETTERS", "ROLE", "RECORDS AT MOST", "WAITING"], found)
+        lines += _table(["LETTERS", "ROLE", "RECORDS AT MOST", "WAITING"], found)
     counted_tables = [(each.topic, each.contents) for each in flow.tables if each.contents is not None]
     if counted_tables:
-        lines += in_columns(_CONTENTS, [_contents(topic, contents) for topic, contents in counted_tables])
+        lines += _table(_CONTENTS, [_contents(topic, contents) for topic, contents in counted_tables])
     if flow.driver is not None and flow.driver.tables:
-        lines += in_columns(_LOCAL, [_local(table) for table in flow.driver.tables])
+        lines += _table(_LOCAL, [_local(table) for table in flow.driver.tables])
     return lines + _remarks(flow) + [f"note: {shown(text)}" for text in flow.notes]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """The lines of a table. If they are not in one form with those around it, there are empty lines between them."""
+    lines = in_columns(columns, rows)
+    return lines if len(lines) == len(rows) + 1 and lines[0].startswith(columns[0]) else ["", *lines, ""]
 
 
 def _no_driver(flow: FlowStatus) -> str:

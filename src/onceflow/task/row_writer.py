@@ -308,7 +308,7 @@ class RowWriter:
         self._checked.add(topic)
 
     def _write_topic(self, topic: str, rows: pa.RecordBatch) -> None:
-        target = self.target(topic)
+        target = self.target_of(topic, rows)
         routing = self._order.routing
         if routing.kind == "source":
             self._encode(topic, routing.task_partitions[self._place.task], rows, target)
@@ -395,6 +395,18 @@ class RowWriter:
             limits = topic_limits(self._cluster, [topic], self._deadline)[topic]
             self._targets[topic] = Target(info.partitions, *limits)
         return self._targets[topic]
+
+    def target_of(self, topic: str, rows: pa.RecordBatch) -> Target:
+        """As `target`, for rows that may name the topic: an error names the first of them by its key."""
+        try:
+            return self.target(topic)
+        except UnknownTopicError as error:
+            if topic != self._order.topic and "key" in rows.schema.names:
+                key = rows.column("key").cast(pa.binary())[0].as_py()
+                rest = f", {error.detail}" if error.detail else ""
+                error.detail = f"{rows.num_rows} rows name it, the first with the key {shown(key)}{rest}"
+                error.locate()
+            raise
 
     def rules(self, topic: str) -> TopicRules:
         """What a topic takes.

@@ -76,7 +76,7 @@ class TaskOutputs:
         """
         residue = partition % self._modulus
         for topic, rows in self._by_topic(batch):
-            target = self._writer.target(topic)
+            target = self._writer.target_of(topic, rows)
             if target.partitions % self._modulus:
                 self._return(topic, rows)
             else:
