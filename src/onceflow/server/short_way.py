@@ -76,7 +76,10 @@ async def one_key(served: Served, path_key: bytes, written: Format, wish: Wish) 
     raw, seen = await served.routed.get(key, wish)
     found = {"table": topic, "key": written.keys.show(key), **seen.members(topic)}
     if raw is None:
-        raise Problem(404, f"Table {topic} has no such key", headers=seen.headers(topic), more=found)
+        detail = f"Table {topic} has no such key"
+        if seen.lag_records:
+            detail += f" as far as it is read here: up to {seen.lag_records:,} committed records are missing"
+        raise Problem(404, detail, headers=seen.headers(topic), more=found)
     value, error = written.value(raw)
     if error:
         next_step = "ask with value_encoding=base64"
