@@ -20,6 +20,7 @@ from onceflow.protocol.progress import Progress
         ("orders", "orders-eu", False),
         ("order-audit", "audit", False),
         ("windows2", "audit", False),
+        ("flow-in-1", "flow-in-1-v2", True),
         ("totals", "orders", False),
     ],
 )

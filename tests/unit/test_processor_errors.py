@@ -86,6 +86,7 @@ def test_the_bad_record_goes_to_the_dead_letters_and_the_others_count() -> None:
     assert causes(first) == {
         "class": "RuntimeError",
         "message": "no good",
+        "flow": "test",
         "topic": "input",
         "partition": "0",
         "offset": "4",

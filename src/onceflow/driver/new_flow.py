@@ -66,4 +66,5 @@ def warning_of(progress: Progress, others: Mapping[str, Progress], flow: str) ->
 
 def _is_alike(one: str, other: str) -> bool:
     """Whether both may be versions of one flow by their names: ``orders``, ``orders-v2``, ``orders-next``."""
-    return _VERSION.sub("", one) == _VERSION.sub("", other)
+    names = {one, _VERSION.sub("", one)}
+    return other in names or _VERSION.sub("", other) in names
