@@ -202,8 +202,17 @@ def test_another_topic(letters: Letters, make_topic: Callable[..., str]) -> None
     letters.check([])
 
 
-def test_letters_of_several_flows(letters: Letters) -> None:
-    """The record is sent once, whichever flows it has failed in."""
+def test_letters_of_several_flows(letters: Letters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is sent once, whichever flows it has failed in, and noted in the transaction of the first letter."""
+    monkeypatch.setattr(letter_replay, "_LETTERS", 2)
+    sizes = []
+    write = letter_replay._Replay._write
+
+    def noted(self: Any, info: Any, first: Any, all_: Any) -> None:
+        sizes.append((len(first), len(all_)))
+        write(self, info, first, all_)
+
+    monkeypatch.setattr(letter_replay._Replay, "_write", noted)
     producer = Producer({"bootstrap.servers": letters.servers, "log_level": 0})
     for flow in ("alpha", "beta", "gamma"):
         for n in range(4):
@@ -216,6 +225,7 @@ def test_letters_of_several_flows(letters: Letters) -> None:
     done = letters.replay("--all")
     assert (done["replayed"][0]["records"], done["doubles"], done["causes"]) == (4, 8, {"KeyError": 12})
     assert letters.replay("--all")["replayed_before"] == 12
+    assert sizes == [(1, 3)] * 4
     assert [seen.value for seen in letters.there(letters.orders)] == [b"0", b"1", b"2", b"3"]
     told = letters.call("--cause", "KeyErr")
     assert told.stderr.startswith("Their causes: KeyError: 12.")

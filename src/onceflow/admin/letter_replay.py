@@ -306,6 +306,8 @@ class _Replay:
                 if len(found) >= _SORTED_LETTERS or size >= _SORTED_BYTES:
                     found.sort(key=_order)
                     half = len(found) // 2 or 1
+                    while half < len(found) and _is_same(found[half - 1], found[half]):
+                        half += 1
                     yield from _parts(found[:half])
                     found = found[half:]
                     size = sum(each.nbytes for each in found)
@@ -401,16 +403,22 @@ def _order(letter: Letter) -> tuple[str, int, int]:
     return letter.read_at
 
 
+def _is_same(one: Letter, other: Letter) -> bool:
+    """Whether both are letters of the same record."""
+    return bool(one.source) and one.read_at == other.read_at
+
+
 def _parts(letters: Sequence[Letter]) -> Iterator[list[Letter]]:
-    """The letters of each transaction."""
+    """The letters of each transaction. Those of one record are in the same one: it is sent once, also if this process
+    is killed between two of them."""
     part: list[Letter] = []
     size = 0
     for letter in letters:
-        part.append(letter)
-        size += letter.nbytes
-        if len(part) >= _LETTERS or size >= _BYTES:
+        if (len(part) >= _LETTERS or size >= _BYTES) and not _is_same(part[-1], letter):
             yield part
             part, size = [], 0
+        part.append(letter)
+        size += letter.nbytes
     if part:
         yield part
 
