@@ -18,7 +18,7 @@ from onceflow.task.step_outputs import (
 
 
 def outputs(tasks: int) -> TaskOutputs:
-    writer: Any = SimpleNamespace(target=lambda topic: SimpleNamespace(partitions=tasks + 1))
+    writer: Any = SimpleNamespace(target_of=lambda topic, rows: SimpleNamespace(partitions=tasks + 1))
     return TaskOutputs(writer, topic="out", modulus=tasks, turn=1)
 
 
