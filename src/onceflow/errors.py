@@ -78,6 +78,11 @@ class OnceflowError(Exception):
         self.args = (self._text(),)
         return self
 
+    def with_detail(self: _Error, detail: str) -> _Error:
+        """Replace the detail, also in the text of the error. Returns the error itself, as `locate` does."""
+        self.detail = detail
+        return self.locate()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.what, self.fields())
 

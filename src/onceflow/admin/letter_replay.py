@@ -68,10 +68,10 @@ class Wanted:
     def fits(self, letter: Letter) -> bool:
         return (
             (not self.origins or letter.origin in self.origins)
-            and self.cause in ("", letter.text(dead_letters.ERROR_CLASS))
-            and self.message in letter.text(dead_letters.ERROR_MESSAGE)
+            and self.cause in ("", letter.header(dead_letters.ERROR_CLASS))
+            and self.message in letter.header(dead_letters.ERROR_MESSAGE)
             and self.source in ("", letter.source)
-            and self.flow in ("", letter.text(dead_letters.ERROR_FLOW))
+            and self.flow in ("", letter.header(dead_letters.ERROR_FLOW))
         )
 
 
@@ -85,9 +85,9 @@ class Letter:
     headers: Sequence[Header]
     timestamp_ms: int
 
-    def text(self, name: str) -> str:
-        """The last header of this name, as text; empty if there is none."""
-        return (dict(self.headers).get(name) or b"").decode(errors="replace")
+    def header(self, name: str) -> str:
+        """The last header with this name, as text; empty if there is none."""
+        return dead_letters.header_text(self.headers, name)
 
     @cached_property
     def origin(self) -> str:
@@ -234,7 +234,7 @@ class _Replay:
                 if not self._dry_run:
                     self._write(info, first, letters)
                 self._doubles += len(letters) - len(first)
-                self._counts.update((self._target(each), each.text(dead_letters.ERROR_CLASS)) for each in first)
+                self._counts.update((self._target(each), each.header(dead_letters.ERROR_CLASS)) for each in first)
             hooks.at("end", where="driver", flow=f"parked.{self._topic}")
         except FencedError as error:
             raise FencedError(
@@ -292,7 +292,7 @@ class _Replay:
         size = 0
         for letter in self._letters(info, quiet=quiet):
             self._read += 1
-            self._causes[letter.text(dead_letters.ERROR_CLASS)] += 1
+            self._causes[letter.header(dead_letters.ERROR_CLASS)] += 1
             if not self._wanted.fits(letter):
                 continue
             self._missing.discard(letter.origin)
@@ -336,7 +336,7 @@ class _Replay:
 
     def _why_kept(self, letter: Letter) -> str:
         """Why a letter cannot be replayed, in words; empty: it can."""
-        if not letter.text(dead_letters.ERROR_CLASS):
+        if not letter.header(dead_letters.ERROR_CLASS):
             return "it has no cause in its headers, so it is no dead letter"
         if why := dead_letters.why_not_retried(letter.headers):
             return why

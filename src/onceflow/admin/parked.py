@@ -118,7 +118,7 @@ class Parked:
 
     def header(self, name: str) -> str:
         """The last header with this name, as text; empty if there is none."""
-        return (dict(self.headers).get(name) or b"").decode(errors="replace")
+        return dead_letters.header_text(self.headers, name)
 
     def again(self, topic: str) -> Row:
         """The record for a retry topic: attempts are counted from the beginning again, the origin stays."""

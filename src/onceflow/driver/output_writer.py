@@ -182,8 +182,7 @@ class OutputWriter:
     def _name_source(self, error: BadRecordError, rows: FetchedRows, order: WriteOrder) -> None:
         """Say of which record the row was made that cannot be written."""
         if source := rows.culprit(partial(refuses, order, DRIVER, self._cluster)):
-            error.detail = "; ".join(filter(None, [f"made of record {source}", error.detail]))
-            error.locate()
+            error.with_detail("; ".join(filter(None, [f"made of record {source}", error.detail])))
 
     def _write_ranges(self, rows: RangeRows, attempt: Attempt) -> list[Part]:
         """Rows that tasks read by themselves. If these tasks cannot also write them, Spark moves the rows to others.

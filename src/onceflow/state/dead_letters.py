@@ -346,6 +346,11 @@ def _place_in(headers: Iterable[Header], names: tuple[str, str, str]) -> str:
     return place if IDENTITY.fullmatch(place) else ""
 
 
+def header_text(headers: Iterable[Header], name: str) -> str:
+    """The last header with this name, as text; empty: there is none."""
+    return (dict(headers).get(name) or b"").decode(errors="replace")
+
+
 def has_come_back(record: Record) -> bool:
     """Whether the headers with origin and attempts, if a record has them, are about this record.
 

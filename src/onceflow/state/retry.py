@@ -353,8 +353,7 @@ def _digest(*parts: bytes) -> str:
 
 def _refused(waiting: Record, why: str) -> Record:
     """The record with another cause: its topic refuses it. What it has failed with before is in the message."""
-    told = dict(waiting.headers)
-    before = (told.get(dead_letters.ERROR_MESSAGE) or b"").decode(errors="replace")
+    before = dead_letters.header_text(waiting.headers, dead_letters.ERROR_MESSAGE)
     message = f"it cannot be retried: {why}; it failed with {_cause(waiting) or 'an unknown error'}: {before}"
     cause = {dead_letters.ERROR_CLASS: BadRecordError.__name__, dead_letters.ERROR_MESSAGE: message[:MAX_MESSAGE]}
     headers = [header for header in waiting.headers if header[0] not in cause]
@@ -375,7 +374,7 @@ def _origin_headers(origin: str) -> list[Header]:
 
 
 def _cause(dead_letter: Record) -> str:
-    return (dict(dead_letter.headers).get(dead_letters.ERROR_CLASS) or b"").decode(errors="replace")
+    return dead_letters.header_text(dead_letter.headers, dead_letters.ERROR_CLASS)
 
 
 def _option(what: str, next_step: str) -> OptionError:

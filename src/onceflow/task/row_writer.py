@@ -213,8 +213,7 @@ def _named_by_key(rows: pa.RecordBatch) -> Iterator[None]:
     except BadRecordError as error:
         if error.row >= 0 and "key" in rows.schema.names:
             key = rows.column("key").cast(pa.binary())[error.row].as_py()
-            error.detail = f"the row with the key {shown(key)}: {error.detail}"
-            error.locate()
+            error.with_detail(f"the row with the key {shown(key)}: {error.detail}")
         raise
 
 
@@ -404,8 +403,7 @@ class RowWriter:
             if topic != self._order.topic and "key" in rows.schema.names:
                 key = rows.column("key").cast(pa.binary())[0].as_py()
                 rest = f", {error.detail}" if error.detail else ""
-                error.detail = f"{rows.num_rows} rows name it, the first with the key {shown(key)}{rest}"
-                error.locate()
+                error.with_detail(f"{rows.num_rows} rows name it, the first with the key {shown(key)}{rest}")
             raise
 
     def rules(self, topic: str) -> TopicRules:
