@@ -15,7 +15,8 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 import onceflow
-from onceflow.admin import flow_status_reader, table_counts
+from onceflow.admin import flow_status_reader, letter_replay, table_counts
+from onceflow.admin.letter_replay import Wanted
 from onceflow.cli.main import cli
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
@@ -158,6 +159,7 @@ def test_a_flow_that_runs_and_then_is_behind(
 
 def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: Callable[..., str]) -> None:
     source, other, table = make_topic("in", 3), make_topic("anew", 1), make_topic("sums", 1, cleanup_policy="compact")
+    grown, empty = make_topic("grown", 4, cleanup_policy="compact"), make_topic("empty", 1, cleanup_policy="compact")
     flow = f"of-{source}"
     independent.fill(onceflow_broker, source, [(b"%d" % n, b"v") for n in range(60)])
     independent.fill(onceflow_broker, table, [(b"%d" % n, b"v") for n in range(5)])
@@ -166,17 +168,19 @@ def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: 
     with closing(Cluster(ClientSettings(onceflow_broker))) as cluster:
         deadline = Deadline(60, "a test")
         progress_log.ensure_topic(cluster, deadline)
-        ids = {source: cluster.topic(source, deadline).topic_id, other: "of the old topic"}
+        ids = {source: cluster.topic(source, deadline).topic_id, other: "of the old topic", empty: "of the old table"}
         offsets = {source: {0: 1, 1: 2}, other: {0: 5}, f"{source}-gone": {0: 5}}
         commit_offsets(cluster, flow, {table: {0: 1}}, deadline, metadata="onceflow:0:1")  # of an earlier batch
         offsets[table] = {0: 1}
-        done = Progress(flow, 3, offsets, ids, 1_700_000_000_000, changelogs={table: {0: 5}})
+        tables = {table: {0: 5}, grown: {0: 0, 1: 0}, empty: {0: 5}}
+        done = Progress(flow, 3, offsets, ids, 1_700_000_000_000, changelogs=tables)
         progress_log.write_progress(cluster, None, Names(flow), done, {}, deadline)
     found = told(call(flow, "--json"))
     assert (found["batch"], found["lag"], found["transaction"]["state"]) == (3, None, "Dead")
     known = {"topic": table, "offsets": {"0": 5}, "records_at_most": 5, "watermark_ms": None}
-    assert found["tables"] == [{**known, "contents": None}]
-    counted = told(call(flow, "--json", "--tables"))["tables"][0]["contents"]
+    assert {**known, "contents": None} in found["tables"]
+    by_table = {each["topic"]: each["contents"] for each in told(call(flow, "--json", "--tables"))["tables"]}
+    counted = by_table[table]
     assert (counted["values"], counted["entries"], counted["timers"], counted["records"]) == (5, 0, 0, 5)
     assert f"{table} is not read any more; its offsets are kept" in found["notes"]
     by_topic = {each["topic"]: each["partitions"] for each in found["sources"]}
@@ -185,7 +189,10 @@ def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: 
     assert (first["first"], second["lag"], new["offset"]) == (3, second["stable"] - 2, None)
     assert new["lag"] == new["stable"] > 0
     says = "\n".join(found["warnings"])
-    assert len(found["warnings"]) == 4
+    assert len(found["warnings"]) == 6
+    assert f"table topic {empty} was deleted and created anew" in says
+    assert f"{grown} has 4 partitions, and its rows are in the first 2" in says
+    assert f"onceflow table repartition {flow} {grown} --partitions 4" in says
     assert f"source topic {other} was deleted and created anew" in says
     assert f"source topic {source}-gone was deleted" in says
     assert f"{source}-0 starts at offset 3, the flow is at 1: 2 offsets have expired unread" in says
@@ -230,6 +237,8 @@ def test_tables_are_counted_when_asked_for(
     heading = next(at for at, line in enumerate(lines) if line.startswith("IN KAFKA"))
     assert lines[heading + 1].split()[:2] == [table, "45"]
     assert "reads whole topics" in str(call("--tables", "--watch", "1").exception)
+    letter_replay.replay(ClientSettings(pipe.bootstrap), letters, Wanted())
+    assert told(call(pipe.flow, "--json", "--tables"))["letters"][0]["waiting"] == 0
 
 
 def flow_contents(pipe: Any, table: str, known: Any, now_ms: int) -> table_counts.TableCounts:

@@ -84,8 +84,8 @@ class LetterTopic:
         role: ``dead letter``, ``late``, ``duplicate`` or ``parked``.
         ends: last stable offsets by partition; empty: not known.
         records_at_most: an upper bound; None: not known.
-        waiting: how many records are parked now, or how many committed records another topic of letters has; None:
-            they were not counted.
+        waiting: how many records are parked now, or how many letters of another topic were not replayed; None: they
+            were not counted.
     """
 
     topic: str

@@ -36,7 +36,7 @@ from onceflow.driver.progress_log import offset_of_hint, partition_of
 from onceflow.errors import DeadlineExceededError, OnceflowError, OptionError, PermissionDeniedError
 from onceflow.protocol import acls, timestamps
 from onceflow.protocol import progress as records
-from onceflow.protocol.names import Names
+from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 
 log = logging.getLogger("onceflow.admin")
@@ -189,7 +189,7 @@ class StatusReader:
             else:
                 status.notes.append(f"{topic} is not read any more; its offsets are kept")
         for topic, offsets in sorted(progress.changelogs.items()):
-            found = self._table(status, topic, offsets, there, deadline)
+            found = self._table(status, progress, topic, offsets, there, deadline)
             table = progress.tables.get(topic)
             status.tables.append(found if table is None else replace(found, watermark_ms=table.watermark_ms))
         for topic, table in sorted(progress.tables.items()):
@@ -371,6 +371,7 @@ class StatusReader:
     def _table(
         self,
         status: FlowStatus,
+        progress: Progress,
         topic: str,
         offsets: Mapping[int, int],
         there: Mapping[str, TopicInfo],
@@ -380,6 +381,15 @@ class StatusReader:
         if info is None:
             gone(self._cluster, status, topic, deadline, role="table")
             return TableStatus(topic, offsets, None)
+        if progress.topic_ids.get(topic) not in (None, info.topic_id):
+            status.warnings.append(f"table topic {topic} was deleted and created anew; its rows are gone")
+            return TableStatus(topic, offsets, None)
+        if info.partitions > len(offsets) and not topic.endswith(INTERNAL_SUFFIX):
+            status.warnings.append(
+                f"table topic {topic} has {info.partitions} partitions, and its rows are in the first {len(offsets)}: "
+                f"`onceflow table repartition {self._names(status.flow).flow} {topic} --partitions {info.partitions}` "
+                "moves the rows; without it, the flow does not start"
+            )
         unseen = self._told_unseen(status, topic, info)
         numbers = sorted(number for number in offsets if number in info.leaders and number not in unseen)
         first = permitted(

@@ -144,7 +144,7 @@ class Replayed:
     causes: Mapping[str, int] = field(default_factory=dict)
 
 
-def _replayed(cluster: Cluster, topic: TopicInfo, deadline: Deadline) -> set[Place]:
+def replayed(cluster: Cluster, topic: TopicInfo, deadline: Deadline) -> set[Place]:
     """Which letters of a topic were replayed; none if nothing was ever replayed."""
     name = topic.name + SUFFIX
     return set() if find_topic(cluster, name, "READ", deadline) is None else set(_noted(cluster, name, topic.topic_id))
@@ -156,7 +156,7 @@ def places(settings: ClientSettings, topic: str) -> set[Place] | None:
         deadline = Deadline(_PREPARE_S, f"looking for replayed letters of {topic}")
         cluster.connect(deadline)
         try:
-            return _replayed(cluster, find_topics(cluster, {topic: ""}, deadline)[topic], deadline)
+            return replayed(cluster, find_topics(cluster, {topic: ""}, deadline)[topic], deadline)
         except PermissionDeniedError:
             return None
 
@@ -227,7 +227,7 @@ class _Replay:
                 )
                 check_readable(self._cluster, {self._topic + SUFFIX: {0: 0}}, deadline)
             # After init: the transaction of an earlier command is decided.
-            noted = _replayed(self._cluster, info, deadline)
+            noted = replayed(self._cluster, info, deadline)
             self._look_for_origins(info, noted)
             for letters in self._chosen(info, noted):
                 first = [each for each in letters if self._is_first(each)]
