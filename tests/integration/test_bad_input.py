@@ -93,8 +93,9 @@ def test_a_column_that_spark_finds_by_another_spelling(pipe: Any) -> None:
 
 def test_no_topic_at_all(pipe: Any) -> None:
     flow, df = select(pipe, "key", "value")
-    with pytest.raises(onceflow.SchemaError, match="neither a topic= argument nor a 'topic' column"):
+    with pytest.raises(onceflow.SchemaError, match="neither a topic= argument nor a 'topic' column") as refused:
         flow.write(df)
+    assert 'topic="NAME"' in refused.value.next_step
     flow.close()
 
 

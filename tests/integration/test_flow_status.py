@@ -17,14 +17,16 @@ from confluent_kafka.admin import AdminClient
 import onceflow
 from onceflow.admin import flow_status_reader, letter_replay, table_counts
 from onceflow.admin.letter_replay import Wanted
+from onceflow.broker.folder import free_ports
 from onceflow.cli.main import cli
+from onceflow.client import first_connection
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import commit_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
 from onceflow.driver import committed_progress, progress_log
-from onceflow.errors import OptionError
+from onceflow.errors import BrokerUnreachableError, OptionError
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import independent
@@ -107,6 +109,15 @@ def test_a_flow_that_runs_and_then_is_behind(
         assert driver["producer_epoch"] == running["producer_epoch"]
         assert driver["counts"]["batches_committed"] == len(query.batches)
         assert driver["last_batch"]["records"] == query.batches[-1].records
+        with monkeypatch.context() as context:  # no broker answers
+            context.setattr(first_connection, "LOOK_REFUSED_S", 0.5)
+            context.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", f"127.0.0.1:{free_ports(1)[0]}")
+            for names in ([pipe.flow], []):
+                alone = call(*names, "--json", "--endpoint", url)
+                (line,) = [each for each in map(json.loads, alone.stdout.splitlines()) if each["flow"] == pipe.flow]
+                assert (alone.return_value, line["driver"], line["batch"]) == (1, driver, None)
+                assert line["unseen"][0].startswith("Kafka: ")
+            assert isinstance(call(pipe.flow).exception, BrokerUnreachableError)
         endpoint_text = call(pipe.flow, "--endpoint", url).stdout
         assert f"driver: running on host {socket.gethostname()}" in endpoint_text
         assert "the driver that committed last" not in endpoint_text, "its endpoint knows more"

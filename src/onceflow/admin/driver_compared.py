@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from onceflow.admin.driver_status import DriverStatus
 from onceflow.admin.flow_status import ANSWERS, NOT_SERVED, SILENT, FlowStatus
+from onceflow.errors import OnceflowError
 
 
 def attach(statuses: Sequence[FlowStatus], drivers: Sequence[DriverStatus], prefix: str) -> list[str]:
@@ -28,6 +29,16 @@ def attach(statuses: Sequence[FlowStatus], drivers: Sequence[DriverStatus], pref
         if status.driver is None or driver.condition in ("starting", "running"):
             status.driver = driver
     return strangers
+
+
+def without_kafka(flows: Sequence[str], drivers: Sequence[DriverStatus], silent: OnceflowError) -> list[FlowStatus]:
+    """The named flows, or all flows of these drivers, when no broker answers: nothing of them is known from Kafka.
+
+    Args:
+        silent: why Kafka could not be asked.
+    """
+    reason = f"Kafka: {silent.what}" + (f" ({silent.detail})" if silent.detail else "")
+    return [FlowStatus(name, unseen=[reason]) for name in flows or sorted({each.flow for each in drivers})]
 
 
 def tell_answers(statuses: Sequence[FlowStatus], *, served: bool) -> None:

@@ -81,7 +81,7 @@ def status(
     age of the oldest record that is not committed. `?` means that it is not known. What could not be asked is named,
     and the rest is shown.
     """
-    from onceflow.admin.driver_compared import attach, tell_answers
+    from onceflow.admin.driver_compared import attach, tell_answers, without_kafka
     from onceflow.admin.driver_status import checked_endpoint
     from onceflow.admin.flow_status import exceeded
     from onceflow.admin.flow_status_reader import StatusReader
@@ -90,6 +90,7 @@ def status(
     from onceflow.client.cluster import Cluster
     from onceflow.client.deadline import Deadline
     from onceflow.client.first_connection import LOOK_REFUSED_S
+    from onceflow.errors import BrokerUnreachableError, DeadlineExceededError
 
     every_s, flows = _every(watch, flows)
     urls = [*dict.fromkeys(checked_endpoint(each) for each in endpoints)]
@@ -106,10 +107,15 @@ def status(
         def look() -> list[FlowStatus]:
             drivers, wrong = _drivers(urls, timeout_s)
             deadline = Deadline(timeout_s, "reading the status of flows")
-            found = reader.read(flows, deadline)
-            if not flows:  # drivers know flows whose progress could not be read
-                missing = {each.flow for each in drivers if reader.is_hidden(each.flow)} - {each.flow for each in found}
-                found += [reader.hidden(name, deadline) for name in sorted(missing)]
+            try:
+                found = reader.read(flows, deadline)
+                if not flows:  # drivers know flows whose progress could not be read
+                    hidden = {each.flow for each in drivers if reader.is_hidden(each.flow)}
+                    found += [reader.hidden(name, deadline) for name in sorted(hidden - {each.flow for each in found})]
+            except (BrokerUnreachableError, DeadlineExceededError) as silent:
+                if not drivers:
+                    raise
+                found = without_kafka(flows, drivers, silent)
             others = attach(found, drivers, transactional_id_prefix)
             if urls:
                 tell_answers(found, served=len(wrong) < len(urls))

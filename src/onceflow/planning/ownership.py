@@ -86,7 +86,11 @@ def check_columns(schema: T.StructType, *, topic: str | None, flow: str, case_se
     if "value" not in types:
         raise _schema(f"column 'value' is missing; its columns: {', '.join(types) or 'none'}", flow)
     if topic is None and "topic" not in types:
-        raise _schema("there is neither a topic= argument nor a 'topic' column", flow)
+        raise _schema(
+            "there is neither a topic= argument nor a 'topic' column",
+            flow,
+            next_step='give flow.write(..., topic="NAME"), or a column "topic" (string) with the topic of each row',
+        )
     for name, kinds in _TYPES.items():
         if name in types and not isinstance(types[name], kinds):
             wanted = " or ".join(kind.__name__.removesuffix("Type").lower() for kind in kinds)
@@ -134,8 +138,8 @@ def is_headers(kind: T.DataType) -> bool:
     )
 
 
-def _schema(what: str, flow: str) -> SchemaError:
-    return SchemaError(f"The DataFrame cannot be written: {what}", flow=flow, next_step=_EXPECTED)
+def _schema(what: str, flow: str, *, next_step: str = _EXPECTED) -> SchemaError:
+    return SchemaError(f"The DataFrame cannot be written: {what}", flow=flow, next_step=next_step)
 
 
 @dataclass(frozen=True)
