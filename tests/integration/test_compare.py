@@ -36,11 +36,11 @@ def compare(call: Callable[..., Result], tmp_path: Path) -> Compare:
     return run
 
 
-def copied(pipe: Any, call: Callable[..., Result], target: str) -> Any:
+def copied(pipe: Any, call: Callable[..., Result], target: str, table: str = "") -> Any:
     flow = f"{pipe.flow}-next"
-    answer = call("fork", pipe.flow, flow, "--yes")
+    answer = call("fork", pipe.flow, flow, "--yes", *(["--table", f"{pipe.table}={table}"] if table else []))
     assert answer.exception is None, answer.exception
-    return replace(pipe, flow=flow, table=f"{flow}-{pipe.table}", target=target, sent=pipe.sent)
+    return replace(pipe, flow=flow, table=table or f"{flow}-{pipe.table}", target=target, sent=pipe.sent)
 
 
 def processors(module: Any) -> tuple[type, type]:
@@ -90,9 +90,19 @@ def test_two_versions(make_state_pipe: Any, make_topic: Any, call: Callable[...,
         assert (found, last["equal"], last["found"]) == ([], True, {})
         assert last["checked"]["output records"] == last["checked"]["output records of the copy"] == 100
         assert last["checked"]["rows of tables"] > 50
+    # The copy is forgotten, and made once more: what it wrote before is still in its output.
+    assert call("reset", copy.flow, "--yes").exception is None
+    copy = copied(pipe, call, copy.target, table=f"{pipe.table}-again")
+    pipe.fill(50)
+    pipe.run()
+    copy.run()
+    found, last = compare(*both)
+    assert (found, last["equal"]) == ([], True)
+    assert last["checked"]["output records"] == last["checked"]["output records of the copy"] == 50
+    assert any("that an earlier flow with the name" in note for note in last["notes"])
     # What others did to the outputs: a double, and a foreign record.
     producer = Producer({"bootstrap.servers": pipe.bootstrap})
-    double = independent.read_topic(pipe.bootstrap, copy.target, decided=True)[0]
+    double = independent.read_topic(pipe.bootstrap, copy.target, decided=True)[-1]
     producer.produce(copy.target, double.value, double.key, partition=double.partition)
     producer.produce(copy.target, b'{"n": -1}', b"k", partition=0)
     assert producer.flush(30) == 0

@@ -183,6 +183,16 @@ def test_golden_bytes_of_a_table_with_event_time() -> None:
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.integers(0, 2**62), max_size=4), max_size=3)
 
+forks = st.builds(
+    ForkOrigin,
+    names,
+    st.integers(0, 2**40),
+    st.integers(0, 2**60),
+    offsets,
+    st.dictionaries(names, names, max_size=3),
+    offsets,
+)
+
 
 @settings(max_examples=80, deadline=None, derandomize="CI" in os.environ)
 @given(
@@ -218,6 +228,7 @@ offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.intege
         joined=offsets,
         joined_ms=st.one_of(st.none(), st.integers(0, 2**60)),
         driver=st.one_of(st.none(), st.builds(DriverProcess, names, st.integers(0, 2**31), st.integers(0, 2**60))),
+        forked=st.none() | forks | forks.map(lambda each: replace(each, producer_id=7, producer_epoch=30_000)),
     )
 )
 def test_round_trip(progress: Progress) -> None:

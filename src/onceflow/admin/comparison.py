@@ -18,6 +18,7 @@ import numpy as np
 from onceflow.admin.differing import described, without
 from onceflow.admin.identity import Identity
 from onceflow.admin.mover import known
+from onceflow.admin.output_ends import behind
 from onceflow.admin.settled_progress import SettledProgress
 from onceflow.admin.tally import OUTPUT, SOURCE, Difference, Place, Tally, digest_of
 from onceflow.admin.verify_report import Report, Tell
@@ -31,7 +32,7 @@ from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import ForkOrigin, Offsets, Progress
 
 OUTPUTS, TABLES = "output", "table"
-_CALL_S = 60.0
+_CALL_S, _SCAN_S = 60.0, 3600.0
 _LOOKED_AT = 10  # times the limit: both versions of a record are found among so many differences
 
 Span = Mapping[int, tuple[int, int]]
@@ -180,7 +181,7 @@ class Comparison:
         with self._scratch() as tally:
             for output, copy in sorted(pairs.items()):
                 self._add(tally, SOURCE, output, self._span(output, self._beginning(new.forked, output, ids)), ids)
-                self._add(tally, OUTPUT, copy, self._span(copy, {}), ids)
+                self._add(tally, OUTPUT, copy, self._span_of_copy(copy, new.forked), ids)
             self._judge(OUTPUTS, tally, pairs)
             self._tell_of_others(pairs)
             self.report.checked["output records"] = tally.counts[SOURCE]
@@ -228,6 +229,21 @@ class Comparison:
         first = list_offsets(self._cluster, place, EARLIEST, deadline)[topic]
         end = list_offsets(self._cluster, place, LATEST, deadline)[topic]
         return {partition: (max(first[partition], starts.get(partition, 0)), end[partition]) for partition in end}
+
+    def _span_of_copy(self, topic: str, forked: ForkOrigin | None) -> Span:
+        """All of an output of the copy, without what an earlier flow with its name has written: one that was compared,
+        and forgotten with `onceflow reset`."""
+        span = self._span(topic, {})
+        if forked is None or forked.producer_id < 0:
+            return span
+        producer = forked.producer_id, forked.producer_epoch
+        deadline = Deadline(_SCAN_S, f"looking for the first outputs of {self._other.flow} in {topic}")
+        found = {p: behind(self._cluster, producer, (topic, p), each, deadline) for p, each in span.items()}
+        if any(found[p] > start for p, (start, _) in span.items()):
+            self.report.notes.append(
+                f"outputs in {topic} that an earlier flow with the name {self._other.flow} has written do not count"
+            )
+        return {p: (found[p], end) for p, (_, end) in span.items()}
 
     def _add(self, tally: Tally, side: int, topic: str, span: Span, ids: Any) -> None:
         identity, left = self._compared.identity, self._left

@@ -153,6 +153,7 @@ def forked_progress(
     topic_ids: Mapping[str, str],
     outputs: Offsets,
     time_ms: int,
+    producer: tuple[int, int] = (-1, -1),
 ) -> Progress:
     """The progress record of the copy.
 
@@ -162,6 +163,7 @@ def forked_progress(
         ends: the ends of the new table topics, behind the copied rows.
         topic_ids: of the new table topics.
         outputs: see `ForkOrigin`.
+        producer: id and epoch of the transaction.
     """
     sources = {name: topic_id for name, topic_id in origin.topic_ids.items() if name not in origin.changelogs}
     return replace(
@@ -179,7 +181,7 @@ def forked_progress(
         producer_id=-1,
         producer_epoch=-1,
         promoted=None,
-        forked=ForkOrigin(origin.flow, origin.batch_id, time_ms, origin.offsets, tables, outputs),
+        forked=ForkOrigin(origin.flow, origin.batch_id, time_ms, origin.offsets, tables, outputs, *producer),
         time_ms=time_ms,
     )
 

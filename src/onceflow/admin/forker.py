@@ -159,7 +159,8 @@ class _Fork:
         def after(written: Written) -> Progress:
             for (topic, partition), acknowledged in written.items():
                 ends[topic][partition] = acknowledged.end_offset
-            return self._progress(found, made, ends)
+            identity = transaction.session.transactions.identity
+            return self._progress(found, made, ends, (identity.producer_id, identity.producer_epoch))
 
         progress = transaction.commit(self._topics.values(), write, after)
         return Forked(
@@ -173,7 +174,9 @@ class _Fork:
             copy.rounds,
         )
 
-    def _progress(self, found: Progress, made: Mapping[str, TableTopics], ends: Offsets) -> Progress:
+    def _progress(
+        self, found: Progress, made: Mapping[str, TableTopics], ends: Offsets, producer: tuple[int, int]
+    ) -> Progress:
         deadline = Deadline(_SECONDS, "reading the ends of outputs")
         return forked_progress(
             found,
@@ -183,6 +186,7 @@ class _Fork:
             topic_ids={name: topic_id for each in made.values() for name, topic_id in each.ids.items()},
             outputs=self._outputs.behind(found, self._settled.outputs, deadline),
             time_ms=clock_ms(),
+            producer=producer,
         )
 
     def _last_progress(self) -> Progress | None:

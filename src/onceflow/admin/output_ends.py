@@ -47,21 +47,13 @@ class OutputEnds:
             if starts is None or ends is None or progress.producer_id < 0:
                 continue
             try:
+                who = progress.producer_id, progress.producer_epoch
                 found[topic] = {
-                    p: self._behind(progress, topic, p, start, ends[p], deadline) for p, start in starts.items()
+                    p: behind(self._cluster, who, (topic, p), (start, ends[p]), deadline) for p, start in starts.items()
                 }
             except PermissionDeniedError:
                 continue
         return found
-
-    def _behind(self, progress: Progress, topic: str, partition: int, start: int, end: int, deadline: Deadline) -> int:
-        behind = start
-        for item in read_log(self._cluster, topic, partition, start, end, deadline):
-            if isinstance(item, LogRecord) and item.producer_id == progress.producer_id:
-                if item.producer_epoch > progress.producer_epoch:
-                    break
-                behind = item.offset + 1
-        return behind
 
     def _offsets(
         self, topic: str, timestamp: int, deadline: Deadline, *, committed: bool = True
@@ -72,3 +64,24 @@ class OutputEnds:
             return list_offsets(self._cluster, span, timestamp, deadline, committed=committed)[topic]
         except (UnknownTopicError, PermissionDeniedError):
             return None
+
+
+def behind(
+    cluster: Cluster, producer: tuple[int, int], place: tuple[str, int], span: tuple[int, int], deadline: Deadline
+) -> int:
+    """The first offset behind what a producer had written up to an epoch; the beginning of the span if it is nothing.
+
+    Args:
+        producer: id and epoch.
+        place: topic and partition.
+        span: first offset, and the one behind the last.
+    """
+    producer_id, epoch = producer
+    (topic, partition), (start, end) = place, span
+    found = start
+    for item in read_log(cluster, topic, partition, start, end, deadline):
+        if isinstance(item, LogRecord) and item.producer_id == producer_id:
+            if item.producer_epoch > epoch:
+                break
+            found = item.offset + 1
+    return found

@@ -21,6 +21,8 @@ class ForkOrigin:
         tables: by table of that flow, its copy.
         outputs: by topic and partition, the first offset behind what the copied flow had written up to there. Only
             topics that its progress records have named lately.
+        producer_id, producer_epoch: of the transaction that has copied it; -1: not known, earlier builds have not kept
+            them. What that producer wrote before is not of this copy, but of an earlier flow with its name.
     """
 
     flow: str
@@ -29,6 +31,8 @@ class ForkOrigin:
     offsets: Offsets = field(default_factory=dict)
     tables: Mapping[str, str] = field(default_factory=dict)
     outputs: Offsets = field(default_factory=dict)
+    producer_id: int = -1
+    producer_epoch: int = -1
 
 
 class TimerId(NamedTuple):
@@ -85,7 +89,7 @@ class Promotion:
 
 def fork_content(forked: ForkOrigin) -> dict[str, Any]:
     """The JSON object of a `ForkOrigin`."""
-    return {
+    content = {
         "flow": forked.flow,
         "batch_id": int(forked.batch_id),
         "time_ms": int(forked.time_ms),
@@ -93,10 +97,14 @@ def fork_content(forked: ForkOrigin) -> dict[str, Any]:
         "tables": dict(forked.tables),
         "outputs": plain(forked.outputs),
     }
+    if forked.producer_id >= 0:
+        content |= {"producer_id": int(forked.producer_id), "producer_epoch": int(forked.producer_epoch)}
+    return content
 
 
 def fork_of(content: dict[str, Any], flow: str) -> ForkOrigin:
     """The `ForkOrigin` of a JSON object."""
+    known = "producer_id" in content
     return ForkOrigin(
         flow=take(content, flow, "flow", str),
         batch_id=take(content, flow, "batch_id", int),
@@ -104,6 +112,8 @@ def fork_of(content: dict[str, Any], flow: str) -> ForkOrigin:
         offsets=offsets(content, flow, "offsets"),
         tables=_names(content, flow, "tables"),
         outputs=offsets(content, flow, "outputs"),
+        producer_id=take(content, flow, "producer_id", int) if known else -1,
+        producer_epoch=take(content, flow, "producer_epoch", int) if known else -1,
     )
 
 
