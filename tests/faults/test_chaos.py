@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from onceflow.chaos import external, fault_kinds, run
+from onceflow.chaos.commands import Commands
 from onceflow.chaos.driver_process import DriverProcess
 from onceflow.chaos.flows import COPY, LEDGER, PLAIN, SORTER, UNLOGGED
 from onceflow.chaos.observer import LOCAL, REPLAY, VERIFY
@@ -97,6 +98,42 @@ def test_flows_are_replaced_by_copies(tmp_path: Path, monkeypatch: pytest.Monkey
     else:
         answered = result["observed"][setup.name]["answered"]
         assert min(answered.get(name, 0) for name in (VERIFY, REPLAY, LOCAL)) >= 2, result["observed"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    "kinds, is_broken",
+    [
+        (["letters replayed", "table repartitioned"], False),
+        (["letters replayed"], True),
+        (["table repartitioned"], True),
+    ],
+)
+def test_operators_change_topics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: list[str], is_broken: bool
+) -> None:
+    """Letters are replayed, and tables get more partitions, by commands that are killed."""
+    setup = Setup("changed", flows=(LEDGER, SORTER), rate=500)
+    monkeypatch.setattr(run, "SETUPS", {setup.name: setup})
+    if is_broken:
+        mutant = Path(__file__).with_name("chaos_command_mutant.py")
+        monkeypatch.setattr(Commands, "program", (str(mutant),))
+    seconds = 5 if is_broken else 60
+    result = run.run(
+        seconds=seconds, seed=1, setups=[setup.name], kinds=kinds, observe=not is_broken, keep=tmp_path / "run"
+    )
+    assert result["faults"] >= 3
+    assert result["verdict"] == ("failed" if is_broken else "passed"), result
+    if not is_broken:
+        answered = result["observed"][setup.name]["answered"]
+        assert min(answered.get(name, 0) for name in (VERIFY, REPLAY, LOCAL)) >= 2, result["observed"]
+    elif kinds == ["letters replayed"]:
+        assert result["duplicated"] > 0
+        assert (result["lost"], result["torn"], result["others"]) == (0, 0, {})
+    else:
+        assert result["others"][history.STATE] > 0
+        assert (result["duplicated"], result["torn"]) == (0, 0)
 
 
 @pytest.mark.long

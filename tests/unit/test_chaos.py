@@ -24,7 +24,8 @@ from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, Choices, Names
 from onceflow.chaos.replacing import replaceable
 from onceflow.chaos.run import Injected, Report
 from onceflow.chaos.test_bed import SETUPS, Setup
-from onceflow.chaos.verify import Findings, check_copy, check_unlogged, verify_external
+from onceflow.chaos.topic_changes import growing
+from onceflow.chaos.verify import Findings, check_copy, check_rows, check_unlogged, verify_external
 from onceflow.cli.chaos import chaos
 from onceflow.errors import OptionError
 from onceflow.external.sink import BatchAttempt
@@ -129,6 +130,38 @@ def test_every_kind_is_possible_somewhere() -> None:
 def test_flows_that_a_copy_may_replace(setup: Setup, kinds: list[str]) -> None:
     assert replaceable(setup) == kinds
     assert FAULT_KINDS["flow replaced"].possible(setup) is bool(kinds)
+
+
+@pytest.mark.parametrize(
+    "setup, kinds",
+    [
+        (Setup("tables of its own", flows=(COPY, LEDGER, SORTER)), [LEDGER, SORTER]),
+        (Setup("a table that a flow joins", flows=(LEDGER, JOINER, SORTER)), [SORTER]),
+        (Setup("a table that servers read", flows=(LEDGER,), servers=1), []),
+        (Setup("lost markers", nodes=3, copies=1, flows=(LEDGER, SORTER)), []),
+        (SETUPS["checkpoint"], []),
+    ],
+    ids=lambda given: getattr(given, "name", None),
+)
+def test_tables_that_may_grow(setup: Setup, kinds: list[str]) -> None:
+    assert growing(setup) == kinds
+    assert FAULT_KINDS["table repartitioned"].possible(setup) is bool(kinds)
+
+
+@pytest.mark.parametrize(
+    "written, problems",
+    [
+        ([(0, b"a", b"1"), (0, b"a", b"2"), (1, b"b", b"3")], 0),
+        ([(0, b"a", b"1"), (0, b"a", None), (1, b"a", b"2"), (1, b"b", b"3")], 0),  # it has moved
+        ([(1, b"a", b"2"), (1, b"b", b"3"), (2, b"a", None)], 0),  # to a partition that is read before
+        ([(0, b"a", b"1"), (1, b"a", b"2"), (1, b"b", b"3")], 1),
+    ],
+)
+def test_rows_of_a_table_that_has_grown(written: list[tuple[int, bytes, bytes | None]], problems: int) -> None:
+    found = Findings(records=1)
+    records = [Seen("sums", partition, at, key, value, (), 0) for at, (partition, key, value) in enumerate(written)]
+    assert check_rows("sums", records, found) == {b"a": 2, b"b": 3}
+    assert dict(found.others) == ({history.STATE: problems} if problems else {})
 
 
 def test_names_of_a_copy(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from onceflow.chaos.flows import LEDGER, OPERATORS, UNLOGGED
 from onceflow.chaos.replacing import flow_replaced, replaceable
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.chaos.test_bed import AHEAD_MS, Setup, TestBed
+from onceflow.chaos.topic_changes import growing, has_letters, letters_replayed, table_repartitioned
 from onceflow.hooks import EXTERNAL_STEPS, STEPS
 from onceflow.testing.faults import fault, python_workers
 from onceflow.testing.network import CUT, DELAY, DIRECTIONS, DROP, DUPLICATE, REORDER, REQUEST, Network, Rule
@@ -351,6 +352,8 @@ FAULT_KINDS: dict[str, Fault] = {
     "local state deleted": Fault(state_deleted, lambda setup: bool({LEDGER, UNLOGGED} & {*setup.flows}), weight=1),
     "clock jumps": Fault(clock_jump, lambda setup: LEDGER in setup.flows),
     "flow replaced": Fault(flow_replaced, lambda setup: bool(replaceable(setup)), weight=3),
+    "letters replayed": Fault(letters_replayed, has_letters),
+    "table repartitioned": Fault(table_repartitioned, lambda setup: bool(growing(setup))),
     "executor killed": Fault(executor_kill, lambda setup: setup.workers > 0, weight=6),
     "shuffle files lost": Fault(shuffle_lost, lambda setup: setup.workers > 0, weight=3),
     "worker replaced": Fault(worker_replaced, lambda setup: setup.workers > 0, weight=3),

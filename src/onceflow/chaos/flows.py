@@ -91,6 +91,11 @@ class Names:
         return f"{self.prefix}-dead{self._suffix}"
 
     @property
+    def replayed(self) -> str:
+        """The topic that the sorter's dead letters are replayed to; no flow reads it."""
+        return f"{self.prefix}-replayed"
+
+    @property
     def late(self) -> str:
         return f"{self.prefix}-late{self._suffix}"
 

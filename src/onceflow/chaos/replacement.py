@@ -7,21 +7,16 @@ and with the tables of the copy.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 
+from onceflow.chaos.commands import Commands
 from onceflow.chaos.driver_process import Driver
 from onceflow.chaos.flows import LEDGER, Names
-from onceflow.errors import DeadlineExceededError
-from onceflow.hooks import VARIABLE
 from onceflow.testing.broker import create_topic
 
-_COMMAND_S = 150.0
-_DONE_S = 300.0
+_COMMITS_S = 150.0
 _WAIT_S = 40  # a driver that was killed starts in this time
 
 
@@ -41,8 +36,7 @@ class Replacement:
         self.copy = names.of_copy(kind)
         self.driver = Driver(self.copy, [kind], bootstrap_servers, "local[2]", {}, engines=engines, rng=rng)
         self._names = names
-        self._bootstrap_servers = bootstrap_servers
-        self.tries = 0
+        self.commands = Commands(names.folder, bootstrap_servers)
 
     @property
     def flow(self) -> str:
@@ -61,7 +55,9 @@ class Replacement:
         """Copy the flow, and start the driver of the copy. Arguments as of `promote`."""
         table, copied = self._names.own_table(self.kind), self.copy.own_table(self.kind)
         given = [] if table is None else ["--table", f"{table}={copied}"]
-        self._until_done(["fork", self.flow, self.new, *given], rule, lambda said: revive())
+        self.commands.until_done(
+            ["fork", self.flow, self.new, *given, "--yes"], flow=self.flow, rule=rule, between=lambda said: revive()
+        )
         self.driver.start()
 
     def promote(self, rule: str | None, revive: Callable[[], object]) -> None:
@@ -79,57 +75,14 @@ class Replacement:
                 self.await_commits()
 
         options = ["--wait", str(_WAIT_S), *(["--same-timers"] if self.kind == LEDGER else [])]
-        self._until_done(["promote", self.new, "--replaces", self.flow, *options], rule, between)
+        arguments = ["promote", self.new, "--replaces", self.flow, *options, "--yes"]
+        self.commands.until_done(arguments, flow=self.flow, rule=rule, between=between)
         self._names.versions[self.kind] = self.copy.versions[self.kind]
 
     def await_commits(self) -> None:
         """Wait until the copy has committed a batch. Its driver is started again if it has ended."""
-        self.driver.await_commits(time.monotonic(), timeout_s=_COMMAND_S)
+        self.driver.await_commits(time.monotonic(), timeout_s=_COMMITS_S)
 
     def close(self) -> None:
         """End the driver of the copy."""
         self.driver.close()
-
-    def _until_done(self, arguments: list[str], rule: str | None, between: Callable[[str], object]) -> None:
-        """Run a command until it has done its work. It may fail while brokers or drivers are down.
-
-        Raises:
-            DeadlineExceededError: it did not get there; the detail is what it said.
-        """
-        end = time.monotonic() + _DONE_S
-        self.tries = 0
-        while (said := self._run(arguments, rule)) is not None:
-            if time.monotonic() > end:
-                raise DeadlineExceededError(
-                    f"onceflow {arguments[0]} was not done within {_DONE_S:g} s, in {self.tries} tries",
-                    flow=self.flow,
-                    detail=said[-1500:],
-                    next_step=f"see {self._names.folder / 'drivers.log'} (with --keep)",
-                )
-            with (self._names.folder / "commands.log").open("a") as log:
-                log.write(f"{' '.join(arguments)}: {said}\n")
-            rule = None
-            between(said)
-            time.sleep(0.5)
-
-    def _run(self, arguments: list[str], rule: str | None) -> str | None:
-        """Run a command once. Returns what it said if it has failed."""
-        self.tries += 1
-        environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-        if rule is not None:
-            environment[VARIABLE] = rule
-        given = ["--yes", "--json", "--bootstrap-servers", self._bootstrap_servers]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "onceflow.cli.main", *arguments, *given],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_COMMAND_S,
-                check=False,
-                env=environment,
-                cwd=self._names.folder,
-            )
-        except subprocess.TimeoutExpired:
-            return f"no answer within {_COMMAND_S:g} s"
-        return None if done.returncode == 0 else f"exit code {done.returncode}: {done.stderr}"

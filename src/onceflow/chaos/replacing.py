@@ -42,7 +42,7 @@ def _forked(bed: TestBed, rng: random.Random) -> str:
     bed.copies.append((kind, found.copy))
     step = rng.choice((None, *_STEPS))
     found.fork(None if step is None else fault(step, "kill", flow=found.new), bed.driver.revive)
-    return f"{found.flow} forked" + _killed_at(step, found)
+    return f"{found.flow} forked" + found.commands.told(step)
 
 
 def _promoted(bed: TestBed, rng: random.Random, found: Replacement) -> str:
@@ -71,8 +71,4 @@ def _promoted(bed: TestBed, rng: random.Random, found: Replacement) -> str:
         bed.driver.kill()  # otherwise it ends because it is fenced
         bed.driver.start()
     bed.end_copy()
-    return f"{found.flow} replaced by its copy{around}" + _killed_at(step, found)
-
-
-def _killed_at(step: str | None, found: Replacement) -> str:
-    return f" in {found.tries} tries" + (f", the first killed at step {step}" if step else "")
+    return f"{found.flow} replaced by its copy{around}" + found.commands.told(step)

@@ -21,6 +21,7 @@ from onceflow.chaos.fault_kinds import FAULT_KINDS
 from onceflow.chaos.flows import ALARM_EVERY, LEDGER
 from onceflow.chaos.observer import Observer
 from onceflow.chaos.test_bed import AHEAD_MS, SETUPS, Setup, TestBed, open_test_bed
+from onceflow.chaos.topic_changes import has_letters, replay
 from onceflow.chaos.verify import Findings, check_state, verify, verify_answers
 from onceflow.demos.display import Display, print_result
 from onceflow.errors import DeadlineExceededError
@@ -208,7 +209,7 @@ def _run_setup(
         report.engines.add(bed.driver.commits.engines)
         report.traffic.update({"quiet times": bed.feeder.quiet_times, "bursts": bed.feeder.bursts})
         report.answers += len(bed.servers.answers)
-        verify(bed.bootstrap_servers, bed.names, setup.flows, findings, copies=bed.copies)
+        verify(bed.bootstrap_servers, bed.names, setup.flows, findings, copies=bed.copies, replays=has_letters(setup))
         verify_answers(bed.bootstrap_servers, bed.names, bed.servers.answers, bed.servers.strange, findings)
         if observer is not None:
             observer.finish(findings)
@@ -263,6 +264,8 @@ def _drain(bed: TestBed, display: Display) -> None:
             _check_time(end, bed, f"fewer than {alarms} alarms")
             time.sleep(0.5)
     bed.driver.end()
+    if has_letters(bed.setup):
+        replay(bed.commands, names)
     if bed.setup.servers:
         found = independent.end_offsets(servers, names.table)
         position = Position({names.table: {partition: offset for (_, partition), offset in found.items()}})

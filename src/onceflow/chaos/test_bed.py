@@ -10,10 +10,12 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from onceflow.broker.local import LocalBroker
 from onceflow.chaos import daemon, external
+from onceflow.chaos.commands import Commands
 from onceflow.chaos.driver_process import Driver
 from onceflow.chaos.feeder import Feeder
 from onceflow.chaos.flows import COPY, JOINER, LEDGER, PLAIN, SORTER, TOTALS, UNLOGGED, Names
@@ -119,6 +121,11 @@ class TestBed:
     copies: list[tuple[str, Names]] = field(default_factory=list)
     engines: Sequence[str] = ENGINES
 
+    @cached_property
+    def commands(self) -> Commands:
+        """Commands of an operator, which reach the brokers as drivers do."""
+        return Commands(self.names.folder, self.proxies.bootstrap_servers)
+
     def end_copy(self) -> None:
         """End the driver of a copy. What has ended drivers of it before is counted with the others."""
         found, self.replacement = self.replacement, None
@@ -177,7 +184,8 @@ def open_test_bed(setup: Setup, folder: Path, *, engines: Sequence[str] = ENGINE
         for kind in external.KINDS:
             if kind in setup.flows:
                 names.target(kind).create()
-        for topic in [names.source, *names.outputs(setup.flows)]:
+        replayed = [names.replayed] if SORTER in setup.flows else []
+        for topic in [names.source, *names.outputs(setup.flows), *replayed]:
             create_topic(broker.bootstrap_servers, topic, setup.partitions)
         if setup.copies is not None:  # otherwise a flow would create it with more copies
             create_topic(broker.bootstrap_servers, PROGRESS_TOPIC, PROGRESS_PARTITIONS, {"cleanup.policy": "compact"})

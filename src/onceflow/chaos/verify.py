@@ -94,10 +94,12 @@ def verify(
     found: Findings,
     *,
     copies: Iterable[tuple[str, Names]] = (),
+    replays: bool = False,
 ) -> None:
     """Read and check everything. No driver may be running any more.
 
     Args:
+        replays: whether all dead letters were replayed.
         copies: kind and names of each copy of a flow that has run beside it.
     """
     kinds = list(kinds)
@@ -121,7 +123,7 @@ def verify(
     if TOTALS in kinds:
         _totals(bootstrap_servers, names, source, found)
     if SORTER in kinds:
-        _sorter(bootstrap_servers, names, source, found)
+        _sorter(bootstrap_servers, names, source, found, replays=replays)
     if JOINER in kinds:
         _joiner(bootstrap_servers, names, source, found)
     for kind, copy in copies:
@@ -223,9 +225,7 @@ def _ledger(bootstrap_servers: str, names: Names, source: list[independent.Seen]
     found.compare("ledger", Counter((v["key"], v["n"], v["count"], v["sum"]) for v in outputs), expected)
     rung = _read(bootstrap_servers, names.alarms)
     found.compare("alarms", Counter((record.key, _number(record)) for record in rung), alarms)
-    table: dict[bytes | None, Any] = {}
-    for record in _read(bootstrap_servers, names.table):
-        table[record.key] = None if record.value is None else json.loads(record.value)
+    table = check_rows(names.table, _read(bootstrap_servers, names.table), found)
     replayed = {key: {"count": count, "sum": total} for key, (count, total) in accounts.items()}
     if table != replayed:
         found.see(history.STATE, f"{names.table}: {_difference(table, replayed)}")
@@ -268,9 +268,29 @@ def check_unlogged(
         found.see(history.STATE, f"unlogged: {deletions} deletions, accounts begun again {early}"[:300], len(early))
 
 
-def _sorter(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:
+def check_rows(table: str, records: Sequence[independent.Seen], found: Findings) -> dict[bytes | None, Any]:
+    """The rows of a table: the last value of each key. A row must be in one partition only, also after rows moved."""
+    last: dict[tuple[int, bytes | None], bytes | None] = {}
+    for record in records:
+        last[record.partition, record.key] = record.value
+    rows: dict[bytes | None, Any] = {}
+    twice = []
+    for (partition, key), value in last.items():
+        if value is not None:
+            if key in rows:
+                twice.append((key, partition))
+            rows[key] = json.loads(value)
+    if twice:
+        found.see(history.STATE, f"rows of {table} that are in two partitions: {twice[:3]}", len(twice))
+    return rows
+
+
+def _sorter(
+    bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings, *, replays: bool
+) -> None:
     """Every number must be in exactly one topic: bad ones in the dead letters, others in the output. Late ones may be
-    in the late topic or, if they came before there was a watermark, in the output. The table has the output's sums."""
+    in the late topic or, if they came before there was a watermark, in the output.
+    The table has the output's sums. Every dead letter must have been replayed once."""
     out = Counter((record.key, _number(record)) for record in _read(bootstrap_servers, names.output(SORTER)))
     late = Counter((record.key, _number(record)) for record in _read(bootstrap_servers, names.late))
     dead = Counter((record.key, _number(record)) for record in _read(bootstrap_servers, names.dead))
@@ -284,7 +304,10 @@ def _sorter(bootstrap_servers: str, names: Names, source: list[independent.Seen]
     sums: dict[bytes | None, int] = defaultdict(int)
     for (key, number), count in out.items():
         sums[key] += number * count
-    table = {record.key: json.loads(record.value or b"null") for record in _read(bootstrap_servers, names.sums)}
+    if replays:
+        again = Counter((record.key, _number(record)) for record in _read(bootstrap_servers, names.replayed))
+        found.compare("replayed letters", again, dead)
+    table = check_rows(names.sums, _read(bootstrap_servers, names.sums), found)
     if table != dict(sums):
         found.see(history.STATE, f"{names.sums}: {_difference(table, sums)}")
 

@@ -81,13 +81,18 @@ def _tag(message: Any) -> bytes | None:
 
 
 def _last_values(messages: Iterable[Any], decode: Callable[[bytes], Any]) -> dict[Any, Any]:
-    """The last value of each key, in the order of their offsets; deleted keys are not in it."""
-    state: dict[Any, Any] = {}
+    """The last value of each key, in the order of their offsets; deleted keys are not in it.
+
+    A key that has moved to another partition (`onceflow table repartition`) is deleted in the one where it was, which
+    may be read last.
+    """
+    state: dict[Any, dict[Any, Any]] = {}
     for message in messages:
-        state.pop(message.key(), None)
+        rows = state.setdefault(message.partition(), {})
+        rows.pop(message.key(), None)
         if message.value() is not None:
-            state[message.key()] = decode(message.value())
-    return state
+            rows[message.key()] = decode(message.value())
+    return {key: value for rows in state.values() for key, value in rows.items()}
 
 
 class _Sources:

@@ -1,0 +1,34 @@
+"""Broken commands of a chaos run: a repartition loses rows, and a replay does not know which letters were replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from onceflow.admin import letter_replay, repartitioner
+from onceflow.cli.main import main
+
+move: Any = repartitioner.Repartitioner.move
+
+
+class Forgetful:
+    """A writer that forgets the first row of each list."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def write(self, topic: str, partition: int, rows: Sequence[tuple[bytes, Any]]) -> None:
+        kept = [row for number, row in enumerate(rows) if number or row[1].value is None]
+        self._writer.write(topic, partition, kept)
+
+
+broken: Any = repartitioner.Repartitioner
+broken.move = lambda self, writer, *given, **options: move(self, Forgetful(writer), *given, **options)
+replays: Any = letter_replay
+replays.replayed = lambda cluster, topic, deadline: set()
+
+if __name__ == "__main__":
+    main()
