@@ -12,6 +12,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 from click.testing import CliRunner
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 import onceflow
@@ -35,9 +37,9 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import TopicLimits
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactions import Transactions
-from onceflow.driver import progress_log
+from onceflow.driver import joins, progress_log
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import Progress, TableProgress
+from onceflow.protocol.progress import DriverProcess, Progress, TableProgress
 from onceflow.server.formats import Format
 from onceflow.state import rows, topics
 from onceflow.state.local.format import SNAPSHOT_KEY, Commit, Goal, partition_folder, snapshot
@@ -649,6 +651,60 @@ def test_a_table_while_rows_move(make_state: Any) -> None:
     assert changes == []
     with onceflow.Table(state.table, bootstrap_servers=state.bootstrap, state_dir=state.tmp_path / "t") as table:
         assert dict(table.range()) == expected
+
+
+def test_a_join_that_starts_while_rows_move(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for them, and until they are visible in all partitions. Else it would miss rows for a moment."""
+    state = make_state(2, 50)
+    at = hooks.at
+
+    def fail(name: str, **fields: Any) -> None:
+        at(name, **fields)
+        if name == "write":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hooks, "at", fail)
+        with pytest.raises(SystemExit):
+            main(state.arguments(5))
+    with connected(state.bootstrap) as (cluster, deadline):
+        with monkeypatch.context() as patched:
+            patched.setattr(joins, "_ROWS_WAIT_S", 0.5)
+            with pytest.raises(onceflow.ProgressConflictError, match="5 partitions, and its rows are still in") as no:
+                joins.find_joined(cluster, state.table, deadline)
+            assert f"onceflow table repartition {state.flow} {state.table} --partitions 5" in no.value.next_step
+        looks: list[str] = []
+        spied = joins.writer_of
+        monkeypatch.setattr(joins, "writer_of", lambda *given: (looks.append("progress"), spied(*given))[1])
+        ends = joins.list_offsets
+        monkeypatch.setattr(joins, "list_offsets", lambda *given, **how: (looks.append("ends"), ends(*given, **how))[1])
+
+        def started(until: Callable[[], object], then: Callable[[], object]) -> int:
+            """A start that waits until something is done; the partitions that it finds."""
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(joins.find_joined, cluster, state.table, Deadline(60, "a start"))
+                wait_until(until, 30, "a start that waits")
+                assert not found.done()
+                then()
+                return found.result(60).info.partitions
+
+        assert started(lambda: looks.count("progress") > 2, lambda: state.run(5)) == 5
+    producer = Producer({"bootstrap.servers": state.bootstrap, "transactional.id": f"open-{state.table}"})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(state.table, b"undecided", b"k", partition=4)
+    assert producer.flush(30) == 0
+    looks.clear()
+    with connected(state.bootstrap) as (cluster, _):
+        assert started(lambda: looks.count("ends") > 4, lambda: producer.abort_transaction(30)) == 5
+        committed = replace(state.committed(), driver=DriverProcess("host", 1, TIME_MS))
+        progress_log.write_progress(cluster, None, Names(state.flow), committed, {}, Deadline(30, "a commit"))
+        producer.begin_transaction()
+        producer.produce(state.table, b"undecided", b"k", partition=4)
+        assert producer.flush(30) == 0
+        found = joins.find_joined(cluster, state.table, Deadline(30, "a start"))
+        assert found.info.partitions == 5, "its driver has committed since: nothing to wait for"
+        producer.abort_transaction(30)
 
 
 # ---- when it ends early ----------------------------------------------------------------------------------

@@ -164,12 +164,7 @@ def _completed(
 
 def _owner(info: TopicInfo, progress: list[Progress]) -> Owner | None:
     """The flow whose progress has the table; the latest one, if the table has gone from one flow to another."""
-    known = [
-        each
-        for each in progress
-        if info.name in each.changelogs and each.topic_ids.get(info.name) in (None, info.topic_id)
-    ]
-    last = max(known, key=lambda each: each.time_ms, default=None)
+    last = records.writer_of(info.name, info.topic_id, progress)
     if last is None:
         return None
     return Owner(last.flow, last.batch_id, last.changelogs[info.name], last.topic_ids.get(info.name, ""))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,13 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from pyspark.sql.types import StructType
 
-from onceflow.client.cluster import Cluster
+from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
+from onceflow.client.topics import find_topic
 from onceflow.driver.batch_properties import set_property
+from onceflow.driver.committed_progress import CommittedProgress
 from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.errors import (
     BadRecordError,
@@ -33,8 +36,9 @@ from onceflow.errors import (
 from onceflow.messages import JOINED_PROPERTY, CopiesOrder, JoinOrder
 from onceflow.planning.join_columns import columns_of_join
 from onceflow.protocol import acls
+from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.position import Position
-from onceflow.protocol.progress import Progress
+from onceflow.protocol.progress import Progress, decode, writer_of
 from onceflow.spark.arrow_maps import map_in_arrow
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.master import is_local
@@ -45,7 +49,10 @@ from onceflow.state.joins.spec import Ends, JoinSpec
 from onceflow.state.topics import check_readable
 from onceflow.task.join_task import CopiesTask, JoinTask
 
+log = logging.getLogger("onceflow")
+
 _LOOK_EVERY_S = 3.0
+_ROWS_WAIT_S = 30.0
 _INEXACT_TOPICS = re.compile(re.escape(INEXACT) + r": ([\w.,-]+)")
 # As a worker's traceback shows it.
 _BAD_RECORD = re.compile(
@@ -58,9 +65,12 @@ _MOVES = 30  # attempts that are not counted, because a host has read its copies
 def find_joined(cluster: Cluster, topic: str, deadline: Deadline) -> CompactedTopic:
     """Look up a table that a flow joins with, and check that it may be read: no batch has to find out.
 
+    If it has got more partitions, it waits until the rows have moved, see `_await_rows`.
+
     Raises:
         UnknownTopicError, PermissionDeniedError: it does not exist, or may not be read.
         OptionError: it is not compacted.
+        ProgressConflictError: its rows have not moved to new partitions in time.
     """
     try:
         found = find_compacted(cluster, topic, deadline)
@@ -72,7 +82,62 @@ def find_joined(cluster: Cluster, topic: str, deadline: Deadline) -> CompactedTo
             detail=error.detail,
             next_step=acls.grant("READ", acls.TOPIC, topic),
         ) from error
+    _await_rows(cluster, found.info, deadline)
     return found
+
+
+def _await_rows(cluster: Cluster, info: TopicInfo, deadline: Deadline) -> None:
+    """Wait while ``onceflow table repartition`` moves rows, and until its transaction is visible in all partitions.
+
+    A batch that sees the tombstone of a row in its old partition, and not yet the row in the new one, would join with
+    nothing. A flow that joins already stops when the table gets more partitions, so only starts are concerned.
+
+    Raises:
+        ProgressConflictError: the rows have not moved in time.
+    """
+    topic, reader, attempt = info.name, CommittedProgress(), 0
+    with contextlib.suppress(PermissionDeniedError):
+        if find_topic(cluster, topic + INTERNAL_SUFFIX, "DESCRIBE", deadline) is None:
+            return  # no flow writes it
+    while True:
+        writer = writer_of(topic, info.topic_id, _readable(reader, cluster, deadline))
+        if writer is None:
+            return  # nobody moves rows of a table that no flow writes
+        spread = len(writer.changelogs[topic])
+        if spread >= info.partitions:
+            break
+        if attempt == 0:
+            log.warning(
+                "table %s has %d partitions, and its rows are in the first %d: waiting until they have moved",
+                *(topic, info.partitions, spread),
+            )
+        elif deadline.remaining < deadline.seconds - _ROWS_WAIT_S:
+            raise ProgressConflictError(
+                f"Table {topic} has {info.partitions} partitions, and its rows are still in the first {spread}",
+                topic=topic,
+                next_step=f"`onceflow table repartition {writer.flow} {topic} --partitions {info.partitions}` moves "
+                "them; then start this flow",
+            )
+        deadline.pause(attempt + 5, f"the rows of {topic} have not moved to its new partitions")
+        attempt += 1
+    if writer.driver is not None:
+        return  # a driver has committed since: what was moved before is visible everywhere
+    span = {topic: sorted(info.leaders)}
+    ends = list_offsets(cluster, span, LATEST, deadline, committed=False)[topic]
+    while any(at < ends[p] for p, at in list_offsets(cluster, span, LATEST, deadline)[topic].items()):
+        deadline.pause(attempt, f"a transaction in {topic} is not decided in all partitions")
+        attempt += 1
+
+
+def _readable(reader: CommittedProgress, cluster: Cluster, deadline: Deadline) -> Iterator[Progress]:
+    """The progress of all flows that this principal and this version can read."""
+    try:
+        found = reader.read(cluster, deadline)
+    except PermissionDeniedError:
+        return
+    for key, (_, record) in found.items():
+        with contextlib.suppress(OnceflowError):
+            yield decode(key, record.value or b"")
 
 
 def join_order(

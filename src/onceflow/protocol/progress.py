@@ -531,3 +531,14 @@ def _checkpoint(content: dict[str, Any], flow: str) -> CheckpointProgress | None
         digest=take(rest, flow, "digest", str),
         commit=take(rest, flow, "commit", str) if "commit" in rest else None,
     )
+
+
+def writer_of(topic: str, topic_id: str, known: Iterable[Progress]) -> Progress | None:
+    """The progress of the flow that writes a table; of the latest one, if the table has gone from one to another.
+
+    Args:
+        topic_id: Kafka's id of the topic.
+        known: the last progress of each flow.
+    """
+    writers = (each for each in known if topic in each.changelogs and each.topic_ids.get(topic) in (None, topic_id))
+    return max(writers, key=lambda each: each.time_ms, default=None)
