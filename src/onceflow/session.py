@@ -258,6 +258,7 @@ def _get_or_create(settings: Mapping[str, str]) -> SparkSession:
         builder = builder.config(key, value)
     logs.silence_py4j()
     spark: SparkSession = builder.getOrCreate()
+    logs.silence_py4j()  # the server of accumulators, too, which there is now
     return spark
 
 

@@ -69,6 +69,16 @@ def test_a_service_that_fails(make_topic: Any, onceflow_broker: str, tmp_path: P
     assert "\tat org.apache.spark" in log.read_text()
 
 
+def test_the_server_of_accumulators_in_a_session_of_the_user(make_pipe: Any) -> None:
+    """When the JVM ends, it prints a traceback, unless the start of a query has muted that."""
+    pipe = make_pipe(partitions=1)
+    server = pipe.spark.sparkContext._accumulatorServer
+    assert vars(server).pop("handle_error", None), "onceflow.session has muted it"
+    pipe.fill(10)
+    pipe.run(engine="tasks")
+    assert "handle_error" in vars(server)
+
+
 def test_a_query_that_no_flow_writes(make_pipe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pipe = make_pipe(partitions=1)
     pipe.fill(10)

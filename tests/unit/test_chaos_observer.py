@@ -31,17 +31,22 @@ def transaction(**facts: Any) -> Line:
     return {"topic": SOURCE, "partition": 0, "hanging": False, "transactional_id": f"onceflow.{FLOW}"} | facts
 
 
+def verified(**facts: Any) -> Line:
+    said = {"found": {}, "unjudged": [], "not_checked": [], **facts}
+    return {"flow": FLOW, "exact": not any(said.values()), **said}
+
+
 SOUND = {
     STATUS: [status(2), status(3)],
     TRANSACTIONS: [[transaction()], []],
-    VERIFY: [[{"flow": FLOW, "exact": True, "found": {}}]] * 4,
-    REPLAY: [[{"flow": FLOW, "exact": True, "found": {}}]] * 2,
-    LOCAL: [[{"flow": FLOW, "exact": True, "found": {}}]] * 2,
+    VERIFY: [[verified()]] * 4,
+    REPLAY: [[verified(unjudged=["what an earlier version has written"])]] * 2,
+    LOCAL: [[verified()]] * 2,
 }
 
 
 def found(kind: str) -> list[Line]:
-    return [{"kind": kind}, {"flow": FLOW, "exact": False, "found": {kind: 1}}]
+    return [{"kind": kind}, verified(found={kind: 1})]
 
 
 @pytest.fixture

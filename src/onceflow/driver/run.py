@@ -84,7 +84,6 @@ class Run(RunOfEngine):
         Raises:
             UnsupportedQueryError: Spark refuses it.
         """
-        logs.silence_py4j()
         try:
             with query_listener.by_flow(self.flow), query_session.without_adaptive_execution(self.spark):
                 return SparkQuery(self.writer.start())
@@ -130,6 +129,7 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
     Raises:
         OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
     """
+    logs.silence_py4j()  # the session may be one of the user's own
     flow = startup.flow
     options = bounded(write.sink, startup.sources, startup.until, flow)
     write = replace(write, sink=options)
