@@ -492,10 +492,11 @@ def test_a_given_state_with_processing_time(tmp_path: Path) -> None:
 
 def test_what_a_replay_cannot_know(tmp_path: Path) -> None:
     keys = placed(100, 2)
-    swapped = {0: keys[1], 1: keys[0]}
+    swapped, twice = {0: keys[1], 1: keys[0]}, {0: keys[0], 1: [keys[0][0], *keys[1]]}
     for number, (processor, given, how, reasons) in enumerate(
         [
-            (Counts(), swapped, step(0, 100), [NOT_IN_ORDER]),
+            (Counts(), swapped, step(0, 100), []),  # by another partitioner
+            (Counts(), twice, step(0, 100), [NOT_IN_ORDER]),
             (Fading(), keys, step(0, 100), [CLOCK]),
             (Ringing(), keys, step(0, 100), [CLOCK]),
             (Withdrawn(), keys, step(0, 100, batch=False), [CLOCK]),
@@ -521,6 +522,16 @@ class Totals(Counts):
     def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
         *_, last = super().process(key, records, state)
         yield last
+
+
+class Failing(Counts):
+    """Every seventh record fails. Its letter tells where in onceflow's code it was called."""
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        for record in records:
+            if record.offset % 7 == 3:
+                raise ValueError("bad")
+            yield from super().process(key, [record], state)
 
 
 class Calls(Counts):
@@ -554,13 +565,14 @@ class TimedColumns(Columns):
         (Counts(), []),
         (Totals(), [CALLS]),
         (Calls(), [CALLS]),
+        (Failing(), []),
         (Fading(), []),
         (Columns(), []),
         (TimedColumns(), [CLOCK]),
     ],
 )
 def test_what_results_depend_on(tmp_path: Path, processor: Any, depends: list[str]) -> None:
-    what, log = Replayed("f", processor, "t", 3, ["s"]), Log(placed(120, 2))  # four of each key
+    what, log = Replayed("f", processor, "t", 3, ["s"], "letters"), Log(placed(120, 2))  # four of each key
     assert list(dependences(what, log, {}, {"s": {0: 120, 1: 120}}, tmp_path)) == depends  # type: ignore[arg-type]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from onceflow.admin.replay_steps import Step
 from onceflow.client.committed import Chunk, CommittedReader
@@ -42,6 +43,7 @@ from onceflow.state.watermark import Origin, Watermark
 BATCH_RECORDS = 50_000
 _INPUT = pa.schema([*SCHEMA, ("partition", pa.int32()), ("offset", pa.int64())])
 _NO_ID = "replay"
+_MAX_KEYS = 1_000_000  # about 100 MB
 #: In place of a topic, for late records, if the flow's topic of letters is not known. No topic of Kafka has this name.
 LATE = "late records"
 
@@ -127,6 +129,7 @@ class Replay:
         if what.processor.allowed_lateness is not None:
             self._lateness_ms = duration_ms(what.processor.allowed_lateness)
         self._watermark: Watermark | None = None
+        self._places = _KeyPlaces()
         if len(what.sources) > 1:
             self.doubt(NOT_IN_ORDER)
 
@@ -209,8 +212,7 @@ class Replay:
                     if not chunk.keys:
                         continue
                     batch = input_of(chunk, topic, partition)
-                    placed = key_partitions(batch.column("key"), len(step.end[topic]))
-                    if ((placed >= 0) & (placed != partition)).any():
+                    if len(self._what.sources) == 1 and self._places.are_apart(batch, partition, len(step.end[topic])):
                         self.doubt(NOT_IN_ORDER)
                     for start in range(0, batch.num_rows, self._at_once):
                         yield batch.slice(start, self._at_once)
@@ -341,6 +343,32 @@ def _uses_clock(row_key: bytes, row: bytes) -> bool:
     if row_key[:1] == rows.TIMER:
         return rows.unpack(row).payload[:1] == b"p"
     return rows.expiry_of(row) is not None
+
+
+class _KeyPlaces:
+    """In which partition of the source each key is. A producer need not have Kafka's default partitioner: what counts
+    for the order is that each key has all of its records in one partition."""
+
+    def __init__(self) -> None:
+        self._partitions: dict[int, int] | None = {}  # by hash of the key; None: they are too many
+        self._strays = False
+
+    def are_apart(self, batch: pa.RecordBatch, partition: int, partitions: int) -> bool:
+        """Whether a key has records in this partition and in another one, or may have.
+
+        Args:
+            batch: records of the partition. partitions: of the source.
+        """
+        keys = pc.unique(batch.column("key")).drop_null()
+        self._strays = self._strays or bool((key_partitions(keys, partitions) != partition).any())
+        if self._partitions is None:
+            return self._strays
+        apart = False
+        for key in map(hash, keys.to_pylist()):
+            apart = apart or self._partitions.setdefault(key, partition) != partition
+        if len(self._partitions) > _MAX_KEYS:
+            self._partitions = None
+        return apart
 
 
 class _NoTopics:

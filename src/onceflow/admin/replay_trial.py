@@ -15,7 +15,7 @@ from onceflow.client.committed import CommittedReader
 from onceflow.clock import clock_ms
 from onceflow.errors import ProcessorError
 from onceflow.protocol.progress import Offsets
-from onceflow.state import rows
+from onceflow.state import dead_letters, rows
 from onceflow.state.local.format import KINDS
 
 _RECORDS = 2_000
@@ -52,7 +52,10 @@ def _results(what: Replayed, reader: CommittedReader, step: Step, folder: Path, 
     found: Counter[Any] = Counter()
 
     def emit(batch: pa.RecordBatch, partition: int) -> None:
-        found.update(map(repr, batch.to_pylist()))
+        for row in batch.to_pylist():
+            # Where in onceflow's own code process() was called is no result.
+            headers = [each for each in row["headers"] or () if each["key"] != dead_letters.ERROR_STACK]
+            found[repr({**row, "headers": headers})] += 1
 
     trial = Replay(what, reader, folder, emit=emit, tell=lambda done: None, at_once=at_once)
     trial.run(step)
