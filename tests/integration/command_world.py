@@ -141,7 +141,11 @@ class CommandWorld:
                     plain.produce(names["PARKED"], b"{}", ORIGIN.encode(), headers=_PARKED_HEADERS)
                 if label == "parked replay":
                     origin = {"topic": names["SOURCE"], "partition": "0", "offset": "1"}
-                    headers = [(f"onceflow.origin.{name}", each.encode()) for name, each in origin.items()]
+                    headers = [
+                        (f"onceflow.{of}.{name}", each.encode())
+                        for of in ("origin", "error")
+                        for name, each in origin.items()
+                    ]
                     plain.produce(names["LETTERS"], b"{}", b"k", headers=[_PARKED_HEADERS[0], *headers])
                 if "FLOW" in str(RIGHTS[label]) or label in _OF_FLOWS:
                     self._commit(cluster, label)

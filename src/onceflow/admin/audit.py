@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from onceflow.admin.identity import Identity, kind_of
+from onceflow.admin.identity import Identity, has_ids, kind_of
 from onceflow.admin.progress_history import breaks, last_of, read_history
 from onceflow.admin.readings import Readings, readings
 from onceflow.admin.replay_steps import begun_at, lives
-from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, Tally, digest_of
+from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, Tally
 from onceflow.admin.verify_report import (
     DOUBLED,
     FOREIGN,
@@ -370,7 +370,7 @@ class Audit:
                 self._tell(f"reading {topic}", done, total)
 
     def _note_ids(self, side: int, topic: str, chunk: Chunk, identity: Identity) -> None:
-        if _has_ids(chunk, identity):
+        if has_ids(chunk, identity):
             self._with_ids.add((side, topic))
             self._without_ids.discard(topic)
             if side in (SOURCE, OUTPUT) and self._outputs.place is not None:
@@ -384,11 +384,3 @@ class Audit:
         for row in np.flatnonzero((right >= 0) & (right != partition)).tolist():
             text = f"its key belongs to partition {right[row]} of {count}"
             self.report.add(MISPLACED, text, [Place(topic, partition, offsets[row])])
-
-
-def _has_ids(chunk: Chunk, identity: Identity) -> bool:
-    """Whether a record has an id, and not only itself."""
-    return any(
-        identity(key, value, chunk.headers.get(row, ())) != digest_of(key, value)
-        for row, (key, value) in enumerate(zip(chunk.keys, chunk.values, strict=True))
-    )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from onceflow.admin.differing import described, without
-from onceflow.admin.identity import Identity
+from onceflow.admin.identity import Identity, has_ids
 from onceflow.admin.mover import known
 from onceflow.admin.output_ends import behind
 from onceflow.admin.settled_progress import SettledProgress
@@ -48,7 +48,7 @@ class Compared:
         tables: by table, its copy, where it is not that of the fork.
         identity: what makes an output record one of a source record; None: records are compared as a whole.
         wait_s: how long to wait until both are at the same position.
-        ignored: fields of JSON values of outputs that do not count.
+        ignored: fields of JSON values that do not count.
     """
 
     outputs: Mapping[str, str] = field(default_factory=dict)
@@ -86,6 +86,7 @@ class Comparison:
         self._limit = limit
         self.report = Report(limit)
         self._is_known = False  # which outputs belong together
+        self._has_ids = False  # a source record has the id, and not only itself
         self._others = {SOURCE: 0, OUTPUT: 0}  # outputs whose id no record has that both have read
         self._left = without(compared.ignored)
 
@@ -98,8 +99,10 @@ class Comparison:
             ProgressConflictError: the one is no copy of the other; or both do not stand still at the same position.
             OnceflowError: something cannot be read.
         """
+        if self._compared.outputs:  # before it is waited for both flows
+            self._find(self._compared.outputs)
         self._compare()
-        outputs = self.report.checked["output records"] + self.report.checked["output records of the copy"]
+        outputs = sum(self.report.checked.get(f"output records{side}", 0) for side in ("", " of the copy"))
         given = self._compared.identity is not None or self._compared.outputs
         if not outputs and (given or not self.report.checked.get("rows of tables")):
             self.report.not_checked.append(f"outputs: {self._why_nothing()}")
@@ -108,7 +111,9 @@ class Comparison:
     def _compare(self) -> None:
         if self._compared.identity is not None:
             old, new = self._both()
-            self._outputs(old, new, self._ids(old, new))
+            ids = self._ids(old, new)
+            if self._has_ids:
+                self._outputs(old, new, ids)
             if _level(old, new):
                 self._tables(old, new)
                 if self._both() != (old, new):
@@ -159,6 +164,11 @@ class Comparison:
                 f"{flow} and {copy} have not both read any source record since the copy was made. Start {copy}, and "
                 "compare when it has committed a batch"
             )
+        if self._compared.identity is not None and not self._has_ids:
+            return (
+                f"none of the {checked['source records']:,} source records that {flow} and {copy} have both read since "
+                "the copy was made has the id; correct --id"
+            )
         if not self._is_known:
             return f"none of {flow} and {copy} is known; name them with --output OLD=NEW"
         if self._compared.identity is not None:
@@ -174,8 +184,7 @@ class Comparison:
         pairs = self._compared.outputs or self._pairs(old, new)
         self._is_known = bool(pairs)
         if pairs:
-            deadline = Deadline(_CALL_S, "looking for the outputs")
-            find_topics(self._cluster, {topic: "" for pair in pairs.items() for topic in pair}, deadline)
+            self._find(pairs)
         else:
             self.report.notes.append("outputs are not compared: none is known; name them with --output OLD=NEW")
         with self._scratch() as tally:
@@ -186,6 +195,10 @@ class Comparison:
             self._tell_of_others(pairs)
             self.report.checked["output records"] = tally.counts[SOURCE]
             self.report.checked["output records of the copy"] = tally.counts[OUTPUT]
+
+    def _find(self, pairs: Mapping[str, str]) -> None:
+        deadline = Deadline(_CALL_S, "looking for the outputs")
+        find_topics(self._cluster, {topic: "" for pair in pairs.items() for topic in pair}, deadline)
 
     def _tell_of_others(self, pairs: Mapping[str, str]) -> None:
         """Say how many outputs were left out. They may be of records that only one flow has read, or be wrong."""
@@ -276,6 +289,7 @@ class Comparison:
             span = {p: (starts.get(p, 0), min(end, after[p])) for p, end in before.items() if p in after}
             for _, chunk in self._chunks(topic, span):
                 found += [_low(each) for each in _identities(chunk, identity)]
+                self._has_ids = self._has_ids or has_ids(chunk, identity)
         self.report.checked["source records"] = len(found)
         return np.unique(np.array(found, np.uint64))
 
@@ -320,7 +334,7 @@ class Comparison:
                     if value is None:
                         last.pop(key, None)
                     else:
-                        last[key] = offset, digest_of(key, value, *_headers(chunk, n))
+                        last[key] = offset, digest_of(key, self._left(value), *_headers(chunk, n))
             tally.add(side, topic, partition, last.values())
 
     # ---- differences ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from onceflow.admin.tally import digest_of
+from onceflow.client.committed import Chunk
 from onceflow.errors import OptionError
 from onceflow.state import exact_json
 
@@ -90,3 +91,11 @@ def _of_field(names: Sequence[str]) -> Identity:
             return digest_of(key, value)
 
     return found
+
+
+def has_ids(chunk: Chunk, identity: Identity) -> bool:
+    """Whether one of some records has an id, and not only itself."""
+    return any(
+        identity(key, value, chunk.headers.get(row, ())) != digest_of(key, value)
+        for row, (key, value) in enumerate(zip(chunk.keys, chunk.values, strict=True))
+    )

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     help="An output of FLOW, and that of NEW.  [default: as both have written lately, if each has one]",
 )
 @click.option("--id", "identity", metavar="PLACE", help="Compare by source records: $.field, key or header:NAME.")
-@click.option(
-    "--ignore", "ignored", multiple=True, metavar="$.FIELD", help="A field of JSON values of outputs that may differ."
-)
+@click.option("--ignore", "ignored", multiple=True, metavar="$.FIELD", help="A field of JSON values that may differ.")
 @click.option(
     "--table",
     "tables",

@@ -67,11 +67,18 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def settings_of(
-    bootstrap_servers: str | None, options: tuple[str, ...], config_file: str | None = None
+    bootstrap_servers: str | None,
+    options: tuple[str, ...],
+    config_file: str | None = None,
+    *,
+    even_stopped: bool = False,
 ) -> ClientSettings:
     """The settings of a connection, from the values of the options.
 
     Settings in the file that onceflow does not use are named on stderr.
+
+    Args:
+        even_stopped: as of `default_servers`.
 
     Raises:
         OptionError: the file cannot be read, or an option is unknown or wrong.
@@ -87,7 +94,7 @@ def settings_of(
     given = bootstrap_servers or file.bootstrap_servers
     if given is None:
         ClientSettings(LAST_RESORT, pairs)  # what is wrong in the options does not depend on the cluster
-    return ClientSettings(given or default_servers(), pairs)
+    return ClientSettings(given or default_servers(even_stopped=even_stopped), pairs)
 
 
 @contextlib.contextmanager
@@ -104,8 +111,11 @@ def connected(settings: ClientSettings, what: str) -> Iterator[tuple[Cluster, De
         yield cluster, Deadline(_CALL_S, what)
 
 
-def default_servers() -> str:
+def default_servers(*, even_stopped: bool = False) -> str:
     """The bootstrap servers when none are given: of the environment, of the local broker, or Kafka's usual address.
+
+    Args:
+        even_stopped: the local broker need not run: the command only looks, and knows more than what Kafka says.
 
     Raises:
         OptionError: there is a local broker, and it is stopped. What listens at Kafka's usual address is another
@@ -120,7 +130,7 @@ def default_servers() -> str:
     local = Folder(default_data_dir()).read()
     if local is None:
         return LAST_RESORT
-    if not any(process.running(node) for node in local.nodes):
+    if not even_stopped and not any(process.running(node) for node in local.nodes):
         raise OptionError(
             f"The local broker ({local.bootstrap_servers}) is stopped",
             next_step="start it: `onceflow broker start`; or name another cluster with --bootstrap-servers or "

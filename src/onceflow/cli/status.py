@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onceflow.cli.connection import connection
+from onceflow.cli.connection import connection_options, settings_of
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.status_text import details, overview
@@ -20,7 +20,6 @@ from onceflow.protocol.timestamps import in_utc
 if TYPE_CHECKING:
     from onceflow.admin.driver_status import DriverStatus
     from onceflow.admin.flow_status import FlowStatus
-    from onceflow.client.settings import ClientSettings
 
 _CALL_S, _ENDPOINT_S = 60.0, 5.0
 _EVERY_S = 2.0
@@ -60,7 +59,7 @@ _PAUSE_S = 0.1
 )
 @click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
 @click.option("--group-id-prefix", help="The same as in `Flow(...)`.")
-@connection
+@connection_options
 def status(
     flows: tuple[str, ...],
     watch: str | None,
@@ -72,7 +71,9 @@ def status(
     timeout: str,
     transactional_id_prefix: str,
     group_id_prefix: str | None,
-    settings: ClientSettings,
+    bootstrap_servers: str | None,
+    options: tuple[str, ...],
+    config_file: str | None,
 ) -> int:
     """Show where flows are, and how far behind: all flows as a table, or each FLOW in detail.
 
@@ -92,6 +93,7 @@ def status(
     from onceflow.client.first_connection import LOOK_REFUSED_S
     from onceflow.errors import BrokerUnreachableError, DeadlineExceededError
 
+    settings = settings_of(bootstrap_servers, options, config_file, even_stopped=bool(endpoints))
     every_s, flows = _every(watch, flows)
     urls = [*dict.fromkeys(checked_endpoint(each) for each in endpoints)]
     strange: list[str] = []  # what is wrong with the endpoints
