@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,6 +68,12 @@ def test_event_time_that_fails_for_every_record() -> None:
     run.check(untimed(500, 500))
     other = run_of(None)
     other.check(batch(500, 500))  # process() has failed
+    for undecodable, is_stopped in ((1, True), (60, True), (100, False)):  # event_time() was not called for these
+        causes = {**untimed(600, 600 - undecodable).causes, "JSONDecodeError": (undecodable, "in-0, offset 8: no JSON")}
+        stops = pytest.raises(DeadLetterLimitError, match=f"{600 - undecodable} of 600 records") if is_stopped else None
+        with stops or contextlib.nullcontext():
+            run_of(None).check(Letters(600, 600, causes))
+    run_of(None).check(Letters(600, 599, untimed(600, 599).causes))  # one has got through
     run_of(1_000).check(untimed(500, 500))
 
 

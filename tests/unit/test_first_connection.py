@@ -13,8 +13,10 @@ import pytest
 
 from onceflow.broker.folder import free_ports
 from onceflow.client import first_connection
+from onceflow.client.addresses import Address
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.first_connection import Wait
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import BrokerUnreachableError
 
@@ -79,6 +81,20 @@ def test_a_silent_server_has_until_the_deadline(caplog: pytest.LogCaptureFixture
     assert f"{refusing}: [Errno {errno.ECONNREFUSED}] Connection refused" in error.detail
     # It comes in the middle of the first attempt.
     assert f"{silent}: " in lines(caplog)[0]
+
+
+def test_a_server_that_comes_too_late(silent: str) -> None:
+    """It was refused at the last attempt, so it is not said that it may want another protocol."""
+    host, port = silent.rsplit(":", 1)
+    address = Address(host, int(port))
+    wait = Wait(ClientSettings(silent), Deadline(1, "starting flow orders"), refused_s=None)
+    wait.over([address])
+    wait.failed(address, "KafkaConnectionError: 111 ECONNREFUSED")
+    assert f"{silent} has refused connections, and accepts them now" in wait.error("within 1 s").detail
+    wait.failed(address, None)
+    assert "accepts them now" in wait.error("within 1 s").detail
+    wait.failed(address, "KafkaConnectionError: socket disconnected")
+    assert "did not complete the Kafka handshake" in wait.error("within 1 s").detail
 
 
 def test_connections_of_a_running_flow_have_until_the_deadline(caplog: pytest.LogCaptureFixture) -> None:

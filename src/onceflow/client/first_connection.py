@@ -53,6 +53,7 @@ class Wait:
         self._began = self._takes_since = deadline.remaining
         self._tell_at_s = _TELL_AFTER_S
         self._addresses: Sequence[Address] = ()
+        self._refusing = set[Address]()  # at the last attempt
 
     @property
     def tells(self) -> bool:
@@ -62,8 +63,11 @@ class Wait:
         """Set the addresses that are tried from now on."""
         self._addresses = addresses
 
-    def failed(self, address: Address) -> bool:
+    def failed(self, address: Address, problem: str | None) -> bool:
         """Report that a Kafka connection to this address has failed.
+
+        Args:
+            problem: why, in the words of kafka-python; None: it was not tried again.
 
         Returns:
             Whether the address accepts TCP connections now and refused them before.
@@ -71,6 +75,8 @@ class Wait:
         Raises:
             BrokerUnreachableError: all addresses have refused connections for ``refused_s``.
         """
+        if problem is not None:
+            (self._refusing.add if "ECONNREFUSED" in problem else self._refusing.discard)(address)
         if self._refused_s is None:
             return False
         before, now = self._met.get(address), contact(address)
@@ -100,7 +106,7 @@ class Wait:
 
     def error(self, how_long: str, problem: str = "") -> BrokerUnreachableError:
         """The error that ends the wait. ``problem``: why the last Kafka connection failed."""
-        lines = [self._in_words(address, contact(address)) for address in self._addresses]
+        lines = [self._at_last(address, contact(address)) for address in self._addresses]
         detail = "; ".join(lines) + (f"; last problem: {problem}" if problem else "")
         if self._named:
             return BrokerUnreachableError(
@@ -118,6 +124,11 @@ class Wait:
 
     def _refused(self) -> bool:
         return all(address in self._met and self._met[address].refused for address in self._addresses)
+
+    def _at_last(self, address: Address, met: Contact) -> str:
+        if not met.text and address in self._refusing:
+            return f"{address} has refused connections, and accepts them now: start again"
+        return self._in_words(address, met)
 
     def _in_words(self, address: Address, met: Contact | None) -> str:
         if met is None:
@@ -158,7 +169,7 @@ def connect_to_any(
         except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
             if not may_log_in_again(settings, error):
                 raise authentication_failed(settings, error) from error
-            problem = str(error)
+            why = problem = str(error)
         except (kafka_errors.UnsupportedSaslMechanismError, TokenUnavailableError) as error:
             raise authentication_failed(settings, error) from error
         except kafka_errors.IncompatibleBrokerVersion as error:
@@ -168,10 +179,11 @@ def connect_to_any(
                 next_step="give the address of a broker, not of a controller; onceflow needs Kafka 2.8 or later",
             ) from error
         except kafka_errors.NodeNotReadyError as error:  # kafka-python still waits for its backoff
+            why = None
             problem = problem or str(error)
         except (kafka_errors.KafkaError, OSError) as error:
-            problem = str(error)
-        if wait.failed(Address(node.host, node.port)):
+            why = problem = str(error)
+        if wait.failed(Address(node.host, node.port), why):
             # Without this, kafka-python would not try this broker again for up to half a minute.
             manager.reset_backoff(node.node_id)
         try:

@@ -82,7 +82,13 @@ class RunParts:
         deadline = startup.deadline()
         topic_ids = {topic: startup.sources[topic].topic_id for topic in starts}
         reader = SourceReader(
-            startup.settings, plan.reads, starts, topic_ids=topic_ids, epochs=self.progress.epochs, flow=startup.flow
+            startup.settings,
+            plan.reads,
+            starts,
+            topic_ids=topic_ids,
+            epochs=self.progress.epochs,
+            flow=startup.flow,
+            refused_s=startup.refused_s,
         )
         try:
             sink = batches()

@@ -65,6 +65,7 @@ class SourceReader:
         topic_ids: Mapping[str, str],
         epochs: Epochs = MappingProxyType({}),
         flow: str,
+        refused_s: float | None = None,
     ) -> None:
         self._flow = flow
         self._sources = reads
@@ -73,7 +74,7 @@ class SourceReader:
         self._bounds: TopicOffsets | None = None
         self._pausing = False
         self.arrivals = Arrivals({topic: starts[topic] for topic in self._sources})
-        self._cluster = Cluster(settings, refused_s=None)
+        self._cluster = Cluster(settings, refused_s=refused_s)
         self._looked_at = float("-inf")
         self._unknown_since: float | None = None  # a look has found that a topic does not exist
         self._brokers = 1

@@ -76,7 +76,7 @@ class Startup:
         self.joins: list[JoinSpec] = []
         self._beside: set[str] = set()  # tables that would begin empty beside those of another flow
         self._run = uuid4().hex
-        self._refused_s = refused_s
+        self.refused_s = refused_s
         self._session: DriverSession | None = None
         self._progress: Progress | None = None
         self._is_pending = False  # progress has more than what is committed
@@ -133,7 +133,7 @@ class Startup:
 
     def deadline(self) -> Deadline:
         """Of a start. It is extended if the first connection may wait longer for the brokers."""
-        seconds = START_SECONDS + max(0.0, self._refused_s - REFUSED_S)
+        seconds = START_SECONDS + max(0.0, self.refused_s - REFUSED_S)
         return Deadline(seconds, f"starting flow {self.flow}")
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class Startup:
         """
         if self._session is not None:
             return
-        session = DriverSession(Cluster(self.settings, refused_s=self._refused_s), self.names)
+        session = DriverSession(Cluster(self.settings, refused_s=self.refused_s), self.names)
         try:
             session.transactions.check_supported(deadline)
         except BaseException:

@@ -15,6 +15,7 @@ log = logging.getLogger("onceflow.state")
 OF_EVENT_TIME = " in event_time()"
 #: A share is checked only after a run has read this many records: one bad record among the first three proves nothing.
 MIN_RECORDS = 100
+_NEARLY_ALL = 0.9
 
 
 def check_limit(limit: object, flow: str) -> None:
@@ -73,8 +74,8 @@ class DeadLetters:
         """Check whether a batch may be committed.
 
         Raises:
-            DeadLetterLimitError: with the dead letters of this batch, the run has more than allowed; or event_time()
-                has failed for every record of the run.
+            DeadLetterLimitError: with the dead letters of this batch, the run has more than allowed; or no record of
+                the run has got through, because event_time() has failed.
         """
         limit = self._limit
         count = self.count + letters.count
@@ -97,11 +98,14 @@ class DeadLetters:
         )
 
     def _check_times(self, letters: Letters) -> None:
-        records = self.records + letters.records
-        if records >= MIN_RECORDS and self._untimed + _untimed(letters) == records:
+        records, count = self.records + letters.records, self.count + letters.count
+        untimed = self._untimed + _untimed(letters)
+        # Others are bad for another reason, such as a value that cannot be decoded.
+        if records >= MIN_RECORDS and count == records and untimed >= _NEARLY_ALL * records:
+            each = f"each of the {records:,}" if untimed == records else f"{untimed:,} of {records:,}"
+            more = "" if untimed == records else " (the others are dead letters, too)"
             raise DeadLetterLimitError(
-                f"event_time() has failed for each of the {records:,} records of this run, so the code is at fault, "
-                "and no record",
+                f"event_time() has failed for {each} records of this run{more}, so the code is at fault, and no record",
                 topic=self._topic,
                 detail=f"in this batch: {_in_words(letters.causes)}; {self._source}",
                 next_step="nothing of this batch is visible. Correct event_time(). If it is right, and these records "
