@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,6 +186,8 @@ def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: 
         offsets[table] = {0: 1}
         tables = {table: {0: 5}, grown: {0: 0, 1: 0}, empty: {0: 5}}
         done = Progress(flow, 3, offsets, ids, 1_700_000_000_000, changelogs=tables)
+        # The topic of a table that the flow joins with has more partitions than in its last batch; another one is gone.
+        done = replace(done, joined={source: {0: 1}, f"{table}-joined": {0: 1}})
         progress_log.write_progress(cluster, None, Names(flow), done, {}, deadline)
     found = told(call(flow, "--json"))
     assert (found["batch"], found["lag"], found["transaction"]["state"]) == (3, None, "Dead")
@@ -200,7 +203,9 @@ def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: 
     assert (first["first"], second["lag"], new["offset"]) == (3, second["stable"] - 2, None)
     assert new["lag"] == new["stable"] > 0
     says = "\n".join(found["warnings"])
-    assert len(found["warnings"]) == 6
+    assert len(found["warnings"]) == 8
+    assert f"joined table {source} has 3 partitions, and the last batch saw 1" in says
+    assert f"joined table topic {table}-joined was deleted" in says
     assert f"table topic {empty} was deleted and created anew" in says
     assert f"{grown} has 4 partitions, and its rows are in the first 2" in says
     assert f"onceflow table repartition {flow} {grown} --partitions 4" in says

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -343,6 +344,13 @@ def test_foreign_rows_are_not_taken_for_state(make_state_pipe: Any) -> None:
     pipe.run(process={"adopt_existing": True})
     rows = pipe.table_rows()
     assert rows[b"key-001"]["sum"] > 1_000_000
+    other = replace(pipe, flow=f"other-{pipe.flow}", tmp_path=pipe.tmp_path / "other")
+    for adopted in (False, True):
+        with pytest.raises(
+            onceflow.ProgressConflictError, match=f"{pipe.table} belongs to flow {pipe.flow}"
+        ) as refused:
+            other.run(process={"adopt_existing": adopted})
+        assert f"onceflow reset {pipe.flow}" in refused.value.next_step
 
 
 def test_a_table_that_was_made_again(make_state_pipe: Any) -> None:

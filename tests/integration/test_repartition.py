@@ -445,8 +445,12 @@ def test_fewer_partitions_are_refused_before_anybody_is_fenced(make_state: Any) 
 def test_what_is_not_there(make_state: Any) -> None:
     state = make_state(2, 20)
     flow, state.flow = state.flow, "somebody-else"
-    with pytest.raises(onceflow.ProgressConflictError, match=r"(?s)has no table.*its tables: none"):
+    with pytest.raises(onceflow.ProgressConflictError, match="has no progress here"):
         state.run(5)
+    state.flow = f"{flow}x"
+    with pytest.raises(onceflow.ProgressConflictError) as misspelled:
+        state.run(5)
+    assert f"did you mean {flow}?" in misspelled.value.next_step
     state.flow = flow
     table, state.table = state.table, "nothing"
     with pytest.raises(onceflow.UnknownTopicError, match="nothing"):

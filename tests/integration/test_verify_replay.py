@@ -13,8 +13,10 @@ from click.testing import CliRunner
 from confluent_kafka import Producer
 from pyspark import cloudpickle
 
+from onceflow.admin import letter_replay
 from onceflow.admin.replayed_processor import load
 from onceflow.cli.main import cli
+from onceflow.client.settings import ClientSettings
 from onceflow.errors import OnceflowError, ProcessorError
 from onceflow.testing import independent
 
@@ -120,6 +122,9 @@ def test_dead_letters_and_errors(
     assert raised.value.batch is None
     found, last = verify(pipe.flow, *ours, "--dead-letter", dead)
     assert (found, last["notes"], last["checked"]["letters"]) == ([], [], 3)
+    letter_replay.replay(ClientSettings(onceflow_broker), dead, letter_replay.Wanted(to=make_topic("again", 1)))
+    (note,) = verify(pipe.flow, *ours, "--dead-letter", dead)[1]["notes"]
+    assert note.startswith(f"3 letters of {dead} were replayed: if the processor was changed")
     for arguments, text in (
         (["--table", "typo"], f"has no table typo: the flow has {pipe.table}"),
         (["--source", "typo"], "has not read typo"),

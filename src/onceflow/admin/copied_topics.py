@@ -29,7 +29,7 @@ def check_copied_topics(cluster: Cluster, origin: Progress, table: str, name: st
     known_topics = TableTopics(
         table, table + INTERNAL_SUFFIX, ids[table], ids[table + INTERNAL_SUFFIX], found[table].partitions, 0, 0
     )
-    check_known(known_topics, origin.changelogs, origin.topic_ids)
+    check_known(known_topics, origin.changelogs, origin.topic_ids, flow=origin.flow)
     for topic in (name, name + INTERNAL_SUFFIX):
         try:
             info = cluster.topics([topic], deadline, once=True)[topic]

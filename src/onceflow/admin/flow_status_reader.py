@@ -195,6 +195,8 @@ class StatusReader:
         for topic, table in sorted(progress.tables.items()):
             if table.local is not None:
                 status.tables.append(TableStatus(topic, {}, None, table.watermark_ms))
+        for topic, ends in sorted(progress.joined.items()):
+            self._joined(status, progress, topic, ends, there, deadline)
         for topic, role in sorted(progress.letters.items()):
             status.letters.append(self._letters(status, topic, role, there, deadline))
         return status
@@ -400,6 +402,27 @@ class StatusReader:
         if first is None or len(numbers) < len(offsets):
             return TableStatus(topic, offsets, None)
         return TableStatus(topic, offsets, sum(max(0, offsets[number] - first[number]) for number in numbers))
+
+    def _joined(
+        self,
+        status: FlowStatus,
+        progress: Progress,
+        topic: str,
+        ends: Mapping[int, int],
+        there: Mapping[str, TopicInfo],
+        deadline: Deadline,
+    ) -> None:
+        """Warn if a table that the flow joins with is not what it was."""
+        info = there.get(topic)
+        if info is None:
+            gone(self._cluster, status, topic, deadline, role="joined table")
+        elif topic not in progress.offsets and progress.topic_ids.get(topic) not in (None, info.topic_id):
+            status.warnings.append(f"joined table {topic} was deleted and created anew: start the flow again")
+        elif info.partitions != len(ends):
+            status.warnings.append(
+                f"joined table {topic} has {info.partitions} partitions, and the last batch saw {len(ends)}: start the "
+                "flow again when its rows have moved (`onceflow table repartition`)"
+            )
 
     def _letters(
         self, status: FlowStatus, topic: str, role: str, there: Mapping[str, TopicInfo], deadline: Deadline

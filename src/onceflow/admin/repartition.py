@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from onceflow.admin.flow_transaction import FlowTransaction, Wording, Written
+from onceflow.admin.mover import known
 from onceflow.admin.repartitioner import Repartitioner, RepartitionProgress
 from onceflow.admin.writer import Writer
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -194,16 +195,16 @@ class _Repartition:
 
     def _progress(self, infos: Mapping[str, TopicInfo], deadline: Deadline) -> Progress:
         names = self._names
-        progress = self._session.progress({}, deadline, missing_is_fine=True)
-        ends: Offsets = {} if progress is None else progress.changelogs
-        if progress is None or self._table not in ends or self._internal not in ends:
+        progress = known(self._session.progress({}, deadline, missing_is_fine=True), names, self._cluster)
+        ends = progress.changelogs
+        if self._table not in ends or self._internal not in ends:
             tables = sorted(name for name in ends if name + INTERNAL_SUFFIX in ends)
             raise ProgressConflictError(
                 f"Flow {names.flow!r} has no table {self._table!r}",
                 detail=f"its tables: {', '.join(tables) or 'none'}",
                 next_step="check the names, and --transactional-id-prefix if the flow has one",
             )
-        check_known(self._topics(infos, len(ends[self._table])), ends, progress.topic_ids)
+        check_known(self._topics(infos, len(ends[self._table])), ends, progress.topic_ids, flow=names.flow)
         return progress
 
     def _topics(self, infos: Mapping[str, TopicInfo], partitions: int) -> TableTopics:

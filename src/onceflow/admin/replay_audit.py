@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from onceflow.admin import letter_replay
 from onceflow.admin.progress_history import last_of, read_history
 from onceflow.admin.replay import CLOCK, Replay, Replayed
 from onceflow.admin.replay_beginning import Beginning, from_progress
@@ -35,7 +36,7 @@ from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.topics import find_topics
-from onceflow.errors import OptionError
+from onceflow.errors import OptionError, PermissionDeniedError
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.state import rows
@@ -121,6 +122,7 @@ class ReplayAudit:
         progress, life = last_of(history, self._names), current_life(history)
         self._was_reset = len(lives(history)) > 1
         what = self._what(progress)
+        self._tell_of_replayed_letters()
         begin = self._beginning(life, what)
         topics = self._outputs_of(life)
         default = self._wanted.outputs[0] if self._wanted.outputs else topics[0] if len(topics) == 1 else None
@@ -200,6 +202,18 @@ class ReplayAudit:
         count = known.local.partitions if known.local is not None else len(progress.changelogs[table])
         letters = wanted.letters[0] if wanted.letters else None
         return Replayed(flow, wanted.processor, table, count, sources, letters)
+
+    def _tell_of_replayed_letters(self) -> None:
+        """Say that the processor was probably mended meanwhile. As it was, it has made other letters and other rows."""
+        for topic in self._wanted.letters:
+            with contextlib.suppress(PermissionDeniedError):
+                deadline = Deadline(_CALL_S, f"looking for replayed letters of {topic}")
+                info = find_topics(self._cluster, {topic: ""}, deadline)[topic]
+                if again := len(letter_replay.replayed(self._cluster, info, deadline)):
+                    self._report.notes.append(
+                        f"{again:,} letters of {topic} were replayed: if the processor was changed for that, what it "
+                        "did before the change differs from this replay"
+                    )
 
     def _beginning(self, life: Sequence[Progress], what: Replayed) -> Beginning:
         """Where the replay begins.

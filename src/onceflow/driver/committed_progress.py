@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from onceflow.client.cluster import Cluster
@@ -11,7 +12,8 @@ from onceflow.client.decided import Decided, ends_of, read_decided
 from onceflow.client.log_reader import LogRecord
 from onceflow.client.offsets import EARLIEST, list_offsets
 from onceflow.client.topics import find_topic
-from onceflow.protocol.progress import PROGRESS_TOPIC
+from onceflow.errors import OnceflowError, PermissionDeniedError
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress, decode
 
 
 @dataclass
@@ -74,3 +76,13 @@ class CommittedProgress:
             part.position = max(start, now.stable)
             found |= {key: (number, each) for key, each in last.items() if each.value is not None}
         return found
+
+    def decoded(self, cluster: Cluster, deadline: Deadline) -> Iterator[Progress]:
+        """The progress of all flows that this principal and this version of onceflow can read; none if it may not."""
+        try:
+            found = self.read(cluster, deadline)
+        except PermissionDeniedError:
+            return
+        for key, (_, record) in found.items():
+            with suppress(OnceflowError):
+                yield decode(key, record.value or b"")

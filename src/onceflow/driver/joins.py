@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from onceflow.planning.join_columns import columns_of_join
 from onceflow.protocol import acls
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.position import Position
-from onceflow.protocol.progress import Progress, decode, writer_of
+from onceflow.protocol.progress import Progress, writer_of
 from onceflow.spark.arrow_maps import map_in_arrow
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.master import is_local
@@ -100,7 +100,7 @@ def _await_rows(cluster: Cluster, info: TopicInfo, deadline: Deadline) -> None:
         if find_topic(cluster, topic + INTERNAL_SUFFIX, "DESCRIBE", deadline) is None:
             return  # no flow writes it
     while True:
-        writer = writer_of(topic, info.topic_id, _readable(reader, cluster, deadline))
+        writer = writer_of(topic, info.topic_id, reader.decoded(cluster, deadline))
         if writer is None:
             return  # nobody moves rows of a table that no flow writes
         spread = len(writer.changelogs[topic])
@@ -127,17 +127,6 @@ def _await_rows(cluster: Cluster, info: TopicInfo, deadline: Deadline) -> None:
     while any(at < ends[p] for p, at in list_offsets(cluster, span, LATEST, deadline)[topic].items()):
         deadline.pause(attempt, f"a transaction in {topic} is not decided in all partitions")
         attempt += 1
-
-
-def _readable(reader: CommittedProgress, cluster: Cluster, deadline: Deadline) -> Iterator[Progress]:
-    """The progress of all flows that this principal and this version can read."""
-    try:
-        found = reader.read(cluster, deadline)
-    except PermissionDeniedError:
-        return
-    for key, (_, record) in found.items():
-        with contextlib.suppress(OnceflowError):
-            yield decode(key, record.value or b"")
 
 
 def join_order(

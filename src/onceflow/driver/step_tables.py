@@ -8,11 +8,12 @@ from contextlib import suppress
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.topics import find_topics
+from onceflow.driver.committed_progress import CommittedProgress
 from onceflow.errors import UnknownTopicError
 from onceflow.planning import process, table_plan
 from onceflow.planning.joins import check_co_partitioned
 from onceflow.planning.process import StepOptions
-from onceflow.protocol.progress import Progress
+from onceflow.protocol.progress import Progress, writer_of
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinSpec
 from onceflow.state.topics import TableTopics, check_readable, committed_ends, ensure_topics
@@ -64,4 +65,7 @@ def ensure_table(
     topics = ensure_topics(cluster, options.table, partitions, deadline)
     ends = committed_ends(cluster, topics, deadline)
     check_readable(cluster, ends, deadline)
+    if options.table not in progress.changelogs and any(end for each in ends.values() for end in each.values()):
+        writer = writer_of(topics.table, topics.table_id, CommittedProgress().decoded(cluster, deadline))
+        table_plan.check_not_written(options.table, writer, progress)
     return topics, table_plan.plan_table(options, processor, topics, ends, progress)

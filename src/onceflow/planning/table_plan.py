@@ -39,7 +39,7 @@ def plan_table(
     """
     table = options.table
     if table in progress.changelogs:
-        check_known(topics, progress.changelogs, progress.topic_ids)
+        check_known(topics, progress.changelogs, progress.topic_ids, flow=progress.flow)
         _check_state(table, progress.tables.get(table, TableProgress()), processor)
         return progress
     holds_records = any(end for by_partition in ends.values() for end in by_partition.values())
@@ -67,6 +67,26 @@ def plan_table(
         changelogs={**progress.changelogs, **ends},
         topic_ids={**progress.topic_ids, **topics.ids},
         tables={**progress.tables, table: added},
+    )
+
+
+def check_not_written(table: str, writer: Progress | None, progress: Progress) -> None:
+    """Refuse the table of another flow: with two writers, neither would have the rows that it knows.
+
+    Args:
+        writer: progress of the flow that writes the table; None: no flow does. progress: that of this flow.
+
+    Raises:
+        ProgressConflictError: another flow writes it.
+    """
+    if writer is None or writer.flow == progress.flow or writer.became is not None:
+        return
+    raise ProgressConflictError(
+        f"Table {table} belongs to flow {writer.flow}",
+        topic=table,
+        detail=f"that flow has written it last with batch {writer.batch_id}; only one flow may write a table",
+        next_step=f"give this flow a table of another name. To take the rows over, stop {writer.flow} for good and let "
+        f"it forget its progress (`onceflow reset {writer.flow}`); then give adopt_existing=True",
     )
 
 

@@ -165,12 +165,15 @@ def check_readable(cluster: Cluster, ends: Mapping[str, Mapping[int, int]], dead
             pass
 
 
-def check_known(topics: TableTopics, changelogs: Mapping[str, Mapping[int, int]], ids: Mapping[str, str]) -> None:
+def check_known(
+    topics: TableTopics, changelogs: Mapping[str, Mapping[int, int]], ids: Mapping[str, str], *, flow: str
+) -> None:
     """Check that the topics are those in the progress record.
 
     Args:
         changelogs: end offsets in the progress record.
         ids: topic ids in the progress record.
+        flow: for the next step.
 
     Raises:
         ProgressConflictError: a topic was deleted and created again, or has another number of partitions.
@@ -181,7 +184,7 @@ def check_known(topics: TableTopics, changelogs: Mapping[str, Mapping[int, int]]
                 f"Table topic {name} was deleted and created again: the state that the flow has committed is lost",
                 topic=name,
                 detail=f"topic id {topic_id}, in the progress record {ids[name]}",
-                next_step="if that was intended, make the flow forget its progress: `onceflow reset FLOW`",
+                next_step=f"if that was intended, make the flow forget its progress: `onceflow reset {flow}`",
             )
     known = len(changelogs[topics.table])
     if known != topics.partitions:
@@ -189,6 +192,6 @@ def check_known(topics: TableTopics, changelogs: Mapping[str, Mapping[int, int]]
             f"Table topic {topics.table} has {topics.partitions} partitions, its rows were placed for {known}",
             topic=topics.table,
             detail="keys would be looked up in partitions that do not contain their rows",
-            next_step=f"stop the flow and run `onceflow table repartition FLOW {topics.table} --partitions "
+            next_step=f"stop the flow and run `onceflow table repartition {flow} {topics.table} --partitions "
             f"{max(known, topics.partitions)}`: it moves the rows, in one transaction",
         )
