@@ -42,6 +42,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long]
 
 #: Commands that can wait for brokers for long: they take a connection. They are interrupted at requests to them.
 CONNECTING = {label.split(" --")[0] for label in ARGUMENTS} | {"doctor", "table serve"}
+_SECONDS = 60  # doctor starts a session of Spark before it asks brokers
 #: Kafka's number of the request that ends a transaction.
 END_TXN = 26
 #: Commands that start processes of their own.
@@ -154,9 +155,9 @@ class Bench:
             stdin = '{"value": "x"}\n' if words[0] == "produce" else ""
             pid = self.forks.start([*words, "--bootstrap-servers", self.through], stdin)
             ended: list[int] = []
-            waiter = threading.Thread(target=lambda: ended.append(self.forks.wait(pid, 20)))
+            waiter = threading.Thread(target=lambda: ended.append(self.forks.wait(pid, _SECONDS)))
             waiter.start()
-            wait_until(lambda: stall.reached.wait(0.01) or ended, 20, f"{words} sends its request {nth}, or ends")
+            wait_until(lambda: stall.reached.wait(0.01) or ended, _SECONDS, f"{words} sends its request {nth}, or ends")
             if not ended:
                 os.kill(pid, signal.SIGINT)
                 if goes_on:
