@@ -23,6 +23,8 @@ for name in (
     "tables.table",
 ):  # fmt: skip
     importlib.import_module(f"onceflow.{name}")
+# A test calls it a hundred times, and each call adds a partition.
+vars(sys.modules["onceflow.admin.repartition"])["_KNOWN_S"] = 0.0
 
 for line in sys.stdin:
     if line.startswith("wait "):
