@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import psycopg
@@ -24,14 +25,15 @@ def run(dsn: str, *statements: str) -> list[Any]:
 
 def written(sink: PostgresSink, batch: pa.RecordBatch, *, sets_aside: bool = True) -> list[RefusedRow]:
     """Write one batch, in two tasks. Returns the rows that are set aside."""
-    if sets_aside:
-        sink.set_aside()
-    sink.check(batch.schema)
-    attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
-    sink.begin(attempt)
-    half = batch.num_rows // 2
-    receipts = [sink.write(attempt, str(n), iter([part])) for n, part in enumerate((batch[:half], batch[half:]))]
-    return committed(sink, attempt, receipts, sets_aside=sets_aside)
+    with closing(sink):  # an error that is kept would keep its connection: hundreds of tests have one server
+        if sets_aside:
+            sink.set_aside()
+        sink.check(batch.schema)
+        attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 1)
+        sink.begin(attempt)
+        half = batch.num_rows // 2
+        receipts = [sink.write(attempt, str(n), iter([part])) for n, part in enumerate((batch[:half], batch[half:]))]
+        return committed(sink, attempt, receipts, sets_aside=sets_aside)
 
 
 def committed(
@@ -71,6 +73,7 @@ class Written:
             self._generation = self.sink.open(self._flow, "o", None).generation
         self._batch += 1
         attempt = BatchAttempt(self._flow, "o", self._generation, self._batch, 1)
-        self.sink.begin(attempt)
-        receipt = self.sink.write(attempt, "0", iter([pa.RecordBatch.from_pylist([*rows], schema=schema)]))
-        self.refused += committed(self.sink, attempt, [receipt], sets_aside=self.sets_aside)
+        with closing(self.sink):
+            self.sink.begin(attempt)
+            receipt = self.sink.write(attempt, "0", iter([pa.RecordBatch.from_pylist([*rows], schema=schema)]))
+            self.refused += committed(self.sink, attempt, [receipt], sets_aside=self.sets_aside)
