@@ -312,23 +312,23 @@ FENCED_EARLY = """
 import sys
 import onceflow
 
-servers, first, second = sys.argv[1:]
+servers, first, second, target = sys.argv[1:]
 spark = onceflow.session("stopping", "local[1]")
 flow = onceflow.Flow("early-" + first, spark, bootstrap_servers=servers)
 flow.read(first)
 print("read", flush=True)
 sys.stdin.readline()
-flow.read(second)
-onceflow.serve()
+rows = flow.read(second).select("key", "value")
+onceflow.serve(flow.write(rows, topic=target))
 """
 
 
 @pytest.mark.long
 def test_fenced_before_it_serves(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
     """A newer driver starts between two reads of a program: its exit code is that of one that is fenced later."""
-    first, second = make_topic("in", 1), make_topic("in", 1)
+    first, second, target = make_topic("in", 1), make_topic("in", 1), make_topic("out", 1)
     with subprocess.Popen(
-        [sys.executable, "-c", FENCED_EARLY, onceflow_broker, first, second],
+        [sys.executable, "-c", FENCED_EARLY, onceflow_broker, first, second, target],
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -102,14 +102,16 @@ def test_a_flow_of_each_kind(
     assert all("no changelog" in text for text in [*last["notes"], *last["unjudged"]])
     if kind == "deduplicate":
         return
-    code = 2 if kind in ("no changelog", "Quiet") else 0
+    # Its timers may fire in the replay as they did in the flow: then nothing differs.
+    code = None if kind == "Quiet" else 2 if kind == "no changelog" else 0
     found, last = verify(pipe.flow, "--replay", name, "--output", pipe.target, "--dead-letter", late, code=code)
     assert found == []
     assert last["checked"]["replayed records"] == (300 if kind in ("Quiet", "Hops", "Visits") else 450)
     assert last["checked"]["output records"] > 100 or kind == "Quiet"
     unjudged = " ".join(last["unjudged"])
     assert ("has no changelog" in unjudged) == (kind == "no changelog")
-    assert ("that differ from the replay: the processor uses processing time" in unjudged) == (kind == "Quiet")
+    if kind != "Quiet" or unjudged:
+        assert ("that differ from the replay: the processor uses processing time" in unjudged) == (kind == "Quiet")
 
 
 def test_rows_that_a_flow_has_adopted_and_a_table_that_was_added_later(
