@@ -264,14 +264,11 @@ class StatusReader:
         there: Mapping[str, TopicInfo],
         deadline: Deadline,
     ) -> SourceStatus:
-        info = there.get(topic)
+        known = progress.topic_ids.get(topic)
+        info = self._same(
+            status, topic, known, there, deadline, role="source", so="; the flow's offsets are of the old"
+        )
         if info is None:
-            gone(self._cluster, status, topic, deadline, role="source")
-            return SourceStatus(topic, offsets, None)
-        if progress.topic_ids.get(topic) not in (None, info.topic_id):
-            status.warnings.append(
-                f"source topic {topic} was deleted and created anew; the flow's offsets are of the old"
-            )
             return SourceStatus(topic, offsets, None)
         unseen = self._told_unseen(status, topic, info)
         numbers = sorted(info.leaders.keys() - unseen.keys())
@@ -296,6 +293,31 @@ class StatusReader:
         unseen = self._unseen(info)
         status.unseen += [f"{topic}-{number}: {reason}" for number, reason in unseen.items()]
         return unseen
+
+    def _same(
+        self,
+        status: FlowStatus,
+        topic: str,
+        known: str | None,
+        there: Mapping[str, TopicInfo],
+        deadline: Deadline,
+        *,
+        role: str,
+        so: str,
+    ) -> TopicInfo | None:
+        """The topic, if it is the one that the flow knows; None: it is gone, and the status says so.
+
+        Args:
+            known: its id, as progress has it.
+            so: what it means that it was created anew, for the warning.
+        """
+        info = there.get(topic)
+        if info is None:
+            gone(self._cluster, status, topic, deadline, role=role)
+        elif known not in (None, info.topic_id):
+            status.warnings.append(f"{role} topic {topic} was deleted and created anew{so}")
+            return None
+        return info
 
     def _ends(self, topic: str, numbers: Sequence[int], deadline: Deadline) -> dict[int, tuple[int, int, int]]:
         """First offset, last stable offset and high watermark."""
@@ -379,12 +401,9 @@ class StatusReader:
         there: Mapping[str, TopicInfo],
         deadline: Deadline,
     ) -> TableStatus:
-        info = there.get(topic)
+        known = progress.topic_ids.get(topic)
+        info = self._same(status, topic, known, there, deadline, role="table", so="; its rows are gone")
         if info is None:
-            gone(self._cluster, status, topic, deadline, role="table")
-            return TableStatus(topic, offsets, None)
-        if progress.topic_ids.get(topic) not in (None, info.topic_id):
-            status.warnings.append(f"table topic {topic} was deleted and created anew; its rows are gone")
             return TableStatus(topic, offsets, None)
         if info.partitions > len(offsets) and not topic.endswith(INTERNAL_SUFFIX):
             status.warnings.append(
@@ -413,12 +432,10 @@ class StatusReader:
         deadline: Deadline,
     ) -> None:
         """Warn if a table that the flow joins with is not what it was."""
-        info = there.get(topic)
-        if info is None:
-            gone(self._cluster, status, topic, deadline, role="joined table")
-        elif topic not in progress.offsets and progress.topic_ids.get(topic) not in (None, info.topic_id):
-            status.warnings.append(f"joined table {topic} was deleted and created anew: start the flow again")
-        elif info.partitions != len(ends):
+        # Of a topic that is read as a source, too, the id belongs to its offsets.
+        known = None if topic in progress.offsets else progress.topic_ids.get(topic)
+        info = self._same(status, topic, known, there, deadline, role="joined table", so=": start the flow again")
+        if info is not None and info.partitions != len(ends):
             status.warnings.append(
                 f"joined table {topic} has {info.partitions} partitions, and the last batch saw {len(ends)}: start the "
                 "flow again when its rows have moved (`onceflow table repartition`)"

@@ -13,7 +13,6 @@ from onceflow.admin.status_answers import answered, permitted
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
-from onceflow.client.topics import find_topics
 
 T = TypeVar("T")
 
@@ -35,7 +34,8 @@ def count_letters(cluster: Cluster, status: FlowStatus) -> None:
             count = _told(status, each.topic, each.topic, read)
         else:
             # First: a letter that is replayed meanwhile still counts, and no count is too small.
-            notes = partial(_replayed, cluster, each.topic)
+            deadline = Deadline(_LOOK_S, f"looking for replayed letters of {each.topic}")
+            notes = partial(letter_replay.replayed_in, cluster, each.topic, deadline)
             gone = _told(status, each.topic, each.topic + letter_replay.SUFFIX, notes)
             others = partial(_count_others, cluster, each.topic, each.ends, gone or ())
             count = None if gone is None else _told(status, each.topic, each.topic, others)
@@ -45,11 +45,6 @@ def count_letters(cluster: Cluster, status: FlowStatus) -> None:
 def _told(status: FlowStatus, letters: str, topic: str, read: Callable[[], T]) -> T | None:
     """What was read; None: not permitted, or no answer. The status says so."""
     return answered(status, f"topic {letters}", partial(permitted, status, f"READ on topic {topic}", read))
-
-
-def _replayed(cluster: Cluster, topic: str) -> Collection[letter_replay.Place]:
-    deadline = Deadline(_LOOK_S, f"looking for replayed letters of {topic}")
-    return letter_replay.replayed(cluster, find_topics(cluster, {topic: ""}, deadline)[topic], deadline)
 
 
 def _count_parked(cluster: Cluster, topic: str, ends: Mapping[int, int]) -> int:

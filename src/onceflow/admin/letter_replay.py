@@ -150,13 +150,18 @@ def replayed(cluster: Cluster, topic: TopicInfo, deadline: Deadline) -> set[Plac
     return set() if find_topic(cluster, name, "READ", deadline) is None else set(_noted(cluster, name, topic.topic_id))
 
 
+def replayed_in(cluster: Cluster, topic: str, deadline: Deadline) -> set[Place]:
+    """The same of a topic that is named."""
+    return replayed(cluster, find_topics(cluster, {topic: ""}, deadline)[topic], deadline)
+
+
 def places(settings: ClientSettings, topic: str) -> set[Place] | None:
     """Which letters of a topic were replayed; None: this principal may not see it."""
     with connected(settings, topic) as cluster:
         deadline = Deadline(_PREPARE_S, f"looking for replayed letters of {topic}")
         cluster.connect(deadline)
         try:
-            return replayed(cluster, find_topics(cluster, {topic: ""}, deadline)[topic], deadline)
+            return replayed_in(cluster, topic, deadline)
         except PermissionDeniedError:
             return None
 

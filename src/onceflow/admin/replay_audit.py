@@ -208,8 +208,7 @@ class ReplayAudit:
         for topic in self._wanted.letters:
             with contextlib.suppress(PermissionDeniedError):
                 deadline = Deadline(_CALL_S, f"looking for replayed letters of {topic}")
-                info = find_topics(self._cluster, {topic: ""}, deadline)[topic]
-                if again := len(letter_replay.replayed(self._cluster, info, deadline)):
+                if again := len(letter_replay.replayed_in(self._cluster, topic, deadline)):
                     self._report.notes.append(
                         f"{again:,} letters of {topic} were replayed: if the processor was changed for that, what it "
                         "did before the change differs from this replay"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 
 from onceflow.chaos.commands import Commands
-from onceflow.chaos.flows import JOINER, LEDGER, SORTER, Names
+from onceflow.chaos.flows import LEDGER, SORTER, Names
+from onceflow.chaos.replacing import replaceable
 from onceflow.chaos.test_bed import Setup, TestBed
 from onceflow.testing import independent
 from onceflow.testing.faults import fault
@@ -43,11 +44,9 @@ def letters_replayed(bed: TestBed, rng: random.Random) -> str:
 
 
 def growing(setup: Setup) -> list[str]:
-    """The flows whose tables may get more partitions: nobody else reads them."""
-    if setup.copies is not None:
-        return []
-    is_read = setup.servers > 0 or JOINER in setup.flows
-    return [kind for kind in (LEDGER, SORTER) if kind in setup.flows and not (kind == LEDGER and is_read)]
+    """The flows whose tables may get more partitions: nobody else reads them. (The joiner's has to have as many as the
+    ledger's.)"""
+    return [kind for kind in replaceable(setup) if kind in (LEDGER, SORTER)]
 
 
 def table_repartitioned(bed: TestBed, rng: random.Random) -> str:
