@@ -217,6 +217,21 @@ def test_options_of_the_jvm_are_kept_and_an_archive_is_only_used_when_it_exists(
     assert with_archive("-Xshare:off") == "-Xshare:off"
 
 
+def test_an_archive_is_not_looked_for_once_a_jar_of_spark_was_written_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As when the virtual environment is made again at the same path. The JVM compares sizes and times of jars."""
+    jar = tmp_path / f"spark-core_{jars.scala_version()}-{jars.installed_spark_version()}.jar"
+    monkeypatch.setattr(jars, "spark_jars_folder", lambda: tmp_path)
+    jar.write_bytes(b"jar")
+    before = archive_path()
+    assert archive_path() == before
+    os.utime(jar, (1, 1))
+    after = archive_path()
+    assert after != before
+    assert after.stem.rpartition("-")[0] == before.stem.rpartition("-")[0], "the old one is found and removed"
+
+
 def test_with_a_local_master_the_connector_is_on_the_class_path_of_the_driver() -> None:
     """Jars of ``spark.jars`` are copied at each start, and their classes cannot come from the archive."""
     found = jars.spark_connector_jars()

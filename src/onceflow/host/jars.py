@@ -119,7 +119,7 @@ def spark_has_connector() -> bool:
 
 def spark_jars() -> list[str]:
     """The names of Spark's own jars."""
-    return sorted(jar.name for jar in _spark_jars_folder().glob("*.jar"))
+    return sorted(jar.name for jar in spark_jars_folder().glob("*.jar"))
 
 
 def kafka_broker_classpath(version: str = BROKER_VERSION) -> list[Path]:
@@ -157,14 +157,25 @@ def jars_version() -> str:
     return _spark_core()[1]
 
 
+def spark_jars_folder() -> Path:
+    """The folder of Spark's own jars: of ``SPARK_HOME`` if it is set, else of the installed pyspark."""
+    home = os.environ.get("SPARK_HOME")
+    if home:
+        return Path(home, "jars")
+    spec = importlib.util.find_spec("pyspark")
+    if spec is None or not spec.submodule_search_locations:
+        raise _no_pyspark()
+    return Path(next(iter(spec.submodule_search_locations)), "jars")
+
+
 def _spark_core() -> tuple[str, str]:
     """The versions of Scala and Spark in the name of Spark's main jar."""
-    for jar in _spark_jars_folder().glob("spark-core_*.jar"):
+    for jar in spark_jars_folder().glob("spark-core_*.jar"):
         match = re.match(r"spark-core_(\d+\.\d+)-(.+)\.jar", jar.name)
         if match:
             return match[1], match[2]
     raise EnvironmentUnusableError(
-        f"There is no Spark in {_spark_jars_folder()}.", next_step="Install pyspark again, or correct SPARK_HOME."
+        f"There is no Spark in {spark_jars_folder()}.", next_step="Install pyspark again, or correct SPARK_HOME."
     )
 
 
@@ -346,18 +357,8 @@ def _local_name(tag: str) -> str:
     return tag.rpartition("}")[2]
 
 
-def _spark_jars_folder() -> Path:
-    home = os.environ.get("SPARK_HOME")
-    if home:
-        return Path(home, "jars")
-    spec = importlib.util.find_spec("pyspark")
-    if spec is None or not spec.submodule_search_locations:
-        raise _no_pyspark()
-    return Path(next(iter(spec.submodule_search_locations)), "jars")
-
-
 def _ivy_jar() -> Path:
-    folder = _spark_jars_folder()
+    folder = spark_jars_folder()
     jars = sorted(folder.glob("ivy-*.jar"))
     if not jars:
         raise EnvironmentUnusableError(

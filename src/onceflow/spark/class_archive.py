@@ -66,17 +66,28 @@ sys.exit(gateway.proc.wait(120))
 
 
 def archive_path() -> Path:
-    """Where the archive for this Java, this Spark and the jars in front of it is, or would be."""
+    """Where the archive for this Java, this Spark and the class path is, or would be.
+
+    The first hash in the name is the installation, the second is what the JVM compares: an archive does not fit once a
+    jar was written anew, for example when the virtual environment was made again at the same path.
+    """
     java = find_java().resolve()
     try:
         release = (java.parent.parent / "release").read_text(errors="replace")
     except OSError:
         release = ""
     spark = jars.installed_spark_version()
-    in_front = "\n".join(map(str, jars.spark_connector_jars()))
-    given = f"{java}\n{release}\n{sys.prefix}\n{spark}\n{in_front}\n{_TRAINING}"
-    key = hashlib.sha256(given.encode()).hexdigest()[:12]
-    return jars.cache_dir() / "class-archives" / f"spark-{spark}-{key}.jsa"
+    written = [
+        f"{jar} {jar.stat().st_size} {jar.stat().st_mtime_ns}"
+        for jar in (*jars.spark_connector_jars(), *sorted(jars.spark_jars_folder().glob("*.jar")))
+    ]
+    place = _short_hash(f"{java}\n{sys.prefix}")
+    class_path = _short_hash("\n".join((release, *written, _TRAINING)))
+    return jars.cache_dir() / "class-archives" / f"spark-{spark}-{place}-{class_path}.jsa"
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def java_flags() -> list[str]:
@@ -99,6 +110,7 @@ def make_archive() -> Path | None:
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
+    installation = path.stem.rpartition("-")[0]
     with tempfile.TemporaryDirectory(prefix=".training-", dir=path.parent) as scratch:
         made = Path(scratch, path.name)
         try:
@@ -119,5 +131,7 @@ def make_archive() -> Path | None:
         if not made.exists():
             log.info("no class archive: %s", answer.stderr[-2000:])
             return None
+        for unfit in path.parent.glob(f"{installation}-*.jsa"):
+            unfit.unlink()
         made.replace(path)
     return path
