@@ -25,8 +25,7 @@ def test_no_cell_is_broken_and_no_line_is_too_long(table: tuple[list[str], list[
     assert width is None or max(map(len, lines)) <= width
     words = " ".join(lines).split()
     for n, column in enumerate(columns):
-        shown = words.count(column)
-        assert shown >= 1
+        assert column in words
         for value in {row[n] for row in rows}:
             assert value in words
 
@@ -40,6 +39,7 @@ def test_the_forms() -> None:
         "tasks    100 ms   123.4",
     ]
     assert laid_out(columns, rows, 20) == [
+        "in every row",
         "trigger  100 ms",
         "",
         "what    p50_ms",
@@ -47,6 +47,6 @@ def test_the_forms() -> None:
         "tasks    123.4",
     ]
     many = [[f"way {n}", "1 s", str(n)] for n in range(9)]
-    assert laid_out(columns, many, 12)[:5] == ["trigger  1 s", "", "what    way 0", "p50_ms  0", ""]
+    assert laid_out(columns, many, 12)[:6] == ["in every row", "trigger  1 s", "", "what    way 0", "p50_ms  0", ""]
     assert laid_out(columns, rows[:1], 15) == ["what     driver", "trigger  100 ms", "p50_ms      7.1"]
     assert laid_out(columns, [], 5) == ["what  trigger  p50_ms"]

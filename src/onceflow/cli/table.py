@@ -13,6 +13,7 @@ from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.progress import progress_bar
 from onceflow.cli.table_serve import serve
+from onceflow.cli.text import counted
 from onceflow.cli.text import timeout_ms as timeout_ms_of
 
 if TYPE_CHECKING:
@@ -98,5 +99,5 @@ def _in_words(done: Repartitioned) -> str:
     more = f" (and {done.internal_rows:,} of {done.table}-internal)" if done.internal_rows else ""
     return (
         f"Table {done.table} went from {done.before} to {done.partitions} partitions: "
-        f"{done.rows:,} rows{more} moved in {done.seconds:.1f} s."
+        f"{counted(done.rows, 'row')}{more} moved in {done.seconds:.1f} s."
     )

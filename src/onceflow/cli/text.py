@@ -101,9 +101,7 @@ def laid_out(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int |
     if not cells or fits(_aligned(columns, cells)):
         return _aligned(columns, cells)
     common = [n for n in range(len(columns)) if len(cells) > 1 and len({row[n] for row in cells}) == 1]
-    above = _pairs([(columns[n], cells[0][n]) for n in common])
-    if common:
-        above.append("")
+    above = ["in every row", *_pairs([(columns[n], cells[0][n]) for n in common]), ""] if common else []
     names, *values = ([line[n] for n in range(len(columns)) if n not in common] for line in (columns, *cells))
     if not names:
         return above[:-1]

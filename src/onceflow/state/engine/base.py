@@ -354,7 +354,7 @@ class BaseEngine:
         if isinstance(error, NOT_OF_A_RECORD):
             raise error
         if self._scope.fatal is not None:
-            raise self._located(self._scope.fatal) from error
+            raise self._located(self._scope.fatal, record.key) from error
         if self._dead_letter_topic is None:
             where = f"offset {record.offset}, " if record.offset is not None else ""
             raise self._failed("a record could not be processed", error, record, f"{where}key {shown(record.key)}")
@@ -444,8 +444,16 @@ class BaseEngine:
             what = f"{type(self.processor).__name__}.{name}() failed"
             raise self._failed(what, error, wrong=f"{name}(); no record is at fault") from error
 
-    def _located(self, error: OnceflowError) -> OnceflowError:
-        error.detail = error.detail or f"table {self.table}-{self.partition}"
+    def _located(self, error: OnceflowError, key: bytes | None = None) -> OnceflowError:
+        """An error, with flow, batch and table.
+
+        Args:
+            key: the key whose records, timer or state were processed, if it is known.
+        """
+        table = f"table {self.table}-{self.partition}"
+        if table not in error.detail:
+            processed = "" if key is None else f"while key {shown(key)} was processed"
+            error.detail = ", ".join(filter(None, (table, processed, error.detail)))
         return error.locate(flow=self.flow, batch=self.batch)
 
 

@@ -62,8 +62,10 @@ class ColumnEngine(BaseEngine):
             error = self._attempt(batch)
         if error is None:
             return
+        if self._scope.fatal is not None:
+            raise self._located(self._scope.fatal) from error
         first = self._raw(batch.slice(0, 1))[0]
-        if batch.num_rows == 1 or self._scope.fatal is not None:
+        if batch.num_rows == 1:
             if isinstance(error, JsonRowError) and error.document is not None and error.document == first.value:
                 reason = f"{error.reason}; it is {user_errors.shown(first.value)}"
                 user_errors.explain(
@@ -225,7 +227,7 @@ class ColumnEngine(BaseEngine):
 
     def _states(self, keys: Any, found: list[bytes | None]) -> pa.Table:
         """The table of states, with one row for each key."""
-        payloads, skip = self._payloads(found)
+        payloads, skip = self._payloads(keys, found)
         present = [payload for payload in payloads if payload is not None]
         if self._struct is None:
             columns = {"value": pa.array([payload[skip:] for payload in present], pa.binary())}
@@ -241,7 +243,7 @@ class ColumnEngine(BaseEngine):
             columns = {name: column.take(places) for name, column in columns.items()}
         return with_nullable_integers(pa.table({"key": keys, **columns, "exists": pa.array(exists)}))
 
-    def _payloads(self, found: list[bytes | None]) -> tuple[list[bytes | None], int]:
+    def _payloads(self, keys: Any, found: list[bytes | None]) -> tuple[list[bytes | None], int]:
         """The rows, with None for expired ones, and how many bytes of each row come before the payload."""
         scope = self._scope
         flags = {row[0] for row in found if row is not None}
@@ -250,10 +252,10 @@ class ColumnEngine(BaseEngine):
         if flags == {0} and not scope.version:
             return found, 1
         if flags == {scope.header[0]}:
-            return self._uniform(found)
-        return [self._payload(row) for row in found], 0
+            return self._uniform(keys, found)
+        return self._one_by_one(keys, found), 0
 
-    def _uniform(self, found: list[bytes | None]) -> tuple[list[bytes | None], int]:
+    def _uniform(self, keys: Any, found: list[bytes | None]) -> tuple[list[bytes | None], int]:
         """As `_payloads`, for rows that all have the same flags as the rows that this engine writes."""
         scope = self._scope
         skip = len(scope.header)
@@ -263,13 +265,24 @@ class ColumnEngine(BaseEngine):
         if scope.version:
             versions = heads[:, skip - 4 :]
             if (versions != np.frombuffer(scope.header[-4:], dtype=np.uint8)).any():
-                return [self._payload(row) for row in found], 0
+                return self._one_by_one(keys, found), 0
         if skip >= 9:  # flags and expiry; the order of its bytes is the order of the times
             expires = np.ascontiguousarray(heads[:, 1:9]).view(">u8").reshape(len(found))
             over = expires <= int.from_bytes(rows.time_bytes(self.now_ms), "big")
             if over.any():
                 found = [None if gone else row for row, gone in zip(found, over.tolist(), strict=True)]
         return found, skip
+
+    def _one_by_one(self, keys: Any, found: list[bytes | None]) -> list[bytes | None]:
+        """As `_payloads`, for rows of which some may have to be migrated."""
+        payloads = []
+        for place, row in enumerate(found):
+            try:
+                payloads.append(self._payload(row))
+            except ProcessorError as error:
+                self._located(error, keys[place].as_py())
+                raise
+        return payloads
 
     def _payload(self, row: bytes | None) -> bytes | None:
         """The payload of one row in the format of this version; None if the row has expired."""

@@ -134,7 +134,7 @@ class Engine(BaseEngine):
     def _run_timer(self, raw_key: bytes, timer: Timer) -> Exception | None:
         """Call on_timer(). Returns what went wrong; then nothing has changed."""
         if not self._scope.handles_timers:
-            raise self._located(self._scope.without_on_timer())
+            raise self._located(self._scope.without_on_timer(), raw_key)
         on_timer, mark, records = self.processor.on_timer, self._collector.mark(), None
         self._overlay.savepoint()
         due.take(self._overlay, raw_key, timer)
@@ -154,7 +154,7 @@ class Engine(BaseEngine):
             self._collector.truncate(mark)
             failed = error
         if self._scope.fatal is not None:
-            raise self._located(self._scope.fatal) from failed
+            raise self._located(self._scope.fatal, raw_key) from failed
         return failed
 
     def _can_be_written(self, key: Any, raw_key: bytes, records: list[Record]) -> None:
