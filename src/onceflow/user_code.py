@@ -6,6 +6,7 @@ the innermost one that belongs to none of them. Cells of notebooks and lines typ
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 import sysconfig
@@ -131,6 +132,8 @@ _REPEATED = (
     ValueError,
     AttributeError,
     LookupError,
+    ArithmeticError,
+    AssertionError,
     NameError,
     ImportError,
     NotImplementedError,
@@ -143,3 +146,14 @@ def repeats(problem: BaseException) -> bool:
     """Whether code fails again in the same way if it is called again, as far as the class of its error tells."""
     # The answer of a server that is no JSON may be another one next time.
     return isinstance(problem, _REPEATED) and not isinstance(problem, json.JSONDecodeError)
+
+
+def raised_in_worker(text: str) -> str:
+    """The class of an error in a Python worker of Spark, whose text contains the traceback; empty: it contains none."""
+    return blamed(text).partition(" ")[0].rstrip(":")
+
+
+def repeats_in_worker(text: str) -> bool:
+    """As `repeats`, for `raised_in_worker`. It knows classes by their names only, so it knows Python's own."""
+    named = getattr(builtins, raised_in_worker(text), None)
+    return isinstance(named, type) and issubclass(named, _REPEATED)

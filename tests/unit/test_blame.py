@@ -90,11 +90,17 @@ def test_a_record_that_tasks_have_read(ranges: list[tuple[int, int]], bad: int) 
     found = blame.culprit_of_range(places, fails)
     there = [number for _, number, start, end in places if start <= bad < end]
     assert found == (f"in-{there[0]}@{bad}" if there else "")
-    assert calls <= len(places) + 9
-    ticks = itertools.count(0, blame._SECONDS_OF_TASKS / 2.5)
+    assert calls <= len(places) + 10
+    ticks = itertools.count(0, blame._SECONDS / 2.5)
     in_part = blame.culprit_of_range([("in", 0, 0, 261)], fails, clock=lambda: next(ticks))
     first, last = map(int, in_part.removeprefix("in-0@").split(" to "))
     assert first <= bad <= last
+
+
+@pytest.mark.parametrize("at_least", [2, 3, 10])
+def test_tasks_name_no_record_that_does_not_fail_by_itself(at_least: int) -> None:
+    found = blame.culprit_of_range([("in", 0, 0, 100)], lambda topic, partition, start, end: end - start >= at_least)
+    assert found == ""
 
 
 def test_it_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from pathlib import Path
@@ -89,3 +90,34 @@ def test_what_is_the_users() -> None:
     assert not user_code.is_of_user(str(Path(pytest.__file__)))
     assert not user_code.is_of_user("<frozen importlib._bootstrap>")
     assert not user_code.is_of_user(str(Path(sys.prefix) / "lib/python3.9/site-packages/pyspark/worker.py"))
+
+
+@pytest.mark.parametrize(
+    "problem, repeats",
+    [
+        (ZeroDivisionError("x"), True),
+        (OverflowError(), True),
+        (AssertionError(), True),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), True),
+        (KeyError("name"), True),
+        (ValueError("a\nb: c"), True),
+        (FileNotFoundError("it may come"), False),
+        (ConnectionRefusedError(), False),
+        (TimeoutError(), False),
+        (RuntimeError(), False),
+        (MemoryError(), False),
+        (json.JSONDecodeError("x", "y", 0), False),
+        (onceflow.DeadlineExceededError("x"), False),
+        (StopIteration(), False),
+    ],
+    ids=repr,
+)
+def test_which_errors_come_again(problem: Exception, repeats: bool) -> None:
+    """In this process, and in a worker whose traceback is all that is known."""
+    assert user_code.repeats(problem) == repeats
+    try:
+        raise problem
+    except Exception:
+        text = f"An exception was thrown from the Python worker:\n{traceback.format_exc()}"
+    assert user_code.repeats_in_worker(text) == repeats
+    assert not user_code.repeats_in_worker(str(problem)), "no traceback: no function has raised it"

@@ -217,21 +217,26 @@ def then_again(cure: str, where: str) -> str:
     return f"{cure.rstrip('. ')}. Then start the flow again: it continues {where}"
 
 
-def not_computable(flow: str, batch: int, problem: BaseException, record: str = "") -> BatchAbortedError:
+def not_computable(
+    flow: str, batch: int, problem: BaseException, record: str = "", *, of_function: bool = False
+) -> BatchAbortedError:
     """Spark cannot evaluate the query over the rows of a batch.
 
     Args:
         record: place and key of the first record that it fails for; empty: not known.
+        of_function: a user function has failed, not an expression of SQL.
     """
     expression = jvm.expression(problem)
     told = [f"record {record}" if record else "", in_short(problem), f"in {expression}" if expression else ""]
+    cure = "correct the expression, or leave out rows that it cannot take (try_cast, try_divide, where)"
+    if of_function:
+        cure = "correct the function, or leave out rows that it cannot take (where)"
     return BatchAbortedError(
         f"Batch {batch} was aborted: the query cannot be evaluated over its rows; nothing of it is visible",
         flow=flow,
         batch=batch,
         detail="; ".join(filter(None, told)),
-        next_step="correct the expression, or leave out rows that it cannot take (try_cast, try_divide, where). Then "
-        "start the flow again: it continues at this batch",
+        next_step=f"{cure}. Then start the flow again: it continues at this batch",
     )
 
 

@@ -13,11 +13,21 @@ import pyarrow as pa
 
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.record_columns import RecordColumns
+from onceflow.spark import jvm
 from onceflow.state.api.user_errors import shown
 from onceflow.task.source_rows import QueryRows
 
-_SECONDS, _SECONDS_OF_TASKS = 5.0, 15.0
+_SECONDS = 15.0
 """How long it is looked for: the batch has failed already, and a part of it may take as long as the whole did."""
+
+Alike = Callable[[Exception], bool]
+
+
+def alike_to(problem: BaseException) -> Alike:
+    """Whether another error may have the cause of this one. If a user function has raised it, one of another class has
+    not: a function that takes many rows at once may fail in another way for few of them."""
+    raised = jvm.raised_by_function(problem)
+    return lambda error: not raised or jvm.raised_by_function(error) == raised
 
 
 def culprit(
@@ -25,6 +35,7 @@ def culprit(
     sources: Iterable[tuple[TopicPartition, RecordColumns]],
     *,
     refuses: Callable[[Iterator[pa.RecordBatch]], bool] | None = None,
+    alike: Alike = lambda error: True,
     clock: Callable[[], float] = monotonic,
 ) -> str:
     """The place and the key of the first record that a query fails for by itself, as text.
@@ -34,12 +45,13 @@ def culprit(
 
     Args:
         refuses: whether rows cannot be written. None: they are made, and no more.
+        alike: whether an error counts, see `alike_to`.
     """
     until = clock() + _SECONDS
     listed = list(sources)
     for query in queries:
         for place, records in listed:
-            found = _narrowed(partial(_fails, query, place, refuses or _made), records, until, clock)
+            found = _narrowed(partial(_fails, query, place, refuses or _made, alike), records, until, clock)
             if found is not None:
                 topic, partition = place
                 return f"{topic}-{partition}@{found.offsets[0]}, key {shown(found.keys[0].as_py())}"
@@ -71,24 +83,25 @@ def culprit_of_range(
     *,
     clock: Callable[[], float] = monotonic,
 ) -> str:
-    """As `culprit`, of records that tasks read: the place alone.
+    """As `culprit`, of records that tasks read: the place alone, or a range in which it is.
 
     Args:
         ranges: topic, partition, first offset, and the one behind the last.
         fails: runs the query over such a range in tasks.
     """
-    until = clock() + _SECONDS_OF_TASKS
+    until = clock() + _SECONDS
     for topic, partition, start, end in ranges:
         if clock() > until:
             break
         if not fails(topic, partition, start, end):
             continue
+        seen = True
         while end - start > 1 and clock() < until:
             middle = (start + end) // 2
-            if fails(topic, partition, start, middle):
-                end = middle
-            else:
-                start = middle
+            seen = fails(topic, partition, start, middle)
+            start, end = (start, middle) if seen else (middle, end)
+        if not seen and not fails(topic, partition, start, end):  # it fails with other records only, or by chance
+            return ""
         last = "" if end - start == 1 else f" to {end - 1}"  # one of them
         return f"{topic}-{partition}@{start}{last}"
     return ""
@@ -104,9 +117,10 @@ def _fails(
     query: QueryRows,
     place: TopicPartition,
     refuses: Callable[[Iterator[pa.RecordBatch]], bool],
+    alike: Alike,
     records: RecordColumns,
 ) -> bool:
     try:
         return refuses(query.of([(place, records)]))
-    except Exception:  # of Spark, of Arrow, of a function of the user's: whatever has ended the batch
-        return True
+    except Exception as error:  # of Spark, of Arrow, of a function of the user's: whatever has ended the batch
+        return alike(error)

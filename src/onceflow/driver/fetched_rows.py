@@ -9,7 +9,7 @@ from typing import Protocol
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow.driver.blame import culprit
+from onceflow.driver.blame import Alike, culprit
 from onceflow.driver.driver_program import DriverProgram
 from onceflow.driver.range_rows import RangeRows
 from onceflow.protocol.names import TopicPartition
@@ -56,13 +56,15 @@ class FetchedRows:
         """
         return joined(self._rows(self.program, run_step))
 
-    def culprit(self, refuses: Callable[[Iterator[pa.RecordBatch]], bool] | None = None) -> str:
+    def culprit(
+        self, refuses: Callable[[Iterator[pa.RecordBatch]], bool] | None = None, alike: Alike = lambda error: True
+    ) -> str:
         """The record of which the query cannot make rows, or none that can be written, see `blame.culprit`."""
         programs = [self.program]
         for program in programs:  # those of the inputs of steps, too
             programs += [step.input for step in program.steps]
         sources = (source for part in self.parts for source in part.sources())
-        return culprit((each.query for each in programs), sources, refuses=refuses)
+        return culprit((each.query for each in programs), sources, refuses=refuses, alike=alike)
 
     def _rows(self, program: DriverProgram, run_step: RunStep | None) -> Iterator[pa.RecordBatch]:
         for part in self.parts:

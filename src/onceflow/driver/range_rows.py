@@ -6,14 +6,14 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
 from onceflow.client.settings import ClientSettings
-from onceflow.driver.blame import culprit_of_range
+from onceflow.driver.blame import Alike, culprit_of_range
 from onceflow.driver.driver_program import DriverProgram
 from onceflow.driver.offset_log import SourceRange
 from onceflow.errors import OptionError
@@ -136,16 +136,16 @@ class RangeRows:
         made = batch_plan.of_batch(source.frames, made, self.now_us, other_times=source.other_times)
         return plans.frame(source.frames, made)
 
-    def culprit(self) -> str:
+    def culprit(self, alike: Alike) -> str:
         """The record of which the query cannot make rows, see `blame.culprit_of_range`."""
-        return culprit_of_range(self.range.places(), self._fails)
+        return culprit_of_range(self.range.places(), partial(self._fails, alike))
 
-    def _fails(self, topic: str, partition: int, start: int, end: int) -> bool:
+    def _fails(self, alike: Alike, topic: str, partition: int, start: int, end: int) -> bool:
         part = replace(self, range=SourceRange({topic: {partition: start}}, {topic: {partition: end}}), read={})
         try:
             part.frame(1).write.format("noop").mode("append").save()
-        except SPARK_ERRORS:
-            return True
+        except SPARK_ERRORS as error:
+            return alike(error)
         return False
 
     def _order(self, query: QueryRows, tasks: int) -> ReadOrder:

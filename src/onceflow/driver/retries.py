@@ -14,6 +14,7 @@ from typing import Protocol
 
 from onceflow.driver import batch_errors
 from onceflow.driver.batch_errors import WORTH_A_RERUN, in_short
+from onceflow.driver.blame import alike_to
 from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.range_rows import RangeRows
@@ -189,9 +190,11 @@ class Retries:
         if not isinstance(problem, OnceflowError):
             clear = cannot_import(problem) or batch_errors.of_task(problem)
             clear = clear or self._of_jvm(rows, problem, attempt.batch)
-            if clear is None and jvm.will_repeat(problem) and not self._is_stopped(rows, problem):
-                record = rows.culprit() if isinstance(rows, FetchedRows | RangeRows) else ""
-                clear = batch_errors.not_computable(self._flow, attempt.batch, problem, record)
+            of_function = cause is not None and jvm.of_wrong_code(problem)  # the first time it may be by chance
+            repeats = of_function or jvm.will_repeat(problem)
+            if clear is None and repeats and not self._is_stopped(rows, problem):
+                record = rows.culprit(alike=alike_to(problem)) if isinstance(rows, FetchedRows | RangeRows) else ""
+                clear = batch_errors.not_computable(self._flow, attempt.batch, problem, record, of_function=of_function)
         if clear is not None:
             raise clear from None  # another attempt does not help
         if isinstance(problem, OnceflowError) and not isinstance(problem, WORTH_A_RERUN):

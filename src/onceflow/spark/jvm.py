@@ -329,12 +329,22 @@ def _is_cancellation(thrown: Any) -> bool:
 def will_repeat(error: BaseException) -> bool:
     """Whether Spark cannot evaluate the query over these rows, so that another attempt would fail in the same way.
 
-    Errors of user functions are not among them: what these call may be well again.
+    Errors of user functions are not among them: what these call may be well again. See `of_wrong_code`.
     """
     try:
         return any(_sql_state(each).startswith(_REPEATED) for each in _thrown(error))
     except Py4JError:  # the JVM is gone
         return False
+
+
+def of_wrong_code(error: BaseException) -> bool:
+    """Whether a user function of the query has raised an error that it will raise again, as far as its class tells."""
+    return isinstance(error, PySparkException) and user_code.repeats_in_worker(_message(error))
+
+
+def raised_by_function(error: BaseException) -> str:
+    """The class of the error that a user function of the query has raised; empty: none has."""
+    return user_code.raised_in_worker(_message(error)) if isinstance(error, PySparkException) else ""
 
 
 def expression(error: BaseException) -> str:
