@@ -7,7 +7,8 @@ import re
 
 from onceflow.errors import OptionError
 
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")  # of stripped texts: it takes linear time
+_LONGEST_TEXT = 100
 _LONGEST_MS = float((1 << 63) - 1024)  # the last float that times in 64 bits hold
 _UNIT_MS = {
     "ms": 1,
@@ -71,7 +72,7 @@ def _parse(text: str, *, bare_unit: str = "") -> float | None:
     Args:
         bare_unit: the unit of a number without a unit; empty: such a number is not a duration.
     """
-    found = _PATTERN.fullmatch(text.lower())
+    found = _PATTERN.fullmatch(text.strip().lower()) if len(text) <= _LONGEST_TEXT else None
     if found is None:
         return None
     name = found[2] or bare_unit

@@ -152,7 +152,7 @@ def test_instances_with_different_secrets(
     wait_until(lambda: wanted in second.get("/ready").text, 30, lambda: second.get("/ready").text)
     assert second.get(f"/tables/{topic}/count").status_code == 503
     assert first.get(f"/tables/{topic}/count").json()["count"] == 10
-    assert "1 members have no secret of this instance" in caplog.text
+    assert "1 member has no secret of this instance" in caplog.text
     third = serve(topic, peer_secrets=[two, one], instances=f"group-{topic}", ready=False)
     assert third.get(f"/tables/{topic}/count").status_code == 503  # it proves itself with its first secret
     fourth = serve(topic, peer_secrets=[one, two], instances=f"group-{topic}", ready=False)

@@ -19,7 +19,7 @@ from onceflow.server.local import NotHereError
 from onceflow.server.peer_auth import HEADER, Asked, PeerSecrets
 from onceflow.server.peer_requests import from_text, text_of
 from onceflow.server.peers import HttpPeers
-from onceflow.server.problems import MEDIA_TYPE, Problem
+from onceflow.server.problems import MEDIA_TYPE, RETRY_AFTER_S, Problem
 from onceflow.server.routed import UnreachableError
 from onceflow.server.seen import Seen, Wish
 
@@ -227,6 +227,24 @@ def test_an_answer_without_a_proof(status: int, body: bytes, said: str) -> None:
                 with pytest.raises(UnreachableError, match=said) as caught:
                     await asking.get_many(address, "t", [b"k", b"l"][: len(ats)], {0: ats}, Wish())
             assert ("--peer-secret-file" in caught.value.next_step) == (status != 503)
+
+    asyncio.run(run())
+
+
+def test_headers_of_an_answer_are_not_believed() -> None:
+    """The proof covers status and document. Whoever is between two instances can change the headers."""
+
+    async def run() -> None:
+        async def answer(document: dict[str, Any]) -> web.Response:
+            told = {"detail": "It is not as far", "position": "t@id:5", "lag": {"records": 7, "ms": None}}
+            false = {"Onceflow-Position": "t@id:99999999", "Onceflow-Lag-Ms": "0", "Retry-After": "86400"}
+            return web.Response(status=503, body=orjson.dumps(told), content_type=MEDIA_TYPE, headers=false)
+
+        async with other(answer) as (asking, address):
+            with pytest.raises(Problem, match="It is not as far") as caught:
+                await asking.get_many(address, "t", [b"k"], {0: [0]}, Wish())
+        expected = {"Onceflow-Position": "t@id:5", "Onceflow-Lag-Records": "7", "Retry-After": str(RETRY_AFTER_S)}
+        assert caught.value.headers == expected
 
     asyncio.run(run())
 

@@ -18,6 +18,7 @@ from onceflow.errors import OnceflowError
 from onceflow.server import documents
 from onceflow.server.changes import changes_of
 from onceflow.server.documents import responses
+from onceflow.server.gate import TRUSTED
 from onceflow.server.problems import Problem, disconnected, failed
 from onceflow.server.ranges import Wanted, as_lines, as_page
 from onceflow.server.requests import (
@@ -82,8 +83,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
         responses=responses(documents.HealthDocument, aged=False, s503="Not yet, or not any more."),
         summary="Are its partitions up to date?",
     )
-    async def ready() -> Response:
-        missing = service.waits_for()
+    async def ready(request: Request) -> Response:
+        missing = service.waits_for(trusted=request.scope.get(TRUSTED, True))
         if missing:
             return _json({"status": "not ready", "waiting_for": missing}, 503)
         return _json({"status": "ready", "waiting_for": []})

@@ -36,6 +36,7 @@ _LOOK_S = 10.0
 _POLL_S = 0.5
 _ALIVE_S = 10.0
 _METADATA_S = 3.0
+_TEXT_BYTES = 256 << 10
 
 
 class Tail:
@@ -73,12 +74,13 @@ class Tail:
             self._cluster.close()
             raise
 
-    def read(self) -> list[tuple[int, Chunk]]:
-        """What has been committed; waits a little if that is nothing."""
+    def read(self) -> Iterator[tuple[int, Chunk]]:
+        """What has been committed, chunk by chunk; waits a little if that is nothing."""
         if time.monotonic() - self._looked_at > _METADATA_S:
             self._add_partitions()
             self._looked_at = time.monotonic()
-        return [(partition, chunk) for (_, partition), chunk in self._poll.poll(_POLL_S)]
+        for (_, partition), chunk in self._poll.poll(_POLL_S):
+            yield partition, chunk
 
     def position(self) -> str:
         """Where it is."""
@@ -125,14 +127,16 @@ async def changes_of(service: Service, served: Served, since: str | None, prefix
         try:
             yield _event("position", tail, {})
             told_at = time.monotonic()
+            texts: Iterator[bytes] = iter(())
             while not service.stopping and time.monotonic() < until:
-                found = await loop.run_in_executor(thread, tail.read)
-                text = b"".join(_of_chunks(found, tail, served.topic, prefix, written))
-                if not text and time.monotonic() - told_at > _ALIVE_S:
+                text = await loop.run_in_executor(thread, next, texts, None)
+                if text is None:  # all of a response
+                    texts = _texts(tail, served.topic, prefix, written)
+                    if time.monotonic() - told_at <= _ALIVE_S:
+                        continue
                     text = _event("position", tail, {})
-                if text:
-                    told_at = time.monotonic()
-                    yield text
+                told_at = time.monotonic()
+                yield text
         except (OnceflowError, Problem) as error:
             problem = unavailable(error) if isinstance(error, OnceflowError) else error
             yield _event("problem", tail, problem.document())
@@ -168,10 +172,22 @@ def _close_unused(made: Future[Tail]) -> None:
         made.result().close()
 
 
-def _of_chunks(
-    found: list[tuple[int, Chunk]], tail: Tail, topic: str, prefix: bytes, written: Format
-) -> Iterator[bytes]:
-    for partition, chunk in found:
+def _texts(tail: Tail, topic: str, prefix: bytes, written: Format) -> Iterator[bytes]:
+    """Events of what has been committed, some at a time: a response of a broker may have very many. It is called in the
+    thread of the stream, because they may take seconds."""
+    events, size = list[bytes](), 0
+    for event in _events(tail, topic, prefix, written):
+        events.append(event)
+        size += len(event)
+        if size >= _TEXT_BYTES:
+            yield b"".join(events)
+            events, size = [], 0
+    if events:
+        yield b"".join(events)
+
+
+def _events(tail: Tail, topic: str, prefix: bytes, written: Format) -> Iterator[bytes]:
+    for partition, chunk in tail.read():
         if any(map(is_snapshot, chunk.keys, chunk.values)):
             raise _no_changes(topic)
         columns = chunk.keys, chunk.values, chunk.offsets.tolist(), chunk.timestamps_ms.tolist()

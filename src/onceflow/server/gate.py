@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from onceflow.server.connection import ABORT
+from onceflow.server.connection import ABORT, DRAIN
 from onceflow.server.options import Limits
 from onceflow.server.problems import Problem
 
@@ -20,8 +20,11 @@ log = logging.getLogger("onceflow.server")
 access = logging.getLogger("onceflow.server.access")
 
 _ABORTED_S = 0.01  # until uvicorn knows of it; otherwise it logs an answer that is not complete
+_UNREAD_BYTES_MAX = 256 << 20  # of all answers that their clients are reading
 
 PEER_PATHS = "/peer/"
+#: In the scope of a request: whether it may know what is wrong here, with paths and names.
+TRUSTED = "onceflow.trusted"
 #: Without a token: probes send none, and the OpenAPI page says nothing about tables.
 OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/openapi.json"))
 
@@ -40,6 +43,7 @@ class Gate:
         self._tokens = [f"Bearer {token}".encode() for token in tokens]
         self._access_log = access_log
         self._running = 0
+        self.unread = 0  # bytes of answers that are made, and not yet read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +52,7 @@ class Gate:
             else:
                 await send({"type": "websocket.close"})
             return
-        passage = _Passage(scope, receive, send, self._limits)
+        passage = _Passage(self, scope, receive, send, self._limits)
         self._running += 1
         try:
             self._check(scope)
@@ -63,19 +67,22 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = headers.get(b"authorization", b"")
+        # All are compared, so that the time says nothing about them.
+        scope[TRUSTED] = not self._tokens or bool(sum([hmac.compare_digest(given, token) for token in self._tokens]))
         # Other instances send no token. What they ask is answered only with a proof of their own (`peer_auth`).
-        if self._tokens and scope["path"] not in OPEN_PATHS and not scope["path"].startswith(PEER_PATHS):
-            given = headers.get(b"authorization", b"")
-            # All are compared, so that the time says nothing about them.
-            if not sum([hmac.compare_digest(given, token) for token in self._tokens]):
-                raise Problem(
-                    401,
-                    "The request has no valid token",
-                    next_step="send the header Authorization: Bearer TOKEN",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(PEER_PATHS)
+        if not (is_open or scope[TRUSTED]):
+            raise Problem(
+                401,
+                "The request has no valid token",
+                next_step="send the header Authorization: Bearer TOKEN",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         if self._running > self._limits.requests and scope["path"] not in OPEN_PATHS:
             raise Problem(503, f"{self._limits.requests} requests are being answered already", next_step="ask again")
+        if self.unread > _UNREAD_BYTES_MAX and scope["path"] not in OPEN_PATHS:
+            raise Problem(503, "Other clients have not read their answers yet", next_step="ask again")
         if int(headers.get(b"content-length", b"0")) > self._limits.body_bytes:
             raise _too_large(self._limits)
 
@@ -83,7 +90,8 @@ class Gate:
 class _Passage:
     """One request on its way."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+        self._gate = gate
         self._scope, self._receive, self._send = scope, receive, send
         self._limits = limits
         self._since = time.perf_counter()
@@ -116,11 +124,18 @@ class _Passage:
             self.status = message["status"]
             await self._send(message)
             return
-        self._sent += len(message.get("body", b""))
-        # From here on there is a limit for each part: an answer may be long, but it must be read.
-        self._timer.deadline = anyio.current_time() + self._limits.stall_s
-        await self._send(message)
-        self._timer.deadline = math.inf
+        size = len(message.get("body", b""))
+        self._sent += size
+        self._gate.unread += size
+        try:
+            # From here on there is a limit for each part: an answer may be long, but it must be read.
+            self._timer.deadline = anyio.current_time() + self._limits.stall_s
+            await self._send(message)
+            if drain := self._scope.get(DRAIN):  # uvicorn waits before the next part only, and there may be none
+                await drain()
+            self._timer.deadline = math.inf
+        finally:
+            self._gate.unread -= size
 
     def log(self) -> None:
         scope = self._scope

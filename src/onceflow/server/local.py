@@ -76,6 +76,9 @@ class LocalTable:
 
     def __init__(self, share: Share) -> None:
         self._share = share
+        self._counts: dict[tuple[int, ...], asyncio.Task[int]] = {}  # that have not begun, by their partitions
+        self._turn = asyncio.Lock()  # of the count that runs
+        self._looked_up = 0  # keys, since others had their turn
 
     def has(self, partition: int, *, restored: bool = False) -> bool:
         """Whether a partition can be read here; restored: and is not being restored."""
@@ -181,7 +184,9 @@ class LocalTable:
         found: list[bytes | None] = [None] * len(keys)
         for start in range(0, len(order), _READ_AT_ONCE):
             part = order[start : start + _READ_AT_ONCE]
-            if start:
+            self._looked_up += len(part)
+            if self._looked_up > _READ_AT_ONCE:  # of one partition, or of many
+                self._looked_up = len(part)
                 await asyncio.sleep(0)
             with reading():
                 stored = self._store(partition).get_many([rows.value_key(key) for key in part])
@@ -214,9 +219,20 @@ class LocalTable:
         return await self._in_thread(read)
 
     async def count(self, partitions: Collection[int]) -> int:
-        """How many keys these partitions have."""
-        stores = {partition: self._store(partition) for partition in partitions}
-        return await self._in_thread(StoredRows(lambda: _given(stores)).count)
+        """How many keys these partitions have. It may take long, so a table has one count at a time: requests that come
+        while it runs share the next one, because it may lack rows that they have been told of."""
+        wanted = tuple(sorted(partitions))
+        counting = self._counts.get(wanted)
+        if counting is None:
+            counting = self._counts[wanted] = asyncio.create_task(self._count(wanted))
+            counting.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait any more
+        return await asyncio.shield(counting)
+
+    async def _count(self, partitions: tuple[int, ...]) -> int:
+        async with self._turn:
+            del self._counts[partitions]
+            stores = {partition: self._store(partition) for partition in partitions}
+            return await self._in_thread(StoredRows(lambda: _given(stores)).count)
 
     # ---- inside --------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -100,14 +100,19 @@ class Members:
 
     # ---- what the group is told ----------------------------------------------------------------------
 
-    def said(self) -> bytes:
-        """What this instance says about itself."""
+    def said(self, member_id: str) -> bytes:
+        """What this instance says about itself.
+
+        Args:
+            member_id: its id in the group, which the broker has made. So nobody else can say the same.
+        """
         restored, begun = {}, {}
         for topic, share in self._shares.items():
             restored[topic] = frozenset(each for each in share.held if _restored(share, each))
             begun[topic] = {*share.held, *share.on_disk()} - restored[topic]
         self._reported = restored
         document = {
+            "member": member_id,
             "address": self._routes.address,
             "restored": {topic: sorted(partitions) for topic, partitions in restored.items()},
             "begun": {topic: sorted(partitions) for topic, partitions in begun.items()},
@@ -116,10 +121,20 @@ class Members:
         }
         return self._secrets.sealed("member", self._group, orjson.dumps(document))
 
-    def decided(self, sealed: Sequence[bytes]) -> bytes:
-        """Where all partitions are to be, decided from what all instances say. Called at the group's leader."""
-        opened = [self._secrets.opened("member", self._group, each or b"") for each in sealed]
-        said = [orjson.loads(each) for each in opened if each is not None]
+    def decided(self, sealed: Mapping[str, bytes], generation: int) -> dict[str, bytes]:
+        """Where all partitions are to be, decided from what all instances say. Called at the group's leader.
+
+        Args:
+            sealed: what the members of the group say, by their ids.
+            generation: of the group. With it, nobody can use this decision later.
+
+        Returns:
+            By the ids of the instances, what they are told. Strangers are told nothing.
+        """
+        opened = {member: self._secrets.opened("member", self._group, each or b"") for member, each in sealed.items()}
+        documents = {member: orjson.loads(each) for member, each in opened.items() if each is not None}
+        # What another member has said, perhaps one that has gone, says nothing about this one.
+        said = [each for member, each in documents.items() if each["member"] == member]
         self._tell_of_strangers(len(opened) - len(said))
         members = {each["address"]: _member(each) for each in said}
         partitions: dict[str, int] = {}
@@ -129,29 +144,35 @@ class Members:
         misplaced = sorted({topic for each in said for topic in each["misplaced"]})
         holders = assign(list(members.values()), partitions, self._copies)
         usual = min(self._copies, len(members))
-        document = orjson.dumps({"holders": holders, "misplaced": misplaced, "usual": usual})
-        return self._secrets.sealed("assignment", self._group, document)
+        known = sorted(each["member"] for each in said)
+        document = {"holders": holders, "misplaced": misplaced, "usual": usual}
+        content = orjson.dumps({**document, "generation": generation, "members": known})
+        return dict.fromkeys(known, self._secrets.sealed("assignment", self._group, content))
 
     def _tell_of_strangers(self, count: int) -> None:
         if count > self._strangers:
             log.warning(
-                "consumer group %s: %d members have no secret of this instance, and get no partitions; next step: give "
+                "consumer group %s: %s no secret of this instance, so there are no partitions for it; next step: give "
                 "all instances the same --peer-secret-file, and let nobody else READ this group",
                 self._group,
-                count,
+                "1 member has" if count == 1 else f"{count} members have",
             )
         self._strangers = count
 
-    def told(self, decided: bytes) -> None:
+    def told(self, decided: bytes, member_id: str, generation: int) -> None:
         """Take over what the leader has decided.
 
+        Args:
+            member_id, generation: of this instance in the group, as the broker says.
+
         Raises:
-            _StrangerError: the leader is no instance of this group. What was known before stays.
+            _StrangerError: the leader is no instance of this group, or repeats what one has decided earlier. What was
+                known before stays.
         """
         opened = self._secrets.opened("assignment", self._group, decided or b"")
-        if opened is None:
+        document = None if opened is None else orjson.loads(opened)
+        if document is None or document["generation"] != generation or member_id not in document["members"]:
             raise _StrangerError
-        document = orjson.loads(opened)
         misplaced = document["misplaced"]
         self._routes.tables = {
             topic: TableRoutes(holders, topic not in misplaced, document["usual"])
@@ -215,15 +236,17 @@ class Members:
         session_ms = int(self._session_s * 1000)
         # The consumer refuses options that only connections have, such as the time to make one.
         settings = {k: v for k, v in self._settings.kafka_python().items() if k in KafkaConsumer.DEFAULT_CONFIG}
+        assignor = _Assignor(self)
         consumer = KafkaConsumer(
             **settings,
             group_id=self._group,
-            partition_assignment_strategy=[_Assignor(self)],
+            partition_assignment_strategy=[assignor],
             enable_auto_commit=False,
             session_timeout_ms=session_ms,
             heartbeat_interval_ms=min(3_000, session_ms // 4),
             max_poll_interval_ms=max(_REBALANCE_MS, session_ms),
         )
+        assignor.coordinator = consumer._coordinator
         try:
             consumer.subscribe(sorted(self._shares))
             asked_at = 0.0
@@ -266,17 +289,20 @@ class _Assignor(AbstractPartitionAssignor):  # type: ignore[misc]
 
     def __init__(self, members: Members) -> None:
         self._members = members
+        self.coordinator: Any = None  # knows the generation, and the id that the broker has given (KIP-394)
 
     def metadata(self, topics: Any) -> ConsumerProtocolSubscription:
-        return ConsumerProtocolSubscription(self.version, sorted(topics), self._members.said())
+        said = self._members.said(self.coordinator._generation.member_id)
+        return ConsumerProtocolSubscription(self.version, sorted(topics), said)
 
     def assign(self, cluster: Any, members: Any) -> dict[str, ConsumerProtocolAssignment]:
-        decided = self._members.decided([member.metadata.user_data for member in members])
-        return {member.member_id: ConsumerProtocolAssignment(self.version, [], decided) for member in members}
+        said = {member.member_id: member.metadata.user_data for member in members}
+        decided = self._members.decided(said, self.coordinator._generation.generation_id)
+        return {each: ConsumerProtocolAssignment(self.version, [], decided.get(each, b"")) for each in said}
 
     def on_assignment(self, assignment: Any, generation: int) -> None:
         try:
-            self._members.told(assignment.user_data)
+            self._members.told(assignment.user_data, self.coordinator._generation.member_id, generation)
         except _StrangerError:
             self._members.stranger_leads()
         else:

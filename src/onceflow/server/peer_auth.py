@@ -4,6 +4,7 @@ Whoever may read the consumer group can join it, claim any address, or become it
 leader, what the leader decides, requests at ``/peer/`` and their answers all carry an HMAC-SHA256 (RFC 2104) with this
 secret. A bearer token is never sent to another instance.
 
+Documents of the group name the member that they are of, and the generation of the group: so nobody can use an old one.
 What an HMAC covers begins with its purpose, and each part with its length, so that nothing can stand in for something
 else. An answer covers the nonce of its request, so that no earlier answer can stand in for it.
 """

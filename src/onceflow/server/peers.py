@@ -20,7 +20,7 @@ from onceflow.server.peer_auth import HEADER, Asked, PeerSecrets
 from onceflow.server.peer_requests import NOT_HERE, from_text, text_of
 from onceflow.server.problems import MEDIA_TYPE, Problem
 from onceflow.server.routed import UnreachableError
-from onceflow.server.seen import Seen, Wish
+from onceflow.server.seen import Seen, Wish, age_headers
 
 log = logging.getLogger("onceflow.server")
 
@@ -283,13 +283,11 @@ def _read(address: str, response: aiohttp.ClientResponse, body: bytes) -> Any:
         raise UnreachableError(address, f"answers {response.status}, not as an instance does", next_step) from wrong
     if response.status == 404:
         raise UnreachableError(address, f"answers {response.status}: {detail}", _STEPS[response.status])
-    names = ("Retry-After", "Onceflow-Position", "Onceflow-Lag-Records", "Onceflow-Lag-Ms")
-    headers = {name: response.headers[name] for name in names if name in response.headers}
     more = {name: document[name] for name in ("position", "lag") if name in document}
     raise Problem(
         response.status,
         detail,
         next_step=document.get("next_step", ""),
-        headers=headers,
+        headers=age_headers(more),  # the proof does not cover the headers of the answer
         more=more,
     )

@@ -22,6 +22,7 @@ from onceflow.state import rows
 
 _STALENESS_MAX = 1 << 53
 _NEGATIVE = b"\x80"  # where the bytes of negative numbers begin
+_DURATION_TEXT_MAX = 100
 _CURSOR = "k."  # so that the cursor after an empty key is not empty, which would look like the end
 
 KeyEncoding = Literal["text", "long", "base64", "base64url"]
@@ -235,6 +236,8 @@ def cursor_of(text: str) -> bytes:
 
 def _duration_ms(name: str, text: str) -> int:
     try:
+        if len(text) > _DURATION_TEXT_MAX:
+            raise ValueError("it is too long")
         try:
             return duration_ms(float(text))
         except ValueError:

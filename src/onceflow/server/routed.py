@@ -26,6 +26,7 @@ A = TypeVar("A", bound="tuple[Any, Seen]")
 _FEW_KEYS = 16
 _MAP_PAUSE_S = 0.1  # until routes are looked at again, after an instance did not have a partition
 _MAP_WAIT_S = 2.0
+_MORE_PARTITIONS = 100
 _LIMITS = Limits()
 
 
@@ -240,12 +241,15 @@ class RoutedTable:
         Raises:
             Problem: 503, they were not known in time.
         """
-        while wish.least and max(wish.least) >= self.partitions:
-            if not (left_s := wish.left_s):
+        last = max(wish.least, default=-1)
+        while last >= self.partitions:
+            # Nobody waits for partitions that there will hardly ever be: a position with many is kept meanwhile.
+            left_s = wish.left_s if last < 2 * self.partitions + _MORE_PARTITIONS else 0.0
+            if not left_s:
                 raise Problem(
                     503,
-                    f"Table {self.topic} has {self.partitions} partitions as far as is known here, and min_position "
-                    f"names partition {max(wish.least)}",
+                    f"Table {self.topic} has {self.partitions} partition{'s' * (self.partitions != 1)} as far as is "
+                    f"known here, and min_position names partition {last}",
                     next_step="ask again: partitions that were added are known after some seconds",
                 )
             await asyncio.sleep(min(_MAP_PAUSE_S, left_s))

@@ -11,6 +11,8 @@ from onceflow.protocol.position import Position
 from onceflow.server.problems import Problem
 from onceflow.tables.lag import Lag
 
+_HEADER_MAX = 8_000
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -98,12 +100,7 @@ class Seen:
 
     def headers(self, topic: str) -> dict[str, str]:
         """The headers of a response."""
-        found = {"Onceflow-Position": self.position(topic)}
-        if self.lag_records is not None:
-            found["Onceflow-Lag-Records"] = str(self.lag_records)
-        if self.lag_ms is not None:
-            found["Onceflow-Lag-Ms"] = str(self.lag_ms)
-        return found
+        return age_headers(self.members(topic))
 
     def members(self, topic: str) -> dict[str, Any]:
         """The members of a JSON document."""
@@ -126,3 +123,18 @@ class Seen:
         known = {int(partition): int(offset) for partition, offset in offsets}
         spread, since_ms = map(int, layout)
         return cls(known, records, ms, str(topic_id), int(partitions), (spread, since_ms))
+
+
+def age_headers(members: Mapping[str, Any]) -> dict[str, str]:
+    """The headers of a response that say how old it is, of the members of its document that say so.
+
+    A position of very many partitions is in the document only: clients and proxies limit the size of headers.
+    """
+    lag = members.get("lag") or {}
+    position = members.get("position")
+    values = {
+        "Onceflow-Position": position if len(position or "") <= _HEADER_MAX else None,
+        "Onceflow-Lag-Records": lag.get("records"),
+        "Onceflow-Lag-Ms": lag.get("ms"),
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}

@@ -53,26 +53,31 @@ class Served:
             "failure": None if failure is None else failure.what,
         }
 
-    def waits_for(self, routes: Routes) -> list[str]:
-        """Why the instance is not ready to answer from this table; empty: it is."""
+    def waits_for(self, routes: Routes, *, trusted: bool) -> list[str]:
+        """Why the instance is not ready to answer from this table; empty: it is.
+
+        Args:
+            trusted: whether errors may be told, with paths and names of this machine.
+        """
         if (failure := self.share.failure) is not None:
-            return [f"table {self.topic}: {failure.what}; {unavailable(failure).next_step}"]
+            told = f"{failure.what}; {unavailable(failure).next_step}" if trusted else "it cannot be read"
+            return [f"table {self.topic}: {told}"]
         known = routes.tables.get(self.topic)
         if known is None:
             return [f"table {self.topic}: its partitions are not known yet"]
         found = []
         for partition, holders in enumerate(known.holders):
-            if routes.address in holders and (what := _lacks(self.share.progress(partition))):
+            if routes.address in holders and (what := _lacks(self.share.progress(partition), trusted=trusted)):
                 found.append(f"table {self.topic}: partition {partition} {what}")
         return found
 
 
-def _lacks(progress: Progress | None) -> str:
+def _lacks(progress: Progress | None, *, trusted: bool) -> str:
     """What keeps a partition from being up to date; empty: nothing."""
     if progress is None:
         return "is opened"
     if (problem := progress.problem) is not None:
-        return f"cannot be written: {problem.what}; {unavailable(problem).next_step}"
+        return "cannot be written" + (f": {problem.what}; {unavailable(problem).next_step}" if trusted else "")
     if progress.emptied:
         return f"was damaged and is read from Kafka again, now at offset {progress.position}"
     return "" if progress.restored else f"is restored, now at offset {progress.position}"
@@ -125,8 +130,16 @@ class Service:
     def _stream_ended(self) -> None:
         self.streams -= 1
 
-    def waits_for(self) -> list[str]:
-        """What is missing until the server is ready."""
+    def waits_for(self, *, trusted: bool = True) -> list[str]:
+        """What is missing until the server is ready.
+
+        Args:
+            trusted: whether the one who asks may know more than which partitions are missing.
+        """
         if self.stopping:
             return ["the server is being stopped"]
-        return [*self.problems(), *(each for table in self.tables.values() for each in table.waits_for(self.routes))]
+        problems = self.problems()
+        if problems and not trusted:
+            problems = ["this instance has problems, which its log and requests with a token show"]
+        of_tables = (table.waits_for(self.routes, trusted=trusted) for table in self.tables.values())
+        return [*problems, *(each for found in of_tables for each in found)]
