@@ -14,6 +14,8 @@ from pathlib import Path
 
 from onceflow.errors import EnvironmentUnusableError
 
+_WRITTEN_BY_OTHERS, _WRITTEN_BY_ALL = 0o022, 0o002
+
 
 def make_private(folder: Path) -> Path:
     """Make a folder, and what is missing above it, for this user alone. What exists stays as it is.
@@ -24,6 +26,21 @@ def make_private(folder: Path) -> Path:
     Raises:
         OSError: it cannot be made.
     """
+    return _made(folder, 0o700)
+
+
+def make_own(folder: Path) -> Path:
+    """As `make_private`, for what others may read, such as the jars of an image, but never write."""
+    return _made(folder, 0o755)
+
+
+def protect(folder: Path) -> None:
+    """Take the right to write from others, for a folder and the files in it."""
+    for each in (folder, *folder.iterdir()):
+        each.chmod(each.stat().st_mode & ~_WRITTEN_BY_OTHERS)
+
+
+def _made(folder: Path, mode: int) -> Path:
     missing = []
     at = folder
     while not at.exists():
@@ -31,7 +48,7 @@ def make_private(folder: Path) -> Path:
         at = at.parent
     for each in reversed(missing):
         try:
-            each.mkdir(mode=0o700)
+            each.mkdir(mode=mode)
         except FileExistsError:  # another process has made it meanwhile
             continue
         except FileNotFoundError as refused:  # the folder above is there: this file system makes none, such as /proc
@@ -97,18 +114,33 @@ def scratch_folder() -> Path:
 
 def in_home(*parts: str) -> Path:
     """A folder below the user's home, which need not exist. If there is no home, or nothing can be written there, as
-    with a user id that a container was given: one below the temporary folder.
+    with a user id that a container was given, or another user has made the folder: one below the temporary folder.
 
     Raises:
         EnvironmentUnusableError: see `own_folder`.
     """
     with suppress(OSError, RuntimeError):  # RuntimeError: no home at all
-        folder = Path.home().joinpath(*parts)
-        if os.access(folder, os.R_OK | os.X_OK):
-            return folder  # it is there, if only to be read: jars may be part of an image
+        home = Path.home()
+        folder = home.joinpath(*parts)
         existing = folder
         while not existing.exists():
             existing = existing.parent
-        if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        # It may be there only to be read: jars may be part of an image.
+        needed = os.R_OK | os.X_OK if existing == folder else os.W_OK | os.X_OK
+        below = [home.joinpath(*parts[: n + 1]) for n in range(len(parts))]
+        if existing.is_dir() and os.access(existing, needed) and all(_is_safe(each, home) for each in below):
             return folder
     return private_temporary().joinpath(*(part.lstrip(".") for part in parts))
+
+
+def _is_safe(folder: Path, home: Path) -> bool:
+    """Whether nobody can have put something into a folder but this user, the administrator, and who owns the home. If
+    it is of this user, and others may write there, this right is taken from them."""
+    if not folder.exists():
+        return True
+    found = folder.stat()
+    if found.st_uid == os.geteuid() and found.st_mode & _WRITTEN_BY_ALL:
+        with suppress(OSError):  # a file system without rights, or one that is read only
+            folder.chmod(found.st_mode & 0o7777 & ~_WRITTEN_BY_OTHERS)
+        found = folder.stat()
+    return found.st_uid in (0, os.geteuid(), home.stat().st_uid) and not found.st_mode & _WRITTEN_BY_ALL

@@ -31,7 +31,7 @@ from xml.sax.saxutils import quoteattr
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host.file_lock import locked
 from onceflow.host.java import find_java
-from onceflow.private_folders import in_home
+from onceflow.private_folders import in_home, make_own, protect
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def resolve(coordinates: Sequence[Coordinate], *, transitive: bool) -> list[Path
     cached = _read_set(home / key)
     if cached is not None:
         return cached
-    home.mkdir(parents=True, exist_ok=True)
+    make_own(home)  # the JVM executes what is in it
     with _locked(home / f"{key}.lock"):
         cached = _read_set(home / key)  # another process may have downloaded it meanwhile
         if cached is not None:
@@ -242,6 +242,7 @@ def _make_set(folder: Path, coordinates: Sequence[Coordinate], *, transitive: bo
         _retrieve(jars_dir, scratch, coordinates, transitive=transitive)
         names = sorted(path.name for path in jars_dir.glob("*.jar"))
         (jars_dir / "classpath").write_text("".join(f"{name}\n" for name in names))
+        protect(jars_dir)
         if folder.exists():  # it is incomplete: _read_set returned None, under the same lock
             shutil.rmtree(folder)
         jars_dir.rename(folder)

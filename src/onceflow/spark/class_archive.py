@@ -18,6 +18,7 @@ from pathlib import Path
 from onceflow.errors import OnceflowError
 from onceflow.host import jars
 from onceflow.host.java import find_java, with_flags
+from onceflow.private_folders import make_own
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def make_archive() -> Path | None:
     path = archive_path()
     if path.exists():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_own(path.parent)  # the JVM executes what is in it
     installation = path.stem.rpartition("-")[0]
     with tempfile.TemporaryDirectory(prefix=".training-", dir=path.parent) as scratch:
         made = Path(scratch, path.name)
@@ -133,5 +134,6 @@ def make_archive() -> Path | None:
             return None
         for unfit in path.parent.glob(f"{installation}-*.jsa"):
             unfit.unlink()
+        made.chmod(0o644)
         made.replace(path)
     return path
