@@ -13,6 +13,12 @@ from typing import Any, TypeVar
 _Error = TypeVar("_Error", bound="OnceflowError")
 
 
+def counted(count: int, noun: str = "record") -> str:
+    """How a text says how many there are: ``1 record``, ``2,000 records``."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}{ending}"
+
+
 class OnceflowError(Exception):
     """Base of all errors raised by onceflow.
 

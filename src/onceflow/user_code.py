@@ -12,6 +12,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -126,6 +127,39 @@ def cut(text: str, max_characters: int) -> str:
     return f"{text[:max_characters]}... ({len(text)} characters)"
 
 
+def said(error: BaseException) -> str:
+    """The text of an error."""
+    try:
+        return str(error)
+    except Exception:  # a __str__ of the user's
+        return "it has no text, because its __str__ failed"
+
+
+def in_words(error: BaseException) -> str:
+    """Class and text of an error."""
+    return cut(f"{type(error).__name__}: {said(error)}", MAX_TEXT)
+
+
+#: Stands between the class of a cause and the hook.
+IN_HOOK = " in "
+#: What may fail for one record, but not for all records of a run unless the code is at fault, see `of_hook`.
+EVENT_TIME = "event_time()"
+COLUMN_TYPES = "the check of the column types that process() returns"
+RESOURCE, TRANSIENT = "resource= of a call", "transient= of a call"
+
+
+def of_hook(error: BaseException, hook: str) -> None:
+    """Note what has raised this error: one of the names above."""
+    with suppress(AttributeError, TypeError):  # a class with __slots__
+        error._of_hook = hook  # type: ignore[attr-defined]
+
+
+def cause_of(error: BaseException) -> str:
+    """The class of an error, and the hook that has raised it if it is one: how dead letters are counted."""
+    hook = getattr(error, "_of_hook", "")
+    return type(error).__name__ + (IN_HOOK + hook if hook else "")
+
+
 # What code raises if it, what it was given or what it names is wrong.
 _REPEATED = (
     TypeError,
@@ -137,8 +171,24 @@ _REPEATED = (
     NameError,
     ImportError,
     NotImplementedError,
+    RecursionError,
+    FileExistsError,
     IsADirectoryError,
     NotADirectoryError,
+)
+
+
+# The names of others, as tracebacks show them.
+_REPEATED_NAMES = frozenset(
+    (
+        "binascii.Error",
+        "decimal.DivisionByZero",
+        "decimal.InvalidOperation",
+        "decimal.Overflow",
+        "pyarrow.lib.ArrowInvalid",
+        "struct.error",
+        "zlib.error",
+    )
 )
 
 
@@ -154,6 +204,7 @@ def raised_in_worker(text: str) -> str:
 
 
 def repeats_in_worker(text: str) -> bool:
-    """As `repeats`, for `raised_in_worker`. It knows classes by their names only, so it knows Python's own."""
-    named = getattr(builtins, raised_in_worker(text), None)
-    return isinstance(named, type) and issubclass(named, _REPEATED)
+    """As `repeats`, for `raised_in_worker`. It knows classes by their names only: Python's own, and a few others."""
+    name = raised_in_worker(text)
+    named = getattr(builtins, name, None)
+    return name in _REPEATED_NAMES or (isinstance(named, type) and issubclass(named, _REPEATED))

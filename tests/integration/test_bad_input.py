@@ -337,7 +337,7 @@ def test_null_topic(pipe: Any, engine: str) -> None:
         "key", "value", f"IF(value = '000000007', CAST(NULL AS STRING), '{pipe.target}') AS topic"
     )
     text = run_to_error(flow, df, onceflow.BadRecordError, engine=engine)
-    assert "1 rows have a null topic" in text
+    assert "1 row with a null topic" in text
     check_nothing_written(pipe)
 
 

@@ -739,7 +739,7 @@ def test_a_flow_begins_to_keep_a_checkpoint_and_gives_it_up(make_service: Any) -
     service = make_service(copies)
     service.send(every_second(0, 3))
     service.run(checkpoint=None)
-    service.refused("The checkpoint is empty", "has committed 1 batches without a checkpoint")
+    service.refused("The checkpoint is empty", "has committed 1 batch without a checkpoint")
     service.send(every_second(3, 6))
     service.run(on_checkpoint_conflict="resume")
     service.send(every_second(6, 9))

@@ -154,7 +154,7 @@ def test_a_flow_that_runs_and_then_is_behind(
     assert behind["lag_seconds"] == max(part["lag_seconds"] for part in parts) > 0
     (warning,) = behind["warnings"]
     assert f" of {pipe.source}-0 " in warning
-    assert f"({parts[0]['held_back']} offsets wait there)" in warning
+    assert f"({parts[0]['held_back']} offsets behind it)" in warning
     assert repr(hanging) in warning
     assert answer.return_value == 1
     assert answer.stderr == f"onceflow: {pipe.flow}: a lag of {behind['lag']} exceeds --max-lag 1\n"
@@ -211,7 +211,7 @@ def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: 
     assert f"onceflow table repartition {flow} {grown} --partitions 4" in says
     assert f"source topic {other} was deleted and created anew" in says
     assert f"source topic {source}-gone was deleted" in says
-    assert f"{source}-0 starts at offset 3, the flow is at 1: 2 offsets have expired unread" in says
+    assert f"{source}-0 starts at offset 3, the flow is at 1: 2 offsets expired unread" in says
     assert f"does not know {source}-2 yet" in says
     assert f"{source}-1" in call(flow).stdout
     assert call(flow, "--max-lag", "1000000").return_value == 1  # not known

@@ -124,7 +124,7 @@ def test_dead_letters_and_errors(
     assert (found, last["notes"], last["checked"]["letters"]) == ([], [], 3)
     letter_replay.replay(ClientSettings(onceflow_broker), dead, letter_replay.Wanted(to=make_topic("again", 1)))
     (note,) = verify(pipe.flow, *ours, "--dead-letter", dead)[1]["notes"]
-    assert note.startswith(f"3 letters of {dead} were replayed: if the processor was changed")
+    assert note.startswith(f"3 letters of {dead} replayed before: if the processor was changed")
     for arguments, text in (
         (["--table", "typo"], f"has no table typo: the flow has {pipe.table}"),
         (["--source", "typo"], "has not read typo"),
@@ -162,5 +162,7 @@ def test_after_a_migration(make_state_pipe: Callable[..., Any], verify: Any, tmp
     found, last = verify(pipe.flow, "--replay", f"{path}:Newer", "--output", pipe.target, code=2)
     assert found == []
     (text,) = last["unjudged"]
-    assert text.endswith("rows that differ from the replay: an earlier version of the processor has written them")
+    assert text.endswith(
+        "rows with other content than in the replay: an earlier version of the processor has written them"
+    )
     assert int(text.split()[0]) > 20, "one for each key that had no records since"

@@ -79,8 +79,8 @@ def test_tables_and_copies(make_state_pipe: Callable[..., Any], verify: Any, onc
     (misplaced,) = [each for each in found if each["kind"] == "misplaced"]
     assert misplaced["text"] == f"the value of key {key!r} belongs to partition {1 - wrong} of 2"
     assert [each["partition"] for each in misplaced["places"]] == [wrong]
-    assert f"3 records of {pipe.table} are in no transaction: no processor wrote them" in last["notes"]
-    assert f"1 records of {internal} are in no transaction: no processor wrote them" in last["notes"]
+    assert f"3 records of {pipe.table} in no transaction: no processor wrote them" in last["notes"]
+    assert f"1 record of {internal} in no transaction: no processor wrote them" in last["notes"]
 
 
 def test_copies_that_differ(make_state_pipe: Callable[..., Any], verify: Any) -> None:

@@ -24,7 +24,7 @@ ALLOWED = {
     "protocol": {"errors"},
     "host": {"errors", "private_folders"},
     "client": {"clock", "errors", "protocol"},
-    "calls": {"arguments", "durations", "errors"},
+    "calls": {"arguments", "durations", "errors", "user_code"},
     "external": {"arguments", "durations", "errors", "object_storage"},
     "claim_check": {"arguments", "clock", "column_names", "errors", "object_storage", "sizes", "spark", "state"},
     "messages": {"client", "errors", "protocol", "state", "user_code"},

@@ -110,7 +110,7 @@ def test_the_log_says_who_reads_and_why(caplog: pytest.LogCaptureFixture) -> Non
     backlog.looked(10, now=0.0)
     taken, given = [record.getMessage() for record in caplog.records]
     assert "deposits: 123,456 records are left to read, about 123 s for the driver" in taken
-    assert "deposits: the driver reads again: 10 records are left" in given
+    assert "deposits: the driver reads again: 10 records left" in given
 
 
 def test_state_in_the_memory_of_the_driver_stays_there() -> None:

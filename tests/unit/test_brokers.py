@@ -128,7 +128,7 @@ SEEN = OpenTransaction(producer_id=4001, producer_epoch=2, start_offset=17, last
 @pytest.mark.parametrize(
     "transaction, words",
     [
-        (None, ["offset 17 of in-3", "65 s", "23 offsets wait", "could not be found out"]),
+        (None, ["offset 17 of in-3", "65 s", "23 offsets behind it", "could not be found out"]),
         (SEEN, ["4001", "epoch 2", "2023-11-14T22:13:20", "no coordinator", "--producer-id 4001 --topic"]),
         (
             OpenTransaction(4001, 2, 17, 1_700_000_000_000, "loader", "Ongoing", 1_699_999_999_000, 900_000),

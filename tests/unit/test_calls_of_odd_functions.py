@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import onceflow
+from onceflow import user_code
 from onceflow.calls import breaker as breakers
 from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call, Outcome
@@ -61,6 +62,33 @@ def test_whatever_is_raised_is_the_error_of_the_call(problem: BaseException, whe
     )
     assert type(found.error) is RuntimeError
     assert type(problem).__name__ in str(found.error)
+
+
+@pytest.mark.parametrize("where", ["resource", "enter", "no manager", "transient", "function"])
+def test_what_may_be_no_fault_of_the_record(where: str) -> None:
+    """Dead letters of such calls are counted by themselves: if no record gets through, the flow stops."""
+
+    class Session:
+        async def __aenter__(self) -> Any:
+            raise OSError("no such host")
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+    def raises(*_: object) -> Any:
+        raise OSError("no such host")
+
+    resources: dict[str, Any] = {"resource": raises, "enter": Session, "no manager": lambda: 7}
+
+    async def ask(*_: object) -> None:
+        raise OSError("no such host")
+
+    resource = resources.get(where)
+    transient = raises if where == "transient" else None
+    found = outcome_of(onceflow.concurrently(ask, retries=0, resource=resource, transient=transient))
+    assert found.error is not None
+    hook = {"function": "", "transient": " in transient= of a call"}.get(where, " in resource= of a call")
+    assert user_code.cause_of(found.error) == type(found.error).__name__ + hook
 
 
 def test_a_call_that_is_cancelled_with_another_one_fails() -> None:

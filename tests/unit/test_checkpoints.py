@@ -156,7 +156,7 @@ EMPTY = [NOTHING_YET, CheckpointState("theirs"), CheckpointState("theirs", 0)]
     [
         (progress(None, batch_id=3), "has committed 3 batches without a checkpoint"),
         (progress(8), "has committed 7 batches with the checkpoint of query ours"),
-        (progress(0, batch_id=1), "has committed 1 batches with the checkpoint of query ours"),
+        (progress(0, batch_id=1), "has committed 1 batch with the checkpoint of query ours"),
     ],
     ids=["without a checkpoint", "with another one", "with another one's first batch"],
 )

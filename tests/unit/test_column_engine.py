@@ -482,7 +482,7 @@ def test_rows_that_there_are_not_cannot_be_rejected(store: Any, causes: dict[int
 
 def test_bad_rows_can_be_pickled() -> None:
     bad = pickle.loads(pickle.dumps(BadRows({3: ValueError("too much")})))
-    assert str(bad) == "1 records; row 3: too much"
+    assert str(bad) == "1 record; row 3: too much"
     assert list(bad.causes) == [3]
 
 

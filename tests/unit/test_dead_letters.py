@@ -15,7 +15,7 @@ from onceflow.errors import DeadLetterLimitError, OptionError, ProcessorError
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES, JSON, STRING, struct
-from onceflow.state.dead_letter_limit import OF_EVENT_TIME, DeadLetters, Letters, check_limit
+from onceflow.state.dead_letter_limit import DeadLetters, Letters, check_limit
 from onceflow.state.engine.shapes import declared_fields, lacks
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -56,7 +56,7 @@ def test_event_time_that_fails_for_every_record() -> None:
     """No record is at fault then. A limit that was given is the user's own choice."""
 
     def untimed(records: int, letters: int) -> Letters:
-        return Letters(records, letters, {f"KeyError{OF_EVENT_TIME}": (letters, "in-0, offset 7: KeyError: 'at'")})
+        return Letters(records, letters, {"KeyError in event_time()": (letters, "in-0, offset 7: KeyError: 'at'")})
 
     run = run_of(None)
     run.check(untimed(60, 60))
@@ -99,7 +99,7 @@ def test_letters_say_that_event_time_has_failed(kind: str) -> None:
 
     driver = ProcessorDriver(Records() if kind == "records" else Columns(), on_error="dead-letter")
     driver.send_many([Record(b"k", value) for value in ("good", "bad", "good", "worse")])
-    assert {name: count for name, (count, _) in driver.causes.items()} == {f"KeyError{OF_EVENT_TIME}": 2}
+    assert {name: count for name, (count, _) in driver.causes.items()} == {"KeyError in event_time()": 2}
 
 
 def test_a_share_is_judged_when_there_are_records_enough_also_without_a_new_one() -> None:

@@ -71,9 +71,9 @@ def test_records_of_one_side() -> None:
     found = told([(b"k", b"1"), (b"k", b"2"), (b"l", b"3")], [(b"k", b"4"), (None, b"5")])
     assert found == [
         "key k: a has 1, b has 4",
-        "key null, value 5: a has it 0 times, b 1 times",
-        "key k, value 2: a has it 1 times, b 0 times",
-        "key l, value 3: a has it 1 times, b 0 times",
+        "key null, value 5: a has it 0 times, b once",
+        "key k, value 2: a has it once, b 0 times",
+        "key l, value 3: a has it once, b 0 times",
     ]
 
 

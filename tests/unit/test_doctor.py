@@ -480,16 +480,14 @@ def test_held_back() -> None:
 
     assert [each.found for each in found()] == ["no open transaction holds records back"]
     (short,) = found(held=1300)
-    assert (short.level, short.found[:21]) == (Level.OK, "1,300 offsets are beh")
+    assert (short.level, short.found[:21]) == (Level.OK, "1,300 offsets behind ")
     held = Held("in", 0, 5, 305, 120.0)
     for seen in (
         OpenTransaction(17, 3, 5, NOW_MS, transactional_id="billing.v2", state="Ongoing", timeout_ms=900_000),
         OpenTransaction(17, 3, 5, NOW_MS),
     ):
         text = held_back_warning(held, seen)
-        one = the_bad_one(
-            found(held=300, why=text), Level.WARNING, r"of in-0 .*300 offsets wait there.* producer id 17"
-        )
+        one = the_bad_one(found(held=300, why=text), Level.WARNING, r"of in-0 .*300 offsets behind it.* producer id 17")
         assert (seen.transactional_id or "it hangs") in one.found
         assert ("transactions abort billing.v2" if seen.transactional_id else "transactions describe") in one.fix
     assert run(doctor_topics.check_held_back, facts(flow=flow())) == []

@@ -310,4 +310,4 @@ def test_similar_names() -> None:
 
 def test_expired_records_are_a_loss() -> None:
     (text,) = expired("in", [PartitionStatus(0, 3, 8, 9, 9, 6, 0.0, 0), PartitionStatus(1, 3, 3, 9, 9, 6, 0.0, 0)])
-    assert text.startswith("in-0 starts at offset 8, the flow is at 3: 5 offsets have expired unread")
+    assert text.startswith("in-0 starts at offset 8, the flow is at 3: 5 offsets expired unread")

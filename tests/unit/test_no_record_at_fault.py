@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from onceflow import ColumnProcessor, Processor, Record
-from onceflow.errors import ProcessorError
-from onceflow.state.api.serdes import LONG, STRING
+from onceflow import ColumnProcessor, Processor, Record, windows
+from onceflow.errors import DeadLetterLimitError, ProcessorError
+from onceflow.state.api.serdes import LONG, STRING, Serde
+from onceflow.state.dead_letter_limit import DeadLetters, Letters
 from onceflow.testing.processor_driver import ProcessorDriver
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -146,7 +148,64 @@ def test_a_fault_in_migrate_of_columns(given: Any) -> None:
     stops(driver, told, [(key.encode(), b"1") for key, _ in RECORDS])
 
 
+# ---- serdes of records -------------------------------------------------------------------------------------
+
+
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration, KeyError, Textless, OverflowError], ids=repr)
+@pytest.mark.parametrize("what", ["key", "value"])
+@pytest.mark.parametrize("nulls", [False, True])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_whatever_a_serde_raises(error: type[Exception], what: str, *, nulls: bool, windowed: bool) -> None:
+    """Each record is in an output or in a letter. A StopIteration ends map() of Python in silence."""
+
+    def decode(raw: bytes) -> str:
+        if raw == b"bad":
+            raise error
+        return raw.decode()
+
+    class Passing(Text):
+        pass
+
+    class Counted(windows.WindowProcessor):
+        window = windows.Tumbling("1 minute")
+        emit = "update"
+        aggregates = {"n": windows.Count()}  # noqa: RUF012
+
+    def passing(key: str, records: Any, state: Any) -> Any:
+        yield from (Record(key, "one") for _ in records)
+
+    processor: Any = Counted() if windowed else Passing(passing)
+    setattr(type(processor), what, Serde(str.encode, decode))
+    sent = [Record(b"k%d" % n, b"v%d" % n, timestamp_ms=1_000) for n in range(10)]
+    bad = Record(b"bad", b"v", timestamp_ms=1_000) if what == "key" else Record(b"k", b"bad", timestamp_ms=1_000)
+    sent[3] = bad
+    if nulls:
+        sent[7] = Record(b"k7", None, timestamp_ms=1_000)
+    driver = ProcessorDriver(processor, on_error="dead-letter")
+    driver.send_many(sent)
+    assert len(driver.outputs) == 9
+    assert [letter.value for letter in driver.dead_letters] == [bad.value]
+    with pytest.raises(ProcessorError, match=error.__name__):
+        ProcessorDriver(type(processor)() if windowed else Passing(passing)).send_many(sent)
+
+
 # ---- serdes of what is stored ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [Textless, StopIteration, Wrong])
+def test_state_that_its_serde_does_not_decode(error: type[Exception]) -> None:
+    class Other(Text):
+        state = Serde(str.encode, lambda raw: (_ for _ in ()).throw(error))
+
+    driver = ProcessorDriver(Text(lambda key, records, state: state.put(key)), on_error="dead-letter")
+    driver.send_many(RECORDS)
+    driver.processor = Other(look)
+    stops(driver, "(?s)the state cannot be decoded as the processor declares it.*raise `version`")
 
 
 def test_keys_that_another_serde_has_written() -> None:
@@ -184,6 +243,131 @@ def test_the_key_of_a_timer_that_another_serde_has_written() -> None:
     with pytest.raises(ProcessorError, match="the key of a timer is not a LONG"):
         driver.advance(5)
     assert driver.dead_letters == []
+
+
+# ---- windows -----------------------------------------------------------------------------------------------
+
+
+class Sums(windows.WindowProcessor):
+    """Adds up values, without ready aggregates."""
+
+    value, window = LONG, windows.Tumbling("1 minute")
+
+    def initial(self) -> Any:
+        return 0
+
+    def add(self, accumulator: Any, record: Record) -> Any:
+        return accumulator + record.value
+
+    def merge(self, left: Any, right: Any) -> Any:
+        return left + right
+
+    def result(self, key: Any, window: Any, accumulator: Any) -> Record:
+        return Record(key, accumulator)
+
+
+class Unmade(Sums):
+    def initial(self) -> Any:
+        raise Wrong("no start")
+
+
+class Forgetful(Sums):
+    def add(self, accumulator: Any, record: Record) -> Any:
+        accumulator += record.value
+
+
+class Broken(windows.Sum):
+    def initial(self) -> Any:
+        raise Wrong("no start")
+
+
+class OfBroken(windows.WindowProcessor):
+    value, window, aggregates = LONG, windows.Tumbling("1 minute"), {"n": Broken("n")}
+
+
+class TooFew(windows.WindowProcessor):
+    value, window = LONG, windows.Tumbling("1 minute")
+    aggregates = {"n": windows.Count(), "m": windows.Count()}  # noqa: RUF012
+
+    def initial(self) -> Any:
+        return [0]
+
+
+class Nothing(TooFew):
+    def initial(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    "kind", [windows.Tumbling("1 minute"), windows.Session("1 minute"), windows.Sliding("1 minute")]
+)
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (Unmade, r"Unmade.initial\(\) failed: Wrong: no start"),
+        (OfBroken, r"OfBroken.initial\(\) failed: Wrong: no start"),
+        (TooFew, r"TooFew.initial\(\) failed: .*it gives 1 parts, there are 2 aggregates"),
+        (Nothing, r"Nothing.initial\(\) failed"),
+        (Forgetful, r"(?s)Forgetful.add\(\) has returned None.*table \S+-0, while key b'k\d' was processed"),
+    ],
+)
+def test_faults_of_windows(given: type[windows.WindowProcessor], told: str, kind: Any) -> None:
+    processor = type(given.__name__, (given,), {"window": kind})()
+    driver = ProcessorDriver(processor, on_error="dead-letter")
+    stops(driver, told, [Record(b"k%d" % n, n.to_bytes(8, "big"), timestamp_ms=1_000) for n in range(5)])
+
+
+# ---- what may be the fault of a record, but not of all -------------------------------------------------------
+
+
+class Untimed(Sums):
+    def event_time(self, record: Record) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"total": pa.array(["1"])},
+        {"total": pa.array([True])},
+        {"total": pa.array([1], pa.timestamp("ms"))},
+        {"value": pa.array([1])},
+        {"value": pa.array([[b"1"]])},
+        {"value": pa.array([b"1"]), "headers": pa.array(["h"])},
+        {"value": pa.array([b"1"]), "timestamp_ms": pa.array([[1]])},
+    ],
+    ids=lambda columns: " ".join(f"{name} {array.type}" for name, array in columns.items()),
+)
+def test_columns_of_a_wrong_type(columns: dict[str, Any]) -> None:
+    """Their types follow from values, which records may have brought. If no record gets through, the flow stops."""
+
+    class Typed(Sum):
+        def process(self, records: Any, states: Any, context: Any) -> Any:
+            many = {name: pa.concat_arrays([column] * states.num_rows) for name, column in columns.items()}
+            table = pa.table({"key": states["key"], **many})
+            return (None, table) if "total" in columns else (table, None)
+
+    driver = ProcessorDriver(Typed(), on_error="dead-letter")
+    driver.send_many([(key.encode(), b"1") for key, _ in RECORDS])
+    ((cause, (count, _)),) = driver.causes.items()
+    assert count == len(RECORDS)
+    all_bad(cause, "the check of the column types that process() returns")
+
+
+def test_windows_whose_records_have_no_time() -> None:
+    driver = ProcessorDriver(Untimed(), on_error="dead-letter")
+    driver.send_many([(key.encode(), int(value).to_bytes(8, "big")) for key, value in RECORDS])
+    ((cause, (count, _)),) = driver.causes.items()
+    assert count == len(RECORDS)
+    all_bad(cause, "event_time()")
+
+
+def all_bad(cause: str, hook: str) -> None:
+    """A run in which this is the cause of all dead letters stops."""
+    run = DeadLetters("f", "letters", None, "table t")
+    run.check(Letters(200, 199, {cause: (199, "")}))
+    with pytest.raises(DeadLetterLimitError, match=re.escape(f"{hook} has failed for each of the 200 records")):
+        run.check(Letters(200, 200, {cause: (200, "")}))
 
 
 # ---- timers ------------------------------------------------------------------------------------------------

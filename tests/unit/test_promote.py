@@ -218,7 +218,7 @@ def test_timers_that_are_left() -> None:
     assert missing(before, after, new_timers=False) == ""
     assert has_unfired(before, after)
     names = pairs(before, after)
-    with pytest.raises(ProgressConflictError, match="may have fired 1 timers of table n") as refused:
+    with pytest.raises(ProgressConflictError, match="may have fired 1 timer of table n") as refused:
         check_unfired({"t": frozenset({id_, other})}, {}, before, after, names)
     assert "'y' of key b'k', event time 30" in refused.value.detail
     kept = check_unfired({"t": frozenset({id_, other})}, {"n": frozenset({other})}, before, after, names)

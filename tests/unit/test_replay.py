@@ -662,7 +662,7 @@ def test_outputs_are_compared_by_topic_key_value_and_headers(tmp_path: Path) -> 
             outputs.report(each, report, Log({0: [b"k"] * 3}))  # type: ignore[arg-type]
     assert report.counts == {"lost": 1, "foreign": 1}, "what is for p is not there, w was not yielded"
     assert any(
-        "key k, value v: a replay yields it 1 times, it is there 0 times" in each.text for each in report.examples
+        "key k, value v: a replay yields it 1 time, it is there 0 times" in each.text for each in report.examples
     )
 
 

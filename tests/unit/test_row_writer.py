@@ -279,7 +279,7 @@ def test_partition_that_does_not_exist(
     with pytest.raises(BadRecordError, match=f"asks for partition {asked} of topic out") as caught:
         writer(routing=routing).write(rows(partitions, key=[b"k"] * len(partitions)))
     assert (caught.value.flow, caught.value.batch, caught.value.topic) == ("orders", 8, "out")
-    assert f"{wrong} rows" in caught.value.detail
+    assert f"{wrong} row" in caught.value.detail
     assert "partitions 0 to 3" in caught.value.detail
     assert recorder.sent == [], "nothing of a bad batch is sent"
 
@@ -359,7 +359,7 @@ def test_a_compacted_topic_needs_keys(recorder: Recorder) -> None:
     writer(targets=compacted).write(rows([2], key=[b"k"]))
     for given in ({"key": [b"k", None]}, {}):
         with pytest.raises(
-            BadRecordError, match=r"is compacted, so its records need a key; [12] rows have none"
+            BadRecordError, match=r"is compacted, so its records need a key; (1 row|2 rows) without one"
         ) as caught:
             writer(targets=compacted).write(rows([2, 2], **given))
         assert (caught.value.flow, caught.value.batch, caught.value.topic) == ("orders", 8, "out-2")
@@ -390,7 +390,7 @@ def test_topic_column_is_not_looked_at_when_the_topic_is_given(recorder: Recorde
 
 
 def test_null_topic(recorder: Recorder) -> None:
-    with pytest.raises(BadRecordError, match="2 rows have a null topic") as caught:
+    with pytest.raises(BadRecordError, match="2 rows with a null topic") as caught:
         writer(topic=None, targets=TARGETS).write(rows([0, 0, 0], topic=[None, "a", None]))
     assert (caught.value.flow, caught.value.batch) == ("orders", 8)
     assert recorder.sent == []

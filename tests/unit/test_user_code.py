@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import decimal
 import json
+import struct
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import onceflow
@@ -101,6 +105,8 @@ def test_what_is_the_users() -> None:
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), True),
         (KeyError("name"), True),
         (ValueError("a\nb: c"), True),
+        (RecursionError(), True),
+        (FileExistsError("part-0"), True),
         (FileNotFoundError("it may come"), False),
         (ConnectionRefusedError(), False),
         (TimeoutError(), False),
@@ -121,3 +127,24 @@ def test_which_errors_come_again(problem: Exception, repeats: bool) -> None:
         text = f"An exception was thrown from the Python worker:\n{traceback.format_exc()}"
     assert user_code.repeats_in_worker(text) == repeats
     assert not user_code.repeats_in_worker(str(problem)), "no traceback: no function has raised it"
+
+
+def _decimal() -> None:
+    decimal.Decimal("abc")
+
+
+def _arrow() -> None:
+    pa.scalar("abc").cast(pa.int64())
+
+
+def _struct() -> None:
+    struct.unpack("q", b"")
+
+
+@pytest.mark.parametrize("function", [_decimal, _arrow, _struct])
+def test_errors_of_libraries_that_come_again(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except Exception:
+        text = traceback.format_exc()
+    assert user_code.repeats_in_worker(text)

@@ -13,7 +13,7 @@ import pytest
 
 from onceflow.admin import audit
 from onceflow.admin.audit import Audit, Outputs
-from onceflow.admin.identity import identity_of
+from onceflow.admin.identity import identity_of, kind_of
 from onceflow.admin.tally import Tally
 from onceflow.admin.verify_report import Report
 from onceflow.client.cluster import TopicInfo
@@ -48,6 +48,8 @@ SOURCES = ('{"id": 1}', '{"id": 2}', '{"id": 3}')
         ),
         # Other notations of one number.
         ("$.id", ['{"id": 1.0}', '{"id": 2e0}', '{"id": 0.3E1}'], [], {}, {}, ""),
+        # Null is no id: what has none is compared as a whole, and is not one record that comes again and again.
+        ("$.x", ['{"x": null}'] * 3, [], {}, {}, "not checked: neither the sources nor the outputs have $.x"),
         # These may be lost.
         ("$.id", [], [], {}, {"lost": 3}, ""),
         ("$.id", ['{"id": 8}'], [], {}, {"lost": 3, "foreign": 1}, "no output has the $.id of a source record"),
@@ -157,3 +159,22 @@ def test_notations_of_an_id(one: str, other: str, same: bool) -> None:
     identity = identity_of("$.id")
     found = [identity(b"k", f'{{"id": {each}}}'.encode(), ()) for each in (one, other)]
     assert (found[0] == found[1]) is same
+
+
+@pytest.mark.parametrize("id_", ["key", "$.id", "header:id"])
+@pytest.mark.parametrize("present", [False, True])
+def test_ids_that_are_null(id_: str, *, present: bool) -> None:
+    """Records without an id are not the same record."""
+    identity = identity_of(id_)
+    values = [b'{"id": null, "x": %d}' % n if present else b'{"x": %d}' % n for n in range(3)]
+    found = {identity(None, value, [("id", None)] if present else ()) for value in values}
+    assert len(found) == 3
+    assert identity(None, values[0], ()) == identity(None, values[0], [("other", b"1")])
+    assert kind_of(id_)(values[0]) is None
+
+
+def test_null_ids_of_sources_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = ['{"id": 1}', '{"id": null, "x": 1}', '{"id": null, "x": 1}']
+    topics = {"s": ('{"id": 1}', '{"id": null, "x": 1}', '{"id": null, "x": 2}'), "out": lost}
+    report = audited(tmp_path, monkeypatch, topics, "$.id", Outputs(ordered=False))
+    assert report.counts == {"lost": 1, "doubled": 1}

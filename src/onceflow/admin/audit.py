@@ -38,7 +38,7 @@ from onceflow.client.log_reader import LogRecord
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
 from onceflow.client.topics import find_topic, find_topics
 from onceflow.driver.handover import first_range_end
-from onceflow.errors import OptionError
+from onceflow.errors import OptionError, counted
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import Offsets, Progress
@@ -149,7 +149,9 @@ class Audit:
                     )
                 elif offset < first[partition]:
                     lost = first[partition] - offset
-                    self.report.notes.append(f"{topic}-{partition}: {lost} offsets expired before the flow read them")
+                    self.report.notes.append(
+                        f"{topic}-{partition}: {counted(lost, 'offset')} expired before the flow read them"
+                    )
 
     def _check_now(self) -> None:
         """What has to agree with the newest progress. While batches are committed, it is looked at again."""
@@ -165,7 +167,7 @@ class Audit:
         for text in group:
             self.report.add(GROUP, text)
         for place, count in rows.items():
-            self.report.add(TABLE, f"table {place}: {count} records behind the end that progress knows")
+            self.report.add(TABLE, f"table {place}: {counted(count, 'record')} behind the end that progress knows")
 
     def _group(self, progress: Progress) -> list[str]:
         wanted = {topic: sorted(offsets) for topic, offsets in progress.offsets.items()}
@@ -290,20 +292,21 @@ class Audit:
             self._take(tally, UNDECIDED, topic, [each for each in maybe if each[1] < each[2]], identity)
         if again:
             self.report.notes.append(
-                f"the flow was reset, and has read {again:,} offsets again: outputs of these may be there again"
+                f"the flow was reset, and has read {counted(again, 'offset')} again: outputs of these may be there "
+                "again"
             )
         if skipped:
             self.report.notes.append(
-                f"the flow was reset, and has skipped {skipped:,} offsets: no outputs are expected"
+                f"the flow was reset, and has skipped {counted(skipped, 'offset')}: no outputs are expected"
             )
         return whole
 
     def _judge(self, each: Difference, whole: bool, sources: Offsets) -> bool:
         if each.found < each.expected:
             if not self._outputs.filtered:
-                self.report.add(LOST, f"expected {each.expected} times, found {each.found} times", each.places)
+                self.report.add(LOST, _counts(each), each.places)
         elif each.expected or any(place.topic in sources for place in each.places):
-            self.report.add(DOUBLED, f"expected {each.expected} times, found {each.found} times", each.places)
+            self.report.add(DOUBLED, _counts(each), each.places)
         elif whole:
             self.report.add(FOREIGN, "no source record has this identity", each.places)
         else:
@@ -384,3 +387,7 @@ class Audit:
         for row in np.flatnonzero((right >= 0) & (right != partition)).tolist():
             text = f"its key belongs to partition {right[row]} of {count}"
             self.report.add(MISPLACED, text, [Place(topic, partition, offsets[row])])
+
+
+def _counts(each: Difference) -> str:
+    return f"expected {counted(each.expected, 'time')}, found {counted(each.found, 'time')}"

@@ -9,7 +9,7 @@ from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.topics import create_own_topic, find_topics, own_settings
-from onceflow.errors import ProgressConflictError, UnknownTopicError
+from onceflow.errors import ProgressConflictError, UnknownTopicError, counted
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import Progress
 from onceflow.state.topics import TableTopics, check_known, check_readable, ensure_topics
@@ -63,7 +63,7 @@ def ensure_copied_topics(cluster: Cluster, origin: Progress, table: str, name: s
 def _check_count(topic: str, found: int, table: str, wanted: int) -> None:
     if found != wanted:
         raise ProgressConflictError(
-            f"Topic {topic} has {found} partitions, table {table} has {wanted}",
+            f"Topic {topic} has {counted(found, 'partition')}, table {table} has {wanted}",
             topic=topic,
             next_step=f"delete the topic, or give another name: --table {table}=NAME",
         )

@@ -86,8 +86,12 @@ def described(
         yield text, (*each.places, *other.places)
     for each, key, value in read:
         if id(each) not in told:
-            times = f"{names[0]} has it {each.expected} times, {names[1]} {each.found} times"
+            times = f"{names[0]} has it {_times(each.expected)}, {names[1]} {_times(each.found)}"
             yield f"key {shown(key)}, value {shown(value)}: {times}", each.places
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
 
 
 def shown(raw: Value) -> str:
@@ -107,8 +111,11 @@ def _apart(old: Value, new: Value, names: tuple[str, str]) -> str:
         values = []
     if len(values) != 2 or not all(isinstance(each, dict) for each in values):
         return f"{names[0]} has {shown(old)}, {names[1]} has {shown(new)}"
-    texts = list(_fields(values[0], values[1], "", names))
-    return "; ".join(texts) or f"{names[0]} has {shown(old)}, {names[1]} has {shown(new)}"
+    whole = f"{names[0]} has {shown(old)}, {names[1]} has {shown(new)}"
+    try:
+        return "; ".join(_fields(values[0], values[1], "", names)) or whole
+    except ValueError:  # it can be read, but not written: it is nested deeply, or a number is too large
+        return whole
 
 
 def _fields(old: dict[str, Any], new: dict[str, Any], above: str, names: tuple[str, str]) -> Iterator[str]:
@@ -117,7 +124,8 @@ def _fields(old: dict[str, Any], new: dict[str, Any], above: str, names: tuple[s
         if all(isinstance(each, dict) for each in pair):
             yield from _fields(*pair, f"{above}{name}.", names)
         elif _in_one_form(pair[0]) != _in_one_form(pair[1]):
-            yield f"{above}{name} is {_written(pair[0])} in {names[0]}, {_written(pair[1])} in {names[1]}"
+            named = shown(f"{above}{name}".encode(errors="backslashreplace"))
+            yield f"{named} is {_written(pair[0])} in {names[0]}, {_written(pair[1])} in {names[1]}"
 
 
 def _in_one_form(value: Any) -> bytes | None:

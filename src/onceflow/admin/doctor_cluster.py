@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from onceflow.admin.doctor_facts import CLUSTER, Facts
-from onceflow.admin.finding import Finding, counted, error, of_error, ok, skipped, warning
+from onceflow.admin.finding import Finding, error, of_error, ok, skipped, warning
 from onceflow.client.brokers import Safety, settings_warnings
 from onceflow.driver import progress_log
-from onceflow.errors import ProgressConflictError, UnknownTopicError
+from onceflow.errors import ProgressConflictError, UnknownTopicError, counted
 from onceflow.protocol import acls
 from onceflow.protocol.progress import PROGRESS_TOPIC
 
@@ -116,7 +116,8 @@ def check_progress_topic(facts: Facts) -> Iterator[Finding]:
         in_sync = topic.settings.get("min.insync.replicas") or "unknown"
         yield ok(
             PROGRESS_TOPIC,
-            f"{len(topic.copies)} partitions, cleanup.policy={policy or 'unknown'}, {counted(replicas, 'replica')}, "
+            f"{counted(len(topic.copies), 'partition')}, cleanup.policy={policy or 'unknown'}, "
+            f"{counted(replicas, 'replica')}, "
             f"min.insync.replicas={in_sync}",
         )
     yield from safety([topic.safety], len(facts.brokers), "")

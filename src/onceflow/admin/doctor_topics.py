@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from onceflow.admin.doctor_cluster import safety
 from onceflow.admin.doctor_facts import INTERNAL, JOINED, NAMED, OUTPUT, SOURCE, TABLE, Facts, Topic
-from onceflow.admin.finding import Finding, counted, error, of_error, ok, skipped, warning
+from onceflow.admin.finding import Finding, error, of_error, ok, skipped, warning
 from onceflow.admin.flow_status import quiet_s
-from onceflow.errors import OnceflowError, PermissionDeniedError
+from onceflow.errors import OnceflowError, PermissionDeniedError, counted
 from onceflow.planning import source_starts
 from onceflow.state.compacted_topic import check_policy
 
@@ -158,7 +158,7 @@ def check_lag(facts: Facts) -> Iterator[Finding]:
             yield ok(subject, sentence)
         lag = sum(max(0, source.latest[n] - offset) for n, offset in start.offsets.items())
         retention, old = facts.topics[name].number("retention.ms"), flow.old_unread.get(name, ())
-        found = f"lag {lag:,} offsets; retention.ms={'unknown' if retention is None else retention}"
+        found = f"lag {counted(lag, 'offset')}; retention.ms={'unknown' if retention is None else retention}"
         if old:
             yield warning(
                 subject,
@@ -185,7 +185,7 @@ def check_held_back(facts: Facts) -> Iterator[Finding]:
             what, _, fix = text.partition(". ")
             yield warning(subject, what, fix)
         if source.partitions is not None and not source.held:
-            short = f"{held:,} offsets are behind a transaction, which has not been open for long"
+            short = f"{counted(held, 'offset')} behind a transaction, which has not been open for long"
             yield ok(subject, short if held else "no open transaction holds records back")
 
 

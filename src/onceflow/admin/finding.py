@@ -91,8 +91,3 @@ def failed(findings: Iterable[Finding], *, strict: bool) -> bool:
     """Whether there is an error among the findings; with ``strict`` also whether there is a warning."""
     bad = (Level.ERROR, Level.WARNING) if strict else (Level.ERROR,)
     return any(finding.level in bad for finding in findings)
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 replica``, ``3 replicas``."""
-    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"

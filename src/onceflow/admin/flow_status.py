@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from onceflow.admin.driver_status import DriverStatus
 from onceflow.admin.similar_flows import alike, meant, named
 from onceflow.admin.table_counts import TableCounts
-from onceflow.errors import OptionError
+from onceflow.errors import OptionError, counted
 from onceflow.protocol.progress import PROGRESS_TOPIC, DriverProcess
 
 #: With records that wait, a flow that has not committed for so long, in seconds, may not run.
@@ -236,7 +236,7 @@ def expired(topic: str, parts: Iterable[PartitionStatus]) -> list[str]:
     """Warnings about records that are gone although the flow has not read them."""
     return [
         f"{topic}-{part.partition} starts at offset {part.first}, the flow is at {part.offset}: "
-        f"{part.first - part.offset} offsets have expired unread, so records are lost"
+        f"{counted(part.first - part.offset, 'offset')} expired unread, so records are lost"
         for part in parts
         if part.offset is not None and part.first > part.offset
     ]

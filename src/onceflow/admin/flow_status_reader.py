@@ -33,7 +33,7 @@ from onceflow.client.producers import open_transactions
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.driver.committed_progress import CommittedProgress
 from onceflow.driver.progress_log import offset_of_hint, partition_of
-from onceflow.errors import DeadlineExceededError, OnceflowError, OptionError, PermissionDeniedError
+from onceflow.errors import DeadlineExceededError, OnceflowError, OptionError, PermissionDeniedError, counted
 from onceflow.protocol import acls, timestamps
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
@@ -437,7 +437,8 @@ class StatusReader:
         info = self._same(status, topic, known, there, deadline, role="joined table", so=": start the flow again")
         if info is not None and info.partitions != len(ends):
             status.warnings.append(
-                f"joined table {topic} has {info.partitions} partitions, and the last batch saw {len(ends)}: start the "
+                f"joined table {topic} has {counted(info.partitions, 'partition')}, and the last batch saw "
+                f"{len(ends)}: start the "
                 "flow again when its rows have moved (`onceflow table repartition`)"
             )
 

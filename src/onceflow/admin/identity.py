@@ -14,7 +14,8 @@ from onceflow.state import exact_json
 
 Headers = Sequence[tuple[str, "bytes | None"]]
 Identity = Callable[["bytes | None", "bytes | None", Headers], bytes]
-"""Key, value and headers of a record -> 16 bytes. A record that lacks the id is identified by its key and value."""
+"""Key, value and headers of a record -> 16 bytes. A record whose id is missing or null is identified by its key and
+value: many may have no id, and they are not the same."""
 
 _PATH = re.compile(r"\$(\.[^.\[\]*?]+)+")
 _NO_FIELD = (ValueError, KeyError, TypeError, IndexError)
@@ -29,7 +30,7 @@ def identity_of(text: str) -> Identity:
     if text == "record":
         return lambda key, value, headers: digest_of(key, value)
     if text == "key":
-        return lambda key, value, headers: digest_of(key)
+        return lambda key, value, headers: digest_of(key, value) if key is None else digest_of(key)
     if text.startswith("header:") and len(text) > len("header:"):
         return _of_header(text.removeprefix("header:"))
     if (names := field_path(text)) is not None:
@@ -67,7 +68,7 @@ def kind_of(text: str) -> Callable[[bytes | None], str | None]:
 def _of_header(name: str) -> Identity:
     def found(key: bytes | None, value: bytes | None, headers: Headers) -> bytes:
         for given, content in headers:
-            if given == name:
+            if given == name and content is not None:
                 return digest_of(b"h", content)
         return digest_of(key, value)
 
@@ -75,10 +76,12 @@ def _of_header(name: str) -> Identity:
 
 
 def _field(value: bytes | None, names: Sequence[str]) -> Any:
-    """A field of a JSON value. One of `_NO_FIELD` is raised if there is none."""
+    """A field of a JSON value. One of `_NO_FIELD` is raised if there is none, or if it is null."""
     at: Any = exact_json.loads(value or b"")
     for name in names:
         at = at[name]
+    if at is None:
+        raise KeyError(names[-1])
     return at
 
 

@@ -30,7 +30,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import create_own_topic, find_topic, find_topics, topic_limits
 from onceflow.client.transactions import Transactions
 from onceflow.clock import clock_ms
-from onceflow.errors import FencedError, OptionError, PermissionDeniedError
+from onceflow.errors import FencedError, OptionError, PermissionDeniedError, counted
 from onceflow.protocol.names import transactional_id_of_parked
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import dead_letters
@@ -245,7 +245,7 @@ class _Replay:
             raise FencedError(
                 f"Another command has started to change topic {self._topic}; what this one has replayed stays",
                 topic=self._topic,
-                detail=f"{sum(self._counts.values()):,} letters; {error.what}",
+                detail=f"{counted(sum(self._counts.values()), 'letter')}; {error.what}",
                 next_step=f"see with onceflow parked list {self._topic} which letters were replayed; run this command "
                 "again if necessary: it replays the others",
             ) from error

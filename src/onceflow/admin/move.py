@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
 from onceflow.admin.target import BEGINNING, EARLIEST, LATEST, OFFSETS, Target
-from onceflow.errors import DataLossError, OptionError, ProgressConflictError
+from onceflow.errors import DataLossError, OptionError, ProgressConflictError, counted
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.progress import Offsets, Progress
 
@@ -171,7 +171,7 @@ def _check_named(before: Progress, topics: Mapping[str, SourceTopic], offsets: O
                 f"{name} has no partition {unknown[0]}",
                 flow=before.flow,
                 topic=name,
-                detail=f"it has {len(topics[name].earliest)} partitions, numbered from 0",
+                detail=f"it has {counted(len(topics[name].earliest), 'partition')}, numbered from 0",
                 next_step="check the number of the partition",
             )
 

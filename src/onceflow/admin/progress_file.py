@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime, timezone
 from typing import Any
 
@@ -10,6 +11,7 @@ from onceflow.errors import OnceflowError, OptionError
 from onceflow.protocol.progress import Progress, decode, encode
 
 VERSION = 1
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can have halves of characters, and UTF-8 cannot
 
 
 def export(progress: Progress, flow: str, now_ms: int) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def parse(text: str, name: str) -> Progress:
             next_step="upgrade onceflow to the version that has written it",
         )
     key = record.get("flow")
-    if not isinstance(key, str):
+    if not isinstance(key, str) or _SURROGATE.search(key):
         raise wrong("its progress names no flow")
     try:
         return decode(key.encode(), json.dumps(record).encode())

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from onceflow.admin.table_copy import Reader
 from onceflow.client.deadline import Deadline
-from onceflow.errors import ProgressConflictError
+from onceflow.errors import ProgressConflictError, counted
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import Progress, TimerId
 from onceflow.state import rows
@@ -72,7 +72,7 @@ def check_unfired(old: Unfired, new: Unfired, before: Progress, after: Progress,
         ]
         if gone:
             raise _not_yet(
-                f"The new version may have fired {len(gone):,} timers of table {pairs[table]} that flow "
+                f"The new version may have fired {counted(len(gone), 'timer')} of table {pairs[table]} that flow "
                 f"{before.flow!r} has not fired",
                 before,
                 f"{gone[0].name!r} of key {bytes.fromhex(gone[0].key)!r}, {gone[0].clock} time {gone[0].at_ms}",

@@ -40,6 +40,7 @@ from onceflow.errors import (
     FencedError,
     PermissionDeniedError,
     ProgressConflictError,
+    counted,
     located,
 )
 from onceflow.protocol.names import Names
@@ -196,7 +197,7 @@ def _check_gap(old: Progress, new: Progress, other: Names, max_gap: int) -> None
     gap = sum(each.gap for each in positions(old, new)) if new.tables else 0
     if gap > max_gap:
         raise ProgressConflictError(
-            f"Flow {other.flow!r} is {gap:,} records behind, which is more than {max_gap:,}",
+            f"Flow {other.flow!r} is {counted(gap, 'record')} behind, which is more than {max_gap:,}",
             flow=other.flow,
             next_step="let it catch up, or give a larger --max-gap: as many records are processed without outputs in "
             "one transaction at the next start",

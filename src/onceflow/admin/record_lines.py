@@ -31,7 +31,7 @@ def value_only(line: bytes) -> Record:
 
 def key_and_value(separator: str) -> Parser:
     """A parser for lines of key, separator and value. The first separator of a line counts."""
-    mark = separator.encode()
+    mark = separator.encode(errors="surrogateescape")  # arguments may have bytes that are no text
 
     def parse(line: bytes) -> Record:
         key, found, value = line.partition(mark)

@@ -36,6 +36,7 @@ from onceflow.errors import (
     PermissionDeniedError,
     ProgressConflictError,
     UnknownTopicError,
+    counted,
     located,
 )
 from onceflow.protocol import acls
@@ -186,7 +187,7 @@ class _Repartition:
         for name, info in infos.items():
             if info.partitions > self._partitions:
                 raise OptionError(
-                    f"Topic {name} has {info.partitions} partitions already: Kafka cannot remove any, so "
+                    f"Topic {name} has {counted(info.partitions, 'partition')} already: Kafka cannot remove any, so "
                     f"{self._partitions} are too few",
                     topic=name,
                     next_step=f"give --partitions {info.partitions} or more. For fewer, use a table with another "
@@ -222,7 +223,7 @@ class _Repartition:
     def _await_partitions(self, name: str, deadline: Deadline) -> None:
         attempt = 0
         while (known := self._cluster.topic(name, deadline, fresh=True).partitions) < self._partitions:
-            deadline.pause(attempt, f"{name} still has {known} partitions in the brokers' metadata")
+            deadline.pause(attempt, f"{name} still has {counted(known, 'partition')} in the brokers' metadata")
             attempt += 1
 
     def _grow(self, name: str, deadline: Deadline) -> None:

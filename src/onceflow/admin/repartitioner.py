@@ -20,7 +20,7 @@ from onceflow.admin.writer import Row, Writer
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.clock import clock_ms
-from onceflow.errors import ProgressConflictError
+from onceflow.errors import ProgressConflictError, counted
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import group_by_partition, murmur2
 from onceflow.state import rows
@@ -214,8 +214,9 @@ class Repartitioner:
             raise ProgressConflictError(
                 f"Partition {partition} of {topic} holds rows whose keys belong to other partitions",
                 topic=f"{topic}-{partition}",
-                detail=f"{len(strays)} rows, for example {(strays[0] or b'')[:100]!r}; they were not placed by Kafka's "
-                f"default partitioner over {self._before} partitions, so the flow does not find them",
+                detail=f"{counted(len(strays), 'row')}, for example {(strays[0] or b'')[:100]!r}; they were not "
+                "placed by Kafka's "
+                f"default partitioner over {counted(self._before, 'partition')}, so the flow does not find them",
                 next_step="find out who else writes to this topic, and delete those rows in that partition (a record "
                 "with their key and no value)",
             )

@@ -36,7 +36,7 @@ from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.topics import find_topics
-from onceflow.errors import OptionError, PermissionDeniedError
+from onceflow.errors import OptionError, PermissionDeniedError, counted
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.state import rows
@@ -210,7 +210,8 @@ class ReplayAudit:
                 deadline = Deadline(_CALL_S, f"looking for replayed letters of {topic}")
                 if again := len(letter_replay.replayed_in(self._cluster, topic, deadline)):
                     self._report.notes.append(
-                        f"{again:,} letters of {topic} were replayed: if the processor was changed for that, what it "
+                        f"{counted(again, 'letter')} of {topic} replayed before: if the processor was changed for "
+                        "that, what it "
                         "did before the change differs from this replay"
                     )
 
@@ -375,7 +376,8 @@ class ReplayAudit:
                 self._report.unjudged.append(f"{count} {what} that differ from the replay: {why}")
         if self._older_rows:
             self._report.unjudged.append(
-                f"{self._older_rows} rows that differ from the replay: an earlier version of the processor has written "
+                f"{counted(self._older_rows, 'row')} with other content than in the replay: an earlier version of "
+                "the processor has written "
                 "them"
             )
 

@@ -17,7 +17,7 @@ from onceflow.admin.replay import LATE
 from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, Difference, Place, Tally, digest_of
 from onceflow.admin.verify_report import DOUBLED, FOREIGN, LOST, Report
 from onceflow.client.committed import Chunk, CommittedReader
-from onceflow.errors import OptionError
+from onceflow.errors import OptionError, counted
 from onceflow.state.dead_letters import depends_on_topics
 
 #: In place of a topic: the records that a replay has yielded.
@@ -104,7 +104,11 @@ class ReplayOutputs:
         if report.counts.get(kind, 0) < report.limit:
             place = each.places[0]
             key, value = self._spool.read(place.offset) if place.topic == _REPLAY else _record(reader, place)
-            times = f" {each.expected} times, it is there {each.found} times" if kind != FOREIGN else ""
+            times = (
+                f" {counted(each.expected, 'time')}, it is there {counted(each.found, 'time')}"
+                if kind != FOREIGN
+                else ""
+            )
             text = f"key {_shown(key)}, value {_shown(value)}: {text}{times}"
         report.add(kind, text, [place for place in each.places if place.topic != _REPLAY])
 

@@ -16,7 +16,7 @@ from onceflow.errors import OptionError
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.engine.choice import makes_calls
-from onceflow.user_code import cut, innermost, place
+from onceflow.user_code import cut, in_words, innermost, place
 
 _FORMS = "give module:Class, module:object or path.py:object; an object is a processor, or a function that returns one"
 _MAX_TEXT = 300
@@ -108,7 +108,7 @@ def _made(found: Any, text: str) -> Any:
         )
     try:
         return found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _raised(f"--replay: calling {text} failed", error) from error
 
 
@@ -142,7 +142,7 @@ def _processors_in(module: ModuleType) -> list[str]:
 def _raised(what: str, error: BaseException) -> OptionError:
     """The error for code of the user that raises, with the line that raised."""
     frame = innermost(traceback.extract_tb(error.__traceback__))
-    said = cut(f"{type(error).__name__}: {error}", _MAX_TEXT)
+    said = cut(in_words(error), _MAX_TEXT)
     return OptionError(
         f"{what}: {said}" + ("" if frame is None else f" (raised in {place(frame)})"),
         next_step="correct the code, or name another file. What starts a service belongs under "

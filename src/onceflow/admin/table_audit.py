@@ -18,6 +18,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import EARLIEST, list_offsets
+from onceflow.errors import counted
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import Progress, TableProgress
@@ -69,7 +70,9 @@ class TableAudit:
                     self._report.checked.get("records of tables", 0) + part.records
                 )
             if plain and not (known is not None and known.open_ended):
-                self._report.notes.append(f"{plain} records of {topic} are in no transaction: no processor wrote them")
+                self._report.notes.append(
+                    f"{counted(plain, 'record')} of {topic} in no transaction: no processor wrote them"
+                )
 
 
 class _Partition:

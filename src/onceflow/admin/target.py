@@ -12,7 +12,7 @@ from onceflow.errors import OptionError
 from onceflow.instants import instant_ms
 
 EARLIEST, LATEST, BEGINNING, TIMESTAMP, OFFSETS = "earliest", "latest", "beginning", "timestamp", "offsets"
-_PLACE = re.compile(r"([a-zA-Z0-9._-]+):(\d+)=(\d+)")
+_PLACE = re.compile(r"([a-zA-Z0-9._-]+):([0-9]{1,10})=([0-9]{1,19})")
 _FORMS = (
     "give earliest, latest, beginning, timestamp=2025-01-31T08:00:00Z (or epoch milliseconds), or "
     'offsets=TOPIC:PARTITION=OFFSET,... (or JSON: \'{"TOPIC": {"0": 1200}}\')'

@@ -22,6 +22,7 @@ from onceflow.calls.copies import copied
 from onceflow.calls.target import Call, Outcome, Target
 from onceflow.calls.threads import NAME, DaemonThreads
 from onceflow.errors import BatchAbortedError, CallTimeoutError, CircuitOpenError, DeadlineExceededError
+from onceflow.user_code import RESOURCE, TRANSIENT, of_hook
 
 # How long a coroutine may take to notice that it is cancelled, and the loop to end.
 _CANCEL_S, _CLOSE_S = 1.0, 5.0
@@ -227,7 +228,11 @@ class CallRunner:
                 if circuit is not None:
                     circuit.succeeded()
                 return Outcome(value, None, attempt)
-            again = call.target.transient(last)
+            try:
+                again = call.target.transient(last)
+            except Exception as error:
+                of_hook(error, TRANSIENT)
+                raise
             if circuit is not None:
                 (circuit.failed if again else circuit.succeeded)()
             pause_s = options.pause_s(attempt)
@@ -244,7 +249,11 @@ class CallRunner:
         if call.is_compared or call.target.options.retries:  # the function may change what it gets
             args, kwargs = tuple(map(copied, args)), {name: copied(each) for name, each in kwargs.items()}
         if call.target.resource is not None:
-            args = (await self._resource(call.target, lane), *args)
+            try:
+                args = (await self._resource(call.target, lane), *args)
+            except Exception as error:
+                of_hook(error, RESOURCE)
+                raise
         if lane.is_async:
             work: asyncio.Future[Any] = self._keep(
                 asyncio.get_running_loop().create_task(_converted(call.target.function(*args, **kwargs)))

@@ -21,6 +21,7 @@ from onceflow.cli.bench_report import (
     run_and_report,
 )
 from onceflow.cli.examples import examples
+from onceflow.cli.text import Number
 
 
 @click.group(invoke_without_command=True)
@@ -202,9 +203,7 @@ def dedup(ids: tuple[int, ...], records_per_batch: int, output: Path) -> None:
     show_default=True,
     help="How often each guarantee is run with each trigger.",
 )
-@click.option(
-    "--seconds", type=click.FloatRange(2, 60), default=5.0, show_default=True, help="About how long a run is measured."
-)
+@click.option("--seconds", type=Number(2, 60), default=5.0, show_default=True, help="About how long a run is measured.")
 @click.option(
     "--records-per-second",
     type=click.IntRange(10, 20_000),
@@ -238,7 +237,7 @@ def overhead(rounds: int, seconds: float, records_per_second: int, only: str | N
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.2, 60),
+    type=Number(0.2, 60),
     default=4.0,
     show_default=True,
     help="How long each of the 18 figures is measured.",

@@ -13,6 +13,7 @@ import click
 from onceflow.cli.bench_findings import finding
 from onceflow.cli.bench_report import bootstrap_option, exit_if_wrong, measured, output_option, print_tables
 from onceflow.cli.examples import examples
+from onceflow.cli.text import Number
 
 # As in onceflow.bench, which is imported when something is measured.
 WORKLOADS = ("copy", "balance")
@@ -79,17 +80,15 @@ def _rate(text: str) -> int:
 )
 @click.option(
     "--warm-seconds",
-    type=click.FloatRange(0, 600),
+    type=Number(0, 600),
     default=15.0,
     show_default=True,
     help="How long records do not count, after the first output.",
 )
-@click.option(
-    "--seconds", type=click.FloatRange(1, 3600), default=30.0, show_default=True, help="How long records count."
-)
+@click.option("--seconds", type=Number(1, 3600), default=30.0, show_default=True, help="How long records count.")
 @click.option(
     "--idle-seconds",
-    type=click.FloatRange(0, 600),
+    type=Number(0, 600),
     default=5.0,
     show_default=True,
     help="How long the service is measured while nothing is sent, afterwards.",

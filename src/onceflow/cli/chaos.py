@@ -12,6 +12,7 @@ from typing import NoReturn
 import click
 
 from onceflow.cli.examples import examples
+from onceflow.cli.text import Number
 from onceflow.errors import OptionError
 
 
@@ -19,7 +20,7 @@ from onceflow.errors import OptionError
 @click.command()
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=10),
+    type=Number(min=10),
     default=180,
     show_default=True,
     help="About how many seconds the run takes.",

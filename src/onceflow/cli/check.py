@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from onceflow.errors import OptionError
+
 if TYPE_CHECKING:
     from onceflow.admin.verify_report import Report
 
@@ -28,7 +30,13 @@ class Check(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         if isinstance(ctx.obj, Errors):
             ctx.obj.exit_code = NOT_CHECKED
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except SystemExit as error:  # of code of the user: a command itself returns its exit code
+            raise OptionError(
+                f"The code that was run has called sys.exit({error.code!r}), so nothing is known",
+                next_step="correct it: a processor raises an exception instead",
+            ) from error
 
 
 class Errors:

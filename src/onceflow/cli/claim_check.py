@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onceflow.cli.connection import connection, pair
+from onceflow.cli.connection import connection, pairs
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
-from onceflow.cli.text import counted
+from onceflow.errors import counted
 
 if TYPE_CHECKING:
     from onceflow.admin.claim_collector import Collector
@@ -113,7 +113,7 @@ def collect(
         raise click.UsageError("give either --topic, for each topic with references, or --all-topics")
     if len(dict(rows)) < len(rows):
         raise click.UsageError("give --rows once for a flow, with one command that prints all its rows: `a; b`")
-    objects = ObjectStore(store, dict(pair(option, "--storage-option") for option in storage_options))
+    objects = ObjectStore(store, pairs(storage_options, "--storage-option"))
     with interruptible() as check, progress_bar() as show:
         collector = Collector(
             settings,

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from onceflow.cli.check import Check, verdict
-from onceflow.cli.connection import connection, pair
+from onceflow.cli.connection import connection, pairs
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
 from onceflow.cli.report_text import print_report
+from onceflow.cli.text import Number
 
 if TYPE_CHECKING:
     from onceflow.admin.verify_report import Report
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=30,
     show_default=True,
     metavar="SECONDS",
@@ -94,8 +95,8 @@ def compare(
     if identity == "record":
         raise click.UsageError("--id record: without --id, records are compared as a whole")
     compared = Compared(
-        dict(pair(each, "--output") for each in outputs),
-        dict(pair(each, "--table") for each in tables),
+        pairs(outputs, "--output"),
+        pairs(tables, "--table"),
         None if identity is None else identity_of(identity),
         wait_s,
         ignored,

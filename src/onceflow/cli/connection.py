@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -90,11 +90,11 @@ def settings_of(
     file = read_properties(path) if path else Properties(None, {}, ())
     if file.unused:
         click.echo(f"{path}: not used by onceflow: {', '.join(file.unused)}", err=True)
-    pairs = {**file.options, **dict(pair(option, "--option") for option in options)}
+    values = {**file.options, **pairs(options, "--option")}
     given = bootstrap_servers or file.bootstrap_servers
     if given is None:
-        ClientSettings(LAST_RESORT, pairs)  # what is wrong in the options does not depend on the cluster
-    return ClientSettings(given or default_servers(even_stopped=even_stopped), pairs)
+        ClientSettings(LAST_RESORT, values)  # what is wrong in the options does not depend on the cluster
+    return ClientSettings(given or default_servers(even_stopped=even_stopped), values)
 
 
 @contextlib.contextmanager
@@ -137,6 +137,17 @@ def default_servers(*, even_stopped: bool = False) -> str:
             f"${VARIABLE}",
         )
     return local.bootstrap_servers
+
+
+def pairs(texts: Iterable[str], option: str) -> dict[str, str]:
+    """Values by name, of several ``NAME=VALUE``. See `pair`."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, value = pair(text, option)
+        if name in found:
+            raise click.UsageError(f"{option} names {name!r} twice")
+        found[name] = value
+    return found
 
 
 def pair(text: str, option: str) -> tuple[str, str]:

@@ -10,7 +10,8 @@ import click
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible, until_interrupted
-from onceflow.cli.text import counted, in_words, shown
+from onceflow.cli.text import in_words, shown
+from onceflow.errors import counted
 
 if TYPE_CHECKING:
     from onceflow.client.cluster import Cluster
@@ -90,7 +91,7 @@ def _start(text: str) -> int:
 
     if text in ("earliest", "latest"):
         return EARLIEST if text == "earliest" else LATEST
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise click.UsageError(f"--from {text!r} is neither earliest nor latest nor an offset")
     return int(text)
 

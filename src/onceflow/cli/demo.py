@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from onceflow.cli.examples import examples
+from onceflow.cli.text import Number
 
 Command = Callable[..., int]
 
@@ -56,7 +57,7 @@ def _options(
         ),
         click.option(
             "--timeout",
-            type=click.FloatRange(min=1),
+            type=Number(min=1),
             default=600,
             show_default=True,
             help="Fail after so many seconds.",
@@ -173,9 +174,7 @@ def postgres(**given: Any) -> int:
 
 @examples("onceflow demo tables")
 @demo.command()
-@click.option(
-    "--seconds", type=click.FloatRange(min=1), default=50, show_default=True, help="How long to ask, and to kill."
-)
+@click.option("--seconds", type=Number(min=1), default=50, show_default=True, help="How long to ask, and to kill.")
 @_options(kills=3, victims="the flow's driver, and one of the instances, is")
 def tables(**given: Any) -> int:
     """Ask two instances of the query server for a table, while they and the flow that writes it are killed.

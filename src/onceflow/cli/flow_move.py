@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from onceflow.cli.moving import Options, Tell, Texts, carry_out
-from onceflow.cli.text import counted, in_columns
+from onceflow.cli.text import in_columns
+from onceflow.errors import counted
 
 if TYPE_CHECKING:
     from onceflow.admin.move import Move

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onceflow.cli.connection import connection, pair
+from onceflow.cli.connection import connection, pairs
 from onceflow.cli.examples import examples
 from onceflow.cli.moving import Options, Texts, carry_out, moving_options
-from onceflow.cli.text import counted, in_columns
+from onceflow.cli.text import in_columns
+from onceflow.errors import counted
 
 if TYPE_CHECKING:
     from onceflow.admin.forker import Forked
@@ -49,7 +50,7 @@ def fork(
     from onceflow.admin import forker
 
     names, copy = options.names(flow), options.names(new)
-    wanted = dict(pair(each, "--table") for each in tables)
+    wanted = pairs(tables, "--table")
     carry_out(
         settings,
         options,

@@ -13,8 +13,8 @@ from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
-from onceflow.cli.text import counted, in_words, output_width, shown
-from onceflow.errors import OptionError
+from onceflow.cli.text import in_words, output_width, shown
+from onceflow.errors import OptionError, counted
 from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:

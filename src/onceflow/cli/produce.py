@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from io import BufferedIOBase
 from typing import TYPE_CHECKING, cast
@@ -13,7 +12,8 @@ import click
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
-from onceflow.cli.text import counted
+from onceflow.cli.text import standard_input
+from onceflow.errors import counted
 
 if TYPE_CHECKING:
     from onceflow.admin.record_lines import Parser
@@ -54,7 +54,7 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
     from onceflow.client.cluster import Cluster
 
     parser = _parser(key_separator, as_json)
-    source = cast(BufferedIOBase, sys.stdin.buffer)  # the type BinaryIO has no read1
+    source = cast(BufferedIOBase, standard_input().buffer)  # the type BinaryIO has no read1
     with contextlib.closing(Cluster(settings)) as cluster, interruptible() as check:
         writer = TopicWriter(cluster, topic)
         if source.isatty():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from onceflow.cli.connection import connected, connection
 from onceflow.cli.examples import examples
 from onceflow.cli.flow_move import move_flow
 from onceflow.cli.moving import Options, moving_options
+from onceflow.cli.text import standard_input
 
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
@@ -91,7 +91,7 @@ def import_(
 def _text(file: str) -> str:
     """The text of a file; of standard input for ``-``."""
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return standard_input().read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise click.UsageError(f"{file} is not a text in UTF-8: {error}") from error
     except OSError as error:

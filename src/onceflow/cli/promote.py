@@ -9,7 +9,8 @@ import click
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.moving import Options, Texts, carry_out, moving_options
-from onceflow.cli.text import counted, in_columns
+from onceflow.cli.text import Number, in_columns
+from onceflow.errors import counted
 
 if TYPE_CHECKING:
     from onceflow.admin.promoter import Promoted
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=60,
     show_default=True,
     metavar="SECONDS",

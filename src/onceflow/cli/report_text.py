@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ import click
 
 if TYPE_CHECKING:
     from onceflow.admin.verify_report import Report
+
+_PLURAL = re.compile(r"\b(record|row|offset|partition|output)s\b")
 
 
 def print_report(report: Report, head: Mapping[str, Any], *, done: str, verdict: str, as_json: bool) -> None:
@@ -37,5 +40,12 @@ def print_report(report: Report, head: Mapping[str, Any], *, done: str, verdict:
         click.echo(f"not judged: {what}")
     for what in report.not_checked:
         click.echo(f"not {done}: {what}")
-    click.echo(f"{done}: " + ", ".join(f"{count:,} {name}" for name, count in report.checked.items()))
+    click.echo(f"{done}: " + ", ".join(_counted(count, name) for name, count in report.checked.items()))
     click.echo(verdict)
+
+
+def _counted(count: int, name: str) -> str:
+    """``1 source record``, ``2,000 source records``."""
+    if count == 1:
+        name = _PLURAL.sub(r"\1", name, count=1)
+    return f"{count:,} {name}"

@@ -14,7 +14,8 @@ from onceflow.cli.connection import connection_options, settings_of
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.status_text import details, overview
-from onceflow.cli.text import counted, shown, timeout_ms
+from onceflow.cli.text import shown, timeout_ms
+from onceflow.errors import counted
 from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from onceflow.cli.text import counted, in_columns, shown, span
+from onceflow.cli.text import in_columns, shown, span
+from onceflow.errors import counted
 from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:

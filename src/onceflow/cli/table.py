@@ -13,8 +13,8 @@ from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.progress import progress_bar
 from onceflow.cli.table_serve import serve
-from onceflow.cli.text import counted
 from onceflow.cli.text import timeout_ms as timeout_ms_of
+from onceflow.errors import counted
 
 if TYPE_CHECKING:
     from onceflow.admin.repartition import Repartitioned
@@ -82,7 +82,8 @@ def repartition(
     names = Names(flow, transactional_id_prefix, group_id_prefix)
     timeout_ms = None if transaction_timeout is None else timeout_ms_of(transaction_timeout, "--transaction-timeout")
     if not yes:
-        what = f"Stop flow {flow}, and give its table {table} {partitions} partitions at {settings.bootstrap_servers}?"
+        wanted = counted(partitions, "partition")
+        what = f"Stop flow {flow}, and give its table {table} {wanted} at {settings.bootstrap_servers}?"
         click.confirm(f"{what} They cannot be taken away again.", abort=True, err=True)
     with progress_bar() as bar:
 
@@ -95,9 +96,9 @@ def repartition(
 
 def _in_words(done: Repartitioned) -> str:
     if done.before == done.partitions:
-        return f"Table {done.table} has its rows in {done.partitions} partitions already."
+        return f"Table {done.table} has its rows in {counted(done.partitions, 'partition')} already."
     more = f" (and {done.internal_rows:,} of {done.table}-internal)" if done.internal_rows else ""
     return (
-        f"Table {done.table} went from {done.before} to {done.partitions} partitions: "
+        f"Table {done.table} went from {done.before} to {counted(done.partitions, 'partition')}: "
         f"{counted(done.rows, 'row')}{more} moved in {done.seconds:.1f} s."
     )

@@ -9,7 +9,8 @@ import click
 
 from onceflow.cli.connection import connected, connection
 from onceflow.cli.examples import examples
-from onceflow.cli.text import counted, print_columns
+from onceflow.cli.text import print_columns
+from onceflow.errors import counted
 
 if TYPE_CHECKING:
     from onceflow.admin.tables import TableTopic

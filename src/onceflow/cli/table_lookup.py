@@ -21,7 +21,8 @@ from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.progress import progress_bar
 from onceflow.cli.table_cells import Cells, cells
-from onceflow.cli.text import counted, timeout_ms
+from onceflow.cli.text import timeout_ms
+from onceflow.errors import counted
 from onceflow.state.api import serdes
 
 if TYPE_CHECKING:

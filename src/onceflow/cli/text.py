@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
+from unicodedata import combining, east_asian_width
 
 import click
 
@@ -31,11 +33,6 @@ def in_words(content: bytes | None, *, lines: bool = False) -> str:
     return shown(text, lines=lines)
 
 
-def counted(count: int, noun: str = "record") -> str:
-    """``1 record``, ``2,000 records``."""
-    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 # So many seconds are told in a unit up to the next one.
 _UNITS = ((120, 1, "s"), (7_200, 60, "min"), (3 * 86_400, 3_600, "h"), (730 * 86_400, 86_400, "days"))
 _YEAR_S = 31_556_952
@@ -53,6 +50,14 @@ def span(seconds: float | None) -> str:
     return f"{seconds / _YEAR_S:,.0f} years"
 
 
+def width_of(text: str) -> int:
+    """How many columns of a terminal a text takes: two for each East Asian wide character (UAX #11), none for marks
+    that are drawn over the character before."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
 def print_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print rows under the names of columns: the first column is aligned to the left, the others to the right. If that
     does not fit the terminal, another form is printed, see `laid_out`."""
@@ -68,13 +73,11 @@ def in_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[st
 def _aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """A line for each row, whatever its width."""
     cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[n]) for row in [[*columns], *cells]) for n in range(len(columns))]
+    widths = [max(width_of(row[n]) for row in [[*columns], *cells]) for n in range(len(columns))]
     lines = []
     for row in [[*columns], *cells]:
-        first, *others = (
-            cell.ljust(width) if n == 0 else cell.rjust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        padded = [(cell, " " * (width - width_of(cell))) for cell, width in zip(row, widths, strict=True)]
+        first, *others = (cell + blank if n == 0 else blank + cell for n, (cell, blank) in enumerate(padded))
         lines.append("  ".join([first, *others]).rstrip())
     return lines
 
@@ -95,7 +98,7 @@ def laid_out(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int |
     """
 
     def fits(lines: Sequence[str]) -> bool:
-        return width is None or max(map(len, lines)) <= width
+        return width is None or max(map(width_of, lines)) <= width
 
     cells = [[str(cell) for cell in row] for row in rows]
     if not cells or fits(_aligned(columns, cells)):
@@ -115,8 +118,25 @@ def laid_out(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int |
 
 def _pairs(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """A line for each name and its value."""
-    widest = max((len(name) for name, _ in pairs), default=0)
-    return [f"{name.ljust(widest)}  {value}".rstrip() for name, value in pairs]
+    widest = max((width_of(name) for name, _ in pairs), default=0)
+    return [f"{name}{' ' * (widest - width_of(name))}  {value}".rstrip() for name, value in pairs]
+
+
+class Number(click.FloatRange):
+    """A number in a range: no range of click's refuses NaN."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return found
+
+
+def standard_input() -> TextIO:
+    """Standard input, which a program may be started without."""
+    if sys.stdin is None:
+        raise click.UsageError("there is no standard input")
+    return sys.stdin
 
 
 def timeout_ms(text: str, option: str) -> int:

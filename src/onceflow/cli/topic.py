@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onceflow.cli.connection import connected, connection, pair
+from onceflow.cli.connection import connected, connection, pairs
 from onceflow.cli.examples import examples
-from onceflow.cli.text import counted, print_columns
+from onceflow.cli.text import print_columns
+from onceflow.errors import counted
 
 if TYPE_CHECKING:
     from onceflow.client.cluster import Cluster
@@ -57,7 +58,7 @@ def create(
     """Create topics. When one of them exists, none is created."""
     from onceflow.client.topics import create_topic
 
-    given = dict(pair(config, "--config") for config in configs)
+    given = pairs(configs, "--config")
     with connected(settings, "creating topics") as (cluster, deadline):
         _check_not_internal(names)
         there = cluster.topics(None, deadline)

@@ -11,10 +11,10 @@ import click
 
 from onceflow.cli.connection import connected, connection
 from onceflow.cli.examples import examples
-from onceflow.cli.text import counted, print_columns, shown
+from onceflow.cli.text import print_columns, shown
 from onceflow.cli.text import timeout_ms as duration_ms_of
 from onceflow.clock import clock_ms
-from onceflow.errors import OptionError, PermissionDeniedError
+from onceflow.errors import OptionError, PermissionDeniedError, counted
 from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def abort(
 
 
 def _terminal() -> bool:
-    return sys.stdin.isatty()
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _check_one(transactional_id: str | None, producer_id: int | None) -> None:

@@ -139,7 +139,7 @@ def verify(
     target = None if begin is None else parse_target(begin, "--from")
     place = None if identity is None else identity_of(identity)
     processor = None if replay is None else load(replay)
-    export = None if since is None else parse(since.read(), since.name)
+    export = None if since is None else parse(_text(since), since.name)
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(contextlib.closing(Cluster(settings)))
         check = stack.enter_context(interruptible())
@@ -195,3 +195,10 @@ def _print(flow: str, report: Report, as_json: bool) -> None:
     right = "nothing wrong" if report.exact else "nothing wrong in what was checked and judged"
     head = {"flow": flow, "exact": report.exact}
     print_report(report, head, done="checked", verdict=f"{flow}: {sums or right}", as_json=as_json)
+
+
+def _text(file: IO[str]) -> str:
+    try:
+        return file.read()
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"--since {file.name} is not a text in UTF-8: {error}") from error

@@ -24,7 +24,7 @@ from onceflow.client.producers import OpenTransaction, open_transactions
 from onceflow.client.topics import topic_configs
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactional_ids import list_transactional_ids
-from onceflow.errors import OnceflowError
+from onceflow.errors import OnceflowError, counted
 from onceflow.protocol import timestamps
 
 log = logging.getLogger("onceflow")
@@ -220,7 +220,7 @@ def held_back_warning(held: Held, transaction: OpenTransaction | None) -> str:
     since = f" for at least {held.seconds:.0f} s" if held.seconds else ""  # its producer may have set any time
     text = (
         f"no record from offset {held.stable} of {held.topic}-{held.partition} on could be read{since} "
-        f"({held.high - held.stable} offsets wait there): a transaction is open"
+        f"({counted(held.high - held.stable, 'offset')} behind it): a transaction is open"
     )
     if transaction is None:
         return f"{text}; its producer could not be found out"

@@ -13,7 +13,7 @@ from onceflow.client.connections import ConnectionFailedError, Connections, Sent
 from onceflow.client.deadline import Deadline
 from onceflow.client.first_connection import REFUSED_S
 from onceflow.client.settings import ClientSettings
-from onceflow.errors import DeadlineExceededError, UnknownTopicError
+from onceflow.errors import DeadlineExceededError, UnknownTopicError, counted
 from onceflow.protocol import codes
 
 __all__ = ["GROUP", "TRANSACTION", "Cluster", "ConnectionFailedError", "TopicInfo", "unknown_topic"]
@@ -160,7 +160,7 @@ class Cluster(Connections):
                 raise UnknownTopicError(
                     f"Topic {topic} has no partition {partition}",
                     topic=f"{topic}-{partition}",
-                    detail=f"it has {info.partitions} partitions",
+                    detail=f"it has {counted(info.partitions, 'partition')}",
                     next_step="was the topic deleted and created again with fewer partitions?",
                 )
             node = info.leaders[partition]

@@ -18,7 +18,7 @@ from kafka.protocol.metadata import MetadataRequest
 
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
-from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError
+from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError, counted
 from onceflow.protocol import acls, codes
 from onceflow.protocol.compression import PRODUCER
 from onceflow.protocol.names import INTERNAL_SUFFIX
@@ -212,7 +212,7 @@ def create_own_topic(
             f"{what.capitalize()} {name} does not exist, and this principal may not create it",
             topic=name,
             detail=error.detail,
-            next_step=f"create it once: {partitions} partitions, cleanup.policy=compact; or "
+            next_step=f"create it once: {counted(partitions, 'partition')}, cleanup.policy=compact; or "
             + acls.grant("CREATE", acls.TOPIC, name),
         ) from error
     return await_topic(cluster, name, deadline)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from onceflow.errors import counted
 from onceflow.planning.engine import AUTO, TASKS
 
 log = logging.getLogger("onceflow")
@@ -112,7 +113,7 @@ class Backlog:
         behind_s = left / self._driver.per_s
         if self.by_tasks:
             if behind_s < CAUGHT_UP_S:
-                self._to_driver(f"{left:,} records are left")
+                self._to_driver(f"{counted(left, 'record')} left")
         elif behind_s > BEHIND_S and now >= self._paused_until and self._may_help():  # the last question costs most
             self._to_tasks(left, behind_s)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onceflow.errors import BatchAbortedError, OnceflowError, ProgressConflictError
+from onceflow.errors import BatchAbortedError, OnceflowError, ProgressConflictError, counted
 from onceflow.messages import Report
 from onceflow.protocol.names import TopicPartition
 
@@ -43,7 +43,7 @@ class Part:
 
 def in_tasks(count: int) -> str:
     """So many tasks, in words, for the path of a batch."""
-    return "1 task" if count == 1 else f"{count} tasks"
+    return counted(count, "task")
 
 
 def audit(

@@ -25,6 +25,7 @@ from onceflow.errors import (
     TransactionTimeoutError,
     UnknownTopicError,
     UnsupportedQueryError,
+    counted,
     data_loss,
 )
 from onceflow.protocol import timestamps
@@ -189,18 +190,22 @@ def stopped(flow: str, batch: int, problem: BaseException | None, *, on_purpose:
     )
 
 
-def given_up(flow: str, batch: int, attempts: int, last: BaseException | None) -> OnceflowError:
-    """All attempts have failed."""
+def given_up(flow: str, batch: int, attempts: int, last: BaseException | None, record: str = "") -> OnceflowError:
+    """All attempts have failed.
+
+    Args:
+        record: place and key of the first record that the query fails for; empty: not known.
+    """
     if isinstance(last, TransactionTimeoutError):
         return last
     cure = last.next_step if isinstance(last, OnceflowError) else ""
     if not cure or cure.startswith("none"):
         cure = "remove the cause"
     return BatchAbortedError(
-        f"Batch {batch} was aborted {attempts} times; nothing of it is visible",
+        f"Batch {batch} was aborted {counted(attempts, 'time')}; nothing of it is visible",
         flow=flow,
         batch=batch,
-        detail="" if last is None else in_short(last),
+        detail="; ".join(filter(None, [f"record {record}" if record else "", "" if last is None else in_short(last)])),
         next_step=then_again(cure, "at this batch"),
     )
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from pyspark.sql import DataFrame
 
-from onceflow import hooks, log_context
+from onceflow import hooks, log_context, user_code
 from onceflow.driver import batch_errors, handover
 from onceflow.driver.batch_properties import described_jobs
 from onceflow.driver.fetched_rows import FetchedRows, Rows
@@ -149,7 +149,7 @@ class Batches:
             raise stopped from None
         except BaseException as error:
             self._failed(error, batch)
-            self._tell(f"batch {batch} of flow {self.flow} has failed: {type(error).__name__}: {error}")
+            self._tell(f"batch {batch} of flow {self.flow} has failed: {user_code.in_words(error)}")
             raise
         finally:
             self._steps.ended_batch(rows)

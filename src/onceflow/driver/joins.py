@@ -31,6 +31,7 @@ from onceflow.errors import (
     ProgressConflictError,
     SchemaError,
     UnknownTopicError,
+    counted,
     located,
 )
 from onceflow.messages import JOINED_PROPERTY, CopiesOrder, JoinOrder
@@ -113,7 +114,8 @@ def _await_rows(cluster: Cluster, info: TopicInfo, deadline: Deadline) -> None:
             )
         elif deadline.remaining < deadline.seconds - _ROWS_WAIT_S:
             raise ProgressConflictError(
-                f"Table {topic} has {info.partitions} partitions, and its rows are still in the first {spread}",
+                f"Table {topic} has {counted(info.partitions, 'partition')}, and its rows are still in the first "
+                f"{spread}",
                 topic=topic,
                 next_step=f"`onceflow table repartition {writer.flow} {topic} --partitions {info.partitions}` moves "
                 "them; then start this flow",
@@ -382,7 +384,7 @@ class Joins:
                 found[topic].check_same(spec.topic_id)
             if found[topic].partitions != spec.partitions:
                 raise UnknownTopicError(
-                    f"Topic {topic} has {found[topic].partitions} partitions now, it had {spec.partitions}",
+                    f"Topic {topic} has {counted(found[topic].partitions, 'partition')} now, it had {spec.partitions}",
                     flow=self._flow,
                     topic=topic,
                     next_step="start the flow again: it joins with all partitions then",

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onceflow.errors import ProgressConflictError
+from onceflow.errors import ProgressConflictError, counted
 from onceflow.spark.checkpoint_files import Folder, LocalFolder, unreadable
 
 TopicOffsets = dict[str, dict[int, int]]
@@ -159,7 +159,7 @@ def _initial(folder: Folder, topics: Collection[str] | None) -> TopicOffsets:
         if len(lines) != 2 or lines[0] != _VERSION:
             if topics is not None:
                 continue  # the log of another source, of files for example
-            raise unreadable(f"{folder}/{name}", f"it holds {lines[:1]} and {len(lines)} lines")
+            raise unreadable(f"{folder}/{name}", f"it holds {lines[:1]} and {counted(len(lines), 'line')}")
         _merge(start, _parse(lines[1], name, topics) or {}, name)
     return start
 
@@ -184,7 +184,7 @@ def _lines(folder: Folder, name: str) -> list[str]:
     lines = text.splitlines()
     if len(lines) < 3 or lines[0] != _VERSION:
         # A truncated or foreign file must not count as "no sources": the batch would be written without progress.
-        raise unreadable(f"{folder}/{name}", f"it begins with {lines[:1]} and has {len(lines)} lines")
+        raise unreadable(f"{folder}/{name}", f"it begins with {lines[:1]} and has {counted(len(lines), 'line')}")
     return lines
 
 

@@ -22,7 +22,7 @@ from onceflow.client.log_reader import LogRecord
 from onceflow.client.produce import Producer
 from onceflow.client.topics import create_own_topic, topic_config
 from onceflow.client.transactions import Transactions
-from onceflow.errors import DeadlineExceededError, ProgressConflictError, UnknownTopicError, located
+from onceflow.errors import DeadlineExceededError, ProgressConflictError, UnknownTopicError, counted, located
 from onceflow.protocol import progress as records
 from onceflow.protocol.batches import EncodedBatch, ProducerIdAndEpoch, encode_single
 from onceflow.protocol.names import Names, TopicPartition
@@ -120,7 +120,8 @@ def check_topic(partitions: int, policy: str | None) -> None:
     """
     if partitions < PROGRESS_PARTITIONS:
         raise ProgressConflictError(
-            f"The progress topic {PROGRESS_TOPIC} has {partitions} partitions, but needs {PROGRESS_PARTITIONS}",
+            f"The progress topic {PROGRESS_TOPIC} has {counted(partitions, 'partition')}, but needs "
+            f"{PROGRESS_PARTITIONS}",
             topic=PROGRESS_TOPIC,
             next_step=f"add partitions: kafka-topics.sh --alter --topic {PROGRESS_TOPIC} "
             f"--partitions {PROGRESS_PARTITIONS} (a flow's partition does not depend on the count)",

@@ -161,7 +161,8 @@ class Retries:
                 if ended is not None:
                     raise ended from None
                 raise
-        raise batch_errors.given_up(self._flow, batch, self._options.max_attempts, last)
+        record = _culprit(rows, last) if last is not None and jvm.raised_by_function(last) else ""
+        raise batch_errors.given_up(self._flow, batch, self._options.max_attempts, last, record)
 
     def _learn(self, last: BaseException) -> tuple[bool, OnceflowError | None]:
         """What `Steps.learn` returns, and what it raises."""
@@ -193,7 +194,7 @@ class Retries:
             of_function = cause is not None and jvm.of_wrong_code(problem)  # the first time it may be by chance
             repeats = of_function or jvm.will_repeat(problem)
             if clear is None and repeats and not self._is_stopped(rows, problem):
-                record = rows.culprit(alike=alike_to(problem)) if isinstance(rows, FetchedRows | RangeRows) else ""
+                record = _culprit(rows, problem)
                 clear = batch_errors.not_computable(self._flow, attempt.batch, problem, record, of_function=of_function)
         if clear is not None:
             raise clear from None  # another attempt does not help
@@ -233,3 +234,8 @@ class Retries:
             self._options.max_attempts,
             in_short(problem),
         )
+
+
+def _culprit(rows: Rows, problem: BaseException) -> str:
+    """The record for which the query fails by itself, as text; empty: it is not known."""
+    return rows.culprit(alike=alike_to(problem)) if isinstance(rows, FetchedRows | RangeRows) else ""

@@ -15,6 +15,7 @@ from pyspark.sql import SparkSession
 from onceflow.client.addresses import parse_servers
 from onceflow.driver.startup import Startup
 from onceflow.engine_query import DIRECT
+from onceflow.errors import counted
 from onceflow.external.sink import ExternalSink
 from onceflow.planning.engine import AUTO, DRIVER, TASKS, EngineChoice
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
@@ -100,10 +101,10 @@ class StartReport:
             old = _age(now_ms - last.since_ms)
             yield f"the driver that committed last: host {last.host}, process {last.pid}, started {old} ago"
         for topic, source in self.sources.items():
-            yield f"reads {topic}: {_offsets(source.offsets)}; {source.waiting:,} offsets waiting"
+            yield f"reads {topic}: {_offsets(source.offsets)}; {counted(source.waiting, 'offset')} waiting"
         for table, (partitions, records) in self.tables.items():
-            held = "local only" if records is None else f"at most {records:,} records to restore"
-            yield f"table {table}: {partitions} partitions, {held}"
+            held = "local only" if records is None else f"at most {counted(records, 'record')} to restore"
+            yield f"table {table}: {counted(partitions, 'partition')}, {held}"
         if self.checkpoint is not None:
             yield f"state in Spark: checkpoint {self.checkpoint}"
         to = self.target or ", ".join(self.outputs) or "the topics of its rows"

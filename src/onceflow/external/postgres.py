@@ -28,6 +28,7 @@ from onceflow.errors import (
     OnceflowError,
     PermissionDeniedError,
     SchemaError,
+    counted,
 )
 from onceflow.external.postgres_columns import (
     Column,
@@ -548,7 +549,7 @@ class PostgresSink(ExternalSink):
         found = connection.execute(count, [list(staged.receipts)]).fetchone()
         rows, problems = found or (0, 0)
         if rows != expected:
-            raise RuntimeError(f"{expected} rows were staged, and {rows} are there")
+            raise RuntimeError(f"{counted(expected, 'row')} staged, and {rows} there")
         return replace(staged, problems=problems)
 
     def _make_staging(self, connection: psycopg.Connection[Any], attempt: BatchAttempt, fit: _Fit) -> None:

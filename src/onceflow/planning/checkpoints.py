@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onceflow.errors import ProgressConflictError
+from onceflow.errors import ProgressConflictError, counted
 from onceflow.protocol.progress import Progress
 from onceflow.spark.checkpoint_files import CheckpointState
 
@@ -98,7 +98,7 @@ def _empty(progress: Progress, location: str, flow: str) -> ProgressConflictErro
     before = progress.checkpoint
     had = "without a checkpoint" if before is None else f"with the checkpoint of query {before.query_id}"
     return _conflict(
-        f"The checkpoint is empty, and the flow has committed {progress.batch_id} batches {had}",
+        f"The checkpoint is empty, and the flow has committed {counted(progress.batch_id, 'batch')} {had}",
         f"checkpoint {location}: was the old one deleted, or is this another folder? Aggregations, joins and "
         "de-duplication would start with empty state in the middle of the stream",
         flow,
@@ -109,7 +109,7 @@ def _foreign(checkpoint: CheckpointState, progress: Progress, location: str, flo
     if progress.checkpoint is not None:
         ours = f"the flow's is that of query {progress.checkpoint.query_id}"
     elif progress.batch_id:
-        ours = f"the flow has committed {progress.batch_id} batches without a checkpoint since"
+        ours = f"the flow has committed {counted(progress.batch_id, 'batch')} without a checkpoint since"
     else:
         ours = "the flow has never committed a batch, or was reset"
     return _conflict(

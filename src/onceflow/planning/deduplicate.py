@@ -11,7 +11,7 @@ from pyspark.sql import types as T
 
 from onceflow.column_names import did_you_mean, is_case_sensitive
 from onceflow.durations import duration_ms
-from onceflow.errors import OptionError, SchemaError
+from onceflow.errors import OptionError, SchemaError, counted
 from onceflow.planning.step_frames import check_step_names, optional_columns, state_columns
 from onceflow.spark.arrow_maps import quoted
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication
@@ -158,7 +158,8 @@ def _check_once(df: DataFrame, options: DedupOptions, flow: str) -> None:
         ]
         if wanted in same and len(same) > 1:
             raise SchemaError(
-                f"Flow.deduplicate({argument}={wanted!r}): for Spark, there are {len(same)} columns of this name",
+                f"Flow.deduplicate({argument}={wanted!r}): for Spark, there are {counted(len(same), 'column')} of "
+                "this name",
                 flow=flow,
                 detail=f"the columns {', '.join(map(repr, same))}",
                 next_step="drop or rename the other ones",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from onceflow.errors import OnceflowError, ProgressConflictError
+from onceflow.errors import OnceflowError, ProgressConflictError, counted
 from onceflow.protocol.progress import Progress
 
 
@@ -43,7 +43,7 @@ def plan_external(
     if row is None:
         if kafka.batch_id:
             raise ProgressConflictError(
-                f"The flow has committed {kafka.batch_id} batches, but {target} has no progress row of it",
+                f"The flow has committed {counted(kafka.batch_id, 'batch')}, but {target} has no progress row of it",
                 flow=flow,
                 detail=f"its progress row would be {identity!r}: the transactional id, and the id of the Kafka cluster",
                 next_step="write where it has written before, or give a new target to a new flow. To write everything "

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from onceflow.errors import OptionError
+from onceflow.errors import OptionError, counted
 from onceflow.state.api.serdes import is_serde
 from onceflow.state.compacted_topic import CompactedTopic
 from onceflow.state.joins.spec import JoinSpec, JoinTable
@@ -126,7 +126,8 @@ def check_co_partitioned(specs: Iterable[JoinSpec], table: str, partitions: int,
     for spec in specs:
         if spec.co_partitioned and spec.partitions != partitions:
             raise OptionError(
-                f"{spec.topic} has {spec.partitions} partitions and table {table} has {partitions}, so they are not "
+                f"{spec.topic} has {counted(spec.partitions, 'partition')} and table {table} has {partitions}, so "
+                "they are not "
                 "co-partitioned",
                 flow=flow,
                 topic=spec.topic,

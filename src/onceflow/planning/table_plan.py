@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from uuid import uuid4
 
-from onceflow.errors import ProgressConflictError
+from onceflow.errors import ProgressConflictError, counted
 from onceflow.planning.process import StepOptions
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import LocalTable, Progress, Promotion, TableProgress
@@ -46,7 +46,8 @@ def plan_table(
     if options.partitions is not None and topics.partitions != options.partitions:
         empty = f"; or delete {topics.table} and {topics.internal}: they are empty, as after a start that has failed"
         raise ProgressConflictError(
-            f"Table topic {table} has {topics.partitions} partitions, but partitions={options.partitions} was given",
+            f"Table topic {table} has {counted(topics.partitions, 'partition')}, but partitions={options.partitions} "
+            "was given",
             topic=table,
             next_step="leave partitions= out, or give the table another name" + ("" if holds_records else empty),
         )
@@ -106,7 +107,8 @@ def plan_local_table(
     if known is not None and known.local is not None:
         if options.partitions not in (None, known.local.partitions):
             raise ProgressConflictError(
-                f"Table {table} has {known.local.partitions} partitions, but partitions={options.partitions} was given",
+                f"Table {table} has {counted(known.local.partitions, 'partition')}, but "
+                f"partitions={options.partitions} was given",
                 topic=table,
                 next_step="leave partitions= out, or give the table another name: then its state begins empty",
             )

@@ -18,7 +18,7 @@ import google_crc32c
 import numpy as np
 import pyarrow as pa
 
-from onceflow.errors import ProtocolError
+from onceflow.errors import ProtocolError, counted
 from onceflow.protocol.batches import HEADER_BYTES
 from onceflow.protocol.compression import decompress
 from onceflow.protocol.record_fields import Int64s, cut, follow, spans, varint, varints
@@ -128,7 +128,7 @@ class RawBatch:
             data = decompress(code, memoryview(data)[start:end])
             start, end = 0, len(data)
         if not 0 <= self.count <= (end - start) // _RECORD_BYTES_MIN or end - start > _SECTION_BYTES_MAX:
-            raise self.broken(f"{self.count} records in {end - start} bytes")
+            raise self.broken(f"{counted(self.count, 'record')} in {end - start} bytes")
         return Section(self, data, start, end)
 
     def decode(self) -> DecodedBatch:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.errors import BadRecordError, OptionError
+from onceflow.errors import BadRecordError, OptionError, counted
 
 # org.apache.kafka.common.utils.Utils.murmur2
 _SEED = 0x9747B28C
@@ -65,7 +65,7 @@ def key_partitions(keys: Any, partition_count: int) -> npt.NDArray[np.int32]:
     """
     if partition_count < 1:
         raise OptionError(
-            f"a topic cannot have {partition_count} partitions", next_step="refresh the topic's metadata."
+            f"a topic cannot have {counted(partition_count, 'partition')}", next_step="refresh the topic's metadata."
         )
     if keys.null_count == len(keys):
         return np.full(len(keys), -1, dtype=np.int32)
@@ -92,7 +92,7 @@ def group_by_partition(
     if int(partitions.min()) < 0 or int(partitions.max()) >= partition_count:
         bad = int(np.argmax((partitions < 0) | (partitions >= partition_count)))
         refused = BadRecordError(
-            f"a record names partition {int(partitions[bad])} of a topic with {partition_count} partitions",
+            f"a record names partition {int(partitions[bad])} of a topic with {counted(partition_count, 'partition')}",
             next_step=f"use 0 to {partition_count - 1} in the partition column, or null to let onceflow choose one.",
             detail=f"record {bad} of the rows given",
         )

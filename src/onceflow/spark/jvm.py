@@ -422,7 +422,7 @@ def _message(error: BaseException) -> str:
             # The message of a thread that waited for another one does not help. Spark 3.5 ignores the cause.
             if message and not str(message).startswith(_WAITED):
                 return str(message)
-    return str(error)
+    return user_code.said(error)
 
 
 def blamed_line(text: str) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onceflow.errors import DeadLetterLimitError, OptionError
 from onceflow.state.spec import StateReport
+from onceflow.user_code import IN_HOOK
 
 log = logging.getLogger("onceflow.state")
 
-#: What follows the class of a cause in the reports of tasks if ``event_time()`` has raised it.
-OF_EVENT_TIME = " in event_time()"
 #: A share is checked only after a run has read this many records: one bad record among the first three proves nothing.
 MIN_RECORDS = 100
 _NEARLY_ALL = 0.9
@@ -68,19 +68,19 @@ class DeadLetters:
         self.records = 0
         self.count = 0
         self._told: set[str] = set()  # causes that are logged already
-        self._untimed = 0  # those for which event_time() has failed
+        self._of_hooks = Counter[str]()  # those for which a hook has failed
 
     def check(self, letters: Letters) -> None:
         """Check whether a batch may be committed.
 
         Raises:
             DeadLetterLimitError: with the dead letters of this batch, the run has more than allowed; or no record of
-                the run has got through, because event_time() has failed.
+                the run has got through, because a hook such as event_time() has failed.
         """
         limit = self._limit
         count = self.count + letters.count
         if limit is None:
-            self._check_times(letters)
+            self._check_hooks(letters)
         if limit is None or not count:
             return
         records = self.records + letters.records
@@ -97,19 +97,22 @@ class DeadLetters:
             "raise max_dead_letters. A new run counts from 0.",
         )
 
-    def _check_times(self, letters: Letters) -> None:
+    def _check_hooks(self, letters: Letters) -> None:
         records, count = self.records + letters.records, self.count + letters.count
-        untimed = self._untimed + _untimed(letters)
-        # Others are bad for another reason, such as a value that cannot be decoded.
-        if records >= MIN_RECORDS and count == records and untimed >= _NEARLY_ALL * records:
-            each = f"each of the {records:,}" if untimed == records else f"{untimed:,} of {records:,}"
-            more = "" if untimed == records else " (the others are dead letters, too)"
+        if records < MIN_RECORDS or count < records:
+            return
+        for hook, failed in (self._of_hooks + _of_hooks(letters)).most_common(1):
+            # Others are bad for another reason, such as a value that cannot be decoded.
+            if failed < _NEARLY_ALL * records:
+                return
+            each = f"each of the {records:,}" if failed == records else f"{failed:,} of {records:,}"
+            more = "" if failed == records else " (the others are dead letters, too)"
             raise DeadLetterLimitError(
-                f"event_time() has failed for {each} records of this run{more}, so the code is at fault, and no record",
+                f"{hook} has failed for {each} records of this run{more}, so the code is at fault, and no record",
                 topic=self._topic,
                 detail=f"in this batch: {_in_words(letters.causes)}; {self._source}",
-                next_step="nothing of this batch is visible. Correct event_time(). If it is right, and these records "
-                "are to be dead letters, give max_dead_letters the number of them that you expect",
+                next_step="nothing of this batch is visible. Correct the code. If it is right, and these records are "
+                "to be dead letters, give max_dead_letters the number of them that you expect",
             )
 
     def on_commit(self, letters: Letters) -> None:
@@ -126,11 +129,16 @@ class DeadLetters:
             self._told |= news.keys()
         self.records += letters.records
         self.count += letters.count
-        self._untimed += _untimed(letters)
+        self._of_hooks += _of_hooks(letters)
 
 
-def _untimed(letters: Letters) -> int:
-    return sum(count for cause, (count, _) in letters.causes.items() if cause.endswith(OF_EVENT_TIME))
+def _of_hooks(letters: Letters) -> Counter[str]:
+    """How many letters are of each hook."""
+    found = Counter[str]()
+    for cause, (count, _) in letters.causes.items():
+        if hook := cause.partition(IN_HOOK)[2]:
+            found[hook] += count
+    return found
 
 
 def counted(reports: Sequence[StateReport], what: str) -> int:

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+from onceflow import user_code
 from onceflow.errors import BadRecordError
 from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP, known_ms
 from onceflow.protocol.topic_rules import TopicRules
 from onceflow.state import exact_json
 from onceflow.state.api.record import Header, Record
-from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, said, shown, stack_of, text_of
+from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, shown, stack_of, text_of
 from onceflow.user_code import cut
 
 if TYPE_CHECKING:
@@ -401,7 +402,7 @@ def idempotency_key(record: Record) -> str:
 
 def _stack(error: BaseException) -> str:
     """The innermost lines of a traceback. They show the place of the error; the outermost lines are of the engine."""
-    last = f"{type(error).__name__}: {said(error)}"[: _STACK_CHARACTERS // 2]
+    last = f"{type(error).__name__}: {user_code.said(error)}"[: _STACK_CHARACTERS // 2]
     places = stack_of(error)
     room = _STACK_CHARACTERS - len(last)
     return (places if len(places) <= room else places[-room:].split("\n", 1)[-1]) + last

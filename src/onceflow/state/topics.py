@@ -15,7 +15,7 @@ from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import read_log
 from onceflow.client.topics import create_own_topic, max_message_bytes, topic_configs
-from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError
+from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError, counted
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import LocalTable
 
@@ -85,7 +85,8 @@ def ensure_topics(cluster: Cluster, table: str, partitions: int, deadline: Deadl
     other = there[internal] or _create(cluster, internal, info.partitions, deadline)
     if other.partitions != info.partitions:
         raise ProgressConflictError(
-            f"Table topic {table} has {info.partitions} partitions, its companion {internal} has {other.partitions}",
+            f"Table topic {table} has {counted(info.partitions, 'partition')}, its companion {internal} has "
+            f"{other.partitions}",
             topic=table,
             next_step="`onceflow table repartition` gives both the same number of partitions, and moves the rows",
         )
@@ -189,7 +190,8 @@ def check_known(
     known = len(changelogs[topics.table])
     if known != topics.partitions:
         raise ProgressConflictError(
-            f"Table topic {topics.table} has {topics.partitions} partitions, its rows were placed for {known}",
+            f"Table topic {topics.table} has {counted(topics.partitions, 'partition')}, its rows were placed for "
+            f"{known}",
             topic=topics.table,
             detail="keys would be looked up in partitions that do not contain their rows",
             next_step=f"stop the flow and run `onceflow table repartition {flow} {topics.table} --partitions "

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from onceflow.errors import DeadlineExceededError, OnceflowError, UnknownTopicError
+from onceflow.errors import DeadlineExceededError, OnceflowError, UnknownTopicError, counted
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.tables.lag import Restore
 
 
 def not_repaired(topic: str, restore: Restore, problem: OnceflowError | None, waited_s: float) -> DeadlineExceededError:
     """A lookup has waited in vain for a copy that is read again."""
-    detail = f"read {restore.done} of {restore.total} offsets after {waited_s:g} s of waiting"
+    detail = f"read {restore.done} of {counted(restore.total, 'offset')} after {waited_s:g} s of waiting"
     return DeadlineExceededError(
         f"Table {topic} is being read again from Kafka, because its local copy was damaged",
         topic=topic,
@@ -53,7 +53,7 @@ def cannot_be_followed(topic: str, error: BaseException) -> OnceflowError:
 def has_more_partitions(topic: str, now: int, before: int) -> UnknownTopicError:
     """The topic got partitions that are not followed."""
     return UnknownTopicError(
-        f"Topic {topic} has {now} partitions now, it had {before}",
+        f"Topic {topic} has {counted(now, 'partition')} now, it had {before}",
         topic=topic,
         next_step="open the table again: it follows all partitions then. Keys may have moved to other ones",
     )

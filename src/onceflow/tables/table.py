@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from onceflow.arguments import known_arguments
 from onceflow.clock import clock_ms
 from onceflow.durations import duration_ms
-from onceflow.errors import DeadlineExceededError, OptionError
+from onceflow.errors import DeadlineExceededError, OptionError, counted
 from onceflow.protocol.position import Position, other_topic
 from onceflow.state.api import serdes
 from onceflow.state.local.stored_rows import StoredRows
@@ -295,7 +295,7 @@ class Table(Lookups):
                 raise DeadlineExceededError(
                     f"Table {self.topic} was not current within {self._restore_s:g} s",
                     topic=self.topic,
-                    detail=f"read {restore.done} of {restore.total} offsets; they are kept",
+                    detail=f"read {restore.done} of {counted(restore.total, 'offset')}; they are kept",
                     next_step="start it again with a longer restore_timeout, or with wait=False",
                 )
 

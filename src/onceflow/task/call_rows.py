@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.accumulators import AccumulatorParam
 
+from onceflow import user_code
 from onceflow.calls.concurrently import Calls
 from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call, Outcome
@@ -168,8 +169,9 @@ class CallRows:
                 letter = dead_letters.dead_letter(record, self.order.dead_letter_topic, error, self.order.flow)
                 collector.extend([dead_letters.fitted(letter, rules.get(letter.topic or ""))], as_read=True)
                 report.dead_letters += 1
-                count, first = report.causes.get(type(error).__name__, (0, ""))
-                report.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)
+                cause = user_code.cause_of(error)
+                count, first = report.causes.get(cause, (0, ""))
+                report.causes[cause] = count + 1, first or dead_letters.described(record, error)
         return collector.take()
 
     def _records(self, result: Any, record: Record) -> Any:

@@ -80,9 +80,8 @@ def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.
     except Exception as problem:
         if attempt.attempt < 2 or rows.failed is not None or not user_code.repeats(problem):
             raise
-        text = f"{type(problem).__name__}: {problem}"
         error = EnvironmentUnusableError(
-            f"{order.sink.target} has failed at the step write: {user_code.cut(text, user_code.MAX_TEXT)}",
+            f"{order.sink.target} has failed at the step write: {user_code.in_words(problem)}",
             flow=order.flow,
             batch=attempt.batch,
             detail=user_errors.line_of(problem),

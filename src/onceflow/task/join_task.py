@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow import user_code
 from onceflow.client.committed import CommittedReader
 from onceflow.errors import BadRecordError, OnceflowError, OptionError
 from onceflow.messages import JOINED_PROPERTY, CopiesOrder, JoinOrder, batch_property
@@ -82,16 +83,16 @@ class JoinTask:
             return column.cast(pa.binary()).dictionary_encode()
         try:
             if pa.types.is_nested(column.type):  # Arrow finds no distinct ones of them
-                return pa.array(map(self._key, column.to_pylist()), pa.binary()).dictionary_encode()
+                return pa.array([self._key(each) for each in column.to_pylist()], pa.binary()).dictionary_encode()
             encoded = column.dictionary_encode()
-            keys = pa.array(map(self._key, encoded.dictionary.to_pylist()), pa.binary())
+            keys = pa.array([self._key(each) for each in encoded.dictionary.to_pylist()], pa.binary())
             return pa.DictionaryArray.from_arrays(encoded.indices, keys)
         except Exception as error:
             raise BadRecordError(
                 f"A value of column {self.order.on!r} is no key of table {self.order.spec.topic}",
                 flow=self.order.flow,
                 topic=self.order.spec.topic,
-                detail=f"{serde!r}: {type(error).__name__}: {error}",
+                detail=f"{serde!r}: {user_code.in_words(error)}",
                 next_step="cast or correct the column before join_table, or give JoinTable the serde that fits it",
             ) from error
 
@@ -116,7 +117,7 @@ class JoinTask:
                 + ", ".join(f"{field.name} {field.type}" for field in self.order.fields),
                 flow=self.order.flow,
                 topic=self.order.spec.topic,
-                detail=self._unreadable(encoded, keys) or f"{type(error).__name__}: {error}",
+                detail=self._unreadable(encoded, keys) or user_code.in_words(error),
                 next_step="correct the row; or give join_table corrupt_column='name', which such values go to; or take "
                 "the whole value (columns='name', value=serdes.BYTES) and parse it in the query",
             ) from error
@@ -150,8 +151,8 @@ class JoinTask:
                 self._read(encoded.dictionary.slice(number, 1))
             except Exception as error:
                 key = keys[pc.index(encoded.indices, pa.scalar(number, encoded.indices.type)).as_py()].as_py()
-                value = "" if repr(raw) in str(error) else f", value {raw!r:.200}"
-                return f"key {key!r:.200}{value}: {type(error).__name__}: {error}"
+                value = "" if repr(raw) in user_code.said(error) else f", value {raw!r:.200}"
+                return f"key {key!r:.200}{value}: {user_code.in_words(error)}"
         return ""
 
     def _read(self, distinct: pa.Array) -> list[pa.Array]:

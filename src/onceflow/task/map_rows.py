@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.errors import OnceflowError, ProcessorError, SchemaError
+from onceflow.errors import OnceflowError, ProcessorError, SchemaError, counted
 from onceflow.spark import function_names
 from onceflow.spark.pickling import Pickled
 from onceflow.state.api import user_errors
@@ -100,7 +100,8 @@ class RowsMap:
             raise error.locate(flow=self.flow) from error.__cause__
         except Exception as error:
             raise ProcessorError(
-                f"Flow.map: {self.name} failed for a batch of {batch.num_rows} rows: {user_errors.full_text_of(error)}",
+                f"Flow.map: {self.name} failed for a batch of {counted(batch.num_rows, 'row')}: "
+                f"{user_errors.full_text_of(error)}",
                 flow=self.flow,
                 topic=_topic(given),
                 detail="; ".join(filter(None, [_read_from(given), user_errors.line_of(error)])),
@@ -182,7 +183,7 @@ class RowsMap:
             f"Flow.map: {self.name} {what}",
             flow=self.flow,
             topic=_topic(given),
-            detail=_read_from(given) or f"it was given {given.num_rows} rows",
+            detail=_read_from(given) or f"it was given {counted(given.num_rows, 'row')}",
             next_step=next_step,
         )
 

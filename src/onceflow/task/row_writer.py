@@ -30,7 +30,15 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import missing, topic_limits
 from onceflow.client.transaction_requests import add_partitions
 from onceflow.clock import clock_ms
-from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError, UnknownTopicError, located
+from onceflow.errors import (
+    BadRecordError,
+    BatchAbortedError,
+    OnceflowError,
+    ProtocolError,
+    UnknownTopicError,
+    counted,
+    located,
+)
 from onceflow.messages import NotCopartitionedError, Report, Target, TaskPlace, TaskReport, WriteOrder, report_row
 from onceflow.protocol import timestamps
 from onceflow.protocol.batches import EncodedBatch, encode_batches, next_sequence
@@ -280,7 +288,7 @@ class RowWriter:
         column = batch.column("topic")
         if column.null_count:
             raise BadRecordError(
-                f"{column.null_count} rows have a null topic",
+                f"{counted(column.null_count, 'row')} with a null topic",
                 flow=self._order.flow,
                 batch=self._order.batch,
                 next_step="give every row a topic, or use the topic= argument of Flow.write",
@@ -348,7 +356,7 @@ class RowWriter:
                 flow=self._order.flow,
                 batch=self._order.batch,
                 topic=topic,
-                detail=f"{int(wrong.sum())} rows of an Arrow batch; the topic has partitions 0 to "
+                detail=f"{counted(int(wrong.sum()), 'row')} of an Arrow batch; the topic has partitions 0 to "
                 f"{target.partitions - 1}",
                 next_step="correct the partition column, or drop it to partition by key",
             )
@@ -403,7 +411,9 @@ class RowWriter:
             if topic != self._order.topic and "key" in rows.schema.names:
                 key = rows.column("key").cast(pa.binary())[0].as_py()
                 rest = f", {error.detail}" if error.detail else ""
-                error.with_detail(f"{rows.num_rows} rows name it, the first with the key {shown(key)}{rest}")
+                error.with_detail(
+                    f"named by {counted(rows.num_rows, 'row')}, the first with the key {shown(key)}{rest}"
+                )
             raise
 
     def rules(self, topic: str) -> TopicRules:
@@ -435,7 +445,7 @@ class RowWriter:
         names = rows.schema.names
         if target.compacted and (nulls := rows.column("key").null_count if "key" in names else rows.num_rows):
             raise BadRecordError(
-                f"Topic {topic} is compacted, so its records need a key; {nulls} rows have none",
+                f"Topic {topic} is compacted, so its records need a key; {counted(nulls, 'row')} without one",
                 flow=self._order.flow,
                 topic=f"{topic}-{partition}",
                 batch=self._order.batch,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from onceflow import user_code
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import exact_json, rows
 from onceflow.state.api.bounds import against_order
@@ -217,6 +218,5 @@ class JoinedTable:
             return self._value.decode(raw)
         except Exception as error:
             raise ValueError(
-                f"the value of key {key!r:.100} of table {self._name!r} cannot be decoded: "
-                f"{type(error).__name__}: {error}"
+                f"the value of key {key!r:.100} of table {self._name!r} cannot be decoded: {user_code.in_words(error)}"
             ) from error

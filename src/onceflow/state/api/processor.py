@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from onceflow.errors import counted
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES
 
@@ -143,7 +144,9 @@ class BadRows(Exception):
     def __init__(self, causes: Mapping[int, Exception]) -> None:
         self.causes = dict(causes)
         row = next(iter(self.causes), None)
-        super().__init__("no records" if row is None else f"{len(self.causes)} records; row {row}: {self.causes[row]}")
+        super().__init__(
+            "no records" if row is None else f"{counted(len(self.causes), 'record')}; row {row}: {self.causes[row]}"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BadRows, (self.causes,)

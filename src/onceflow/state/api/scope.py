@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from onceflow import user_code
 from onceflow.durations import duration_ms
 from onceflow.errors import ClaimCheckError, EnvironmentUnusableError, OnceflowError, ProcessorError
 from onceflow.state import rows
@@ -125,7 +126,7 @@ class Scope:
         stored = isinstance(error, ClaimCheckError)
         self.fatal = ProcessorError(
             f"the state cannot be {'read' if stored else 'decoded as the processor declares it'}: "
-            f"{type(error).__name__}: {error}",
+            f"{user_code.in_words(error)}",
             next_step=""
             if stored
             else "was its serde or state_fields changed? Then raise `version` and define migrate().",

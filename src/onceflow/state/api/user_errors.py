@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from onceflow import user_code
@@ -122,15 +121,7 @@ def returned_by(error: BaseException, method: Any) -> None:
 def text_of(error: BaseException) -> str:
     """What is wrong, in limited length, without the error's class."""
     text: str | None = error.__dict__.get(_TEXT)
-    return user_code.cut(said(error), MAX_MESSAGE) if text is None else text
-
-
-def said(error: BaseException) -> str:
-    """The text of an error."""
-    try:
-        return str(error)
-    except Exception:  # a __str__ of the user's
-        return "it has no text, because its __str__ failed"
+    return user_code.cut(user_code.said(error), MAX_MESSAGE) if text is None else text
 
 
 def full_text_of(error: BaseException) -> str:
@@ -161,17 +152,6 @@ def shown(raw: bytes | None) -> str:
     return repr(raw) if raw is None or len(raw) <= _MAX_SHOWN else f"{raw[:_MAX_SHOWN]!r}... ({len(raw)} bytes)"
 
 
-def of_event_time(error: BaseException) -> None:
-    """Note that ``event_time()`` has raised this error."""
-    with suppress(AttributeError, TypeError):  # a class with __slots__
-        error._of_event_time = True  # type: ignore[attr-defined]
-
-
-def is_of_event_time(error: BaseException) -> bool:
-    """Whether ``event_time()`` has raised this error."""
-    return getattr(error, "_of_event_time", False)
-
-
 # ---- inside ------------------------------------------------------------------------------------------
 
 
@@ -185,7 +165,7 @@ def _known(serde: Any) -> _Known:
 
 
 def _reason(error: BaseException, *, with_class: bool = False) -> str:
-    text = user_code.cut(said(error), _MAX_REASON)
+    text = user_code.cut(user_code.said(error), _MAX_REASON)
     return f"{type(error).__name__}: {text}" if with_class else text
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow import user_code
 from onceflow.durations import duration_ms
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError, ProcessorError
 from onceflow.protocol import timestamps
@@ -23,8 +24,7 @@ from onceflow.state import dead_letters
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.record import Record
 from onceflow.state.api.scope import Scope
-from onceflow.state.api.user_errors import full_text_of, is_of_event_time, line_of, shown
-from onceflow.state.dead_letter_limit import OF_EVENT_TIME
+from onceflow.state.api.user_errors import full_text_of, line_of, shown
 from onceflow.state.engine import due, input_batch
 from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
 from onceflow.state.stores.base import Store, StoreCorruptError
@@ -394,7 +394,7 @@ class BaseEngine:
         self._write_aside([letter])
         self.counts["dead_letters"] += 1
         self.counts["aside"] += 1
-        cause = type(error).__name__ + (OF_EVENT_TIME if is_of_event_time(error) else "")
+        cause = user_code.cause_of(error)
         count, first = self.causes.get(cause, (0, ""))
         self.causes[cause] = count + 1, first or described
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.errors import ProcessorError
+from onceflow import user_code
+from onceflow.errors import ProcessorError, counted
 from onceflow.protocol import timestamps
 from onceflow.state import rows
 from onceflow.state.api import user_errors
@@ -24,7 +25,7 @@ from onceflow.state.api.serdes import BYTES, Struct
 from onceflow.state.api.whole_numbers import NEXT_STEP, cast, changed, rounded, with_nullable_integers
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
-from onceflow.state.engine.output_collector import NotTablesError, one_chunk, output_batch
+from onceflow.state.engine.output_collector import ColumnTypeError, NotTablesError, one_chunk, output_batch
 from onceflow.state.engine.shapes import STATE_COLUMNS
 
 _PREFIX = pa.scalar(rows.VALUE, pa.binary())
@@ -78,7 +79,7 @@ class ColumnEngine(BaseEngine):
         self._feed(batch.slice(0, middle))
         self._feed(batch.slice(middle))
         if self._dead_letter_topic is None:
-            what = f"{batch.num_rows} records could not be processed together"
+            what = f"{counted(batch.num_rows, 'record')} could not be processed together"
             raise self._failed(what, error, first, "fewer at a time succeed") from error
 
     def _attempt(self, batch: pa.RecordBatch) -> Exception | None:
@@ -97,7 +98,9 @@ class ColumnEngine(BaseEngine):
         except Exception as error:
             user_errors.returned_by(error, self._asked)
             if self._asked == self.processor.event_time:
-                user_errors.of_event_time(error)
+                user_code.of_hook(error, user_code.EVENT_TIME)
+            if isinstance(error, ColumnTypeError):
+                user_code.of_hook(error, user_code.COLUMN_TYPES)
             if isinstance(error, NotTablesError) and self._scope.fatal is None:
                 self._scope.fatal = self._of_the_result(error)
             self._collector.truncate(mark)
@@ -217,7 +220,7 @@ class ColumnEngine(BaseEngine):
         array = decoded(times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times))
         known = timestamps.known_times(input_batch.milliseconds(one_chunk(array)))
         if len(known) != count:
-            raise NotTablesError(f"{count} times are expected, one for each record, got {len(known)}")
+            raise NotTablesError(f"{counted(count, 'time')} are expected, one for each record, got {len(known)}")
         far = self._far_ahead(known)
         if far is not None:
             raise BadRows({row: self._ahead(known[row].as_py()) for row in np.flatnonzero(far).tolist()})
@@ -379,7 +382,7 @@ def _cast(column: Any, field: Any) -> Any:
         return column
     kinds = _kind(column.type), _kind(field.type)
     if kinds[0] != kinds[1] and not pa.types.is_null(column.type):  # Arrow makes true of 2, and times of numbers
-        raise ValueError(f"state field {field.name} is {field.type}, got a column of {column.type}")
+        raise ColumnTypeError(f"state field {field.name} is {field.type}, got a column of {column.type}")
     large = rounded(column, field.type)
     if large is not None:
         raise ValueError(

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.clock import clock_ms
-from onceflow.errors import BadRecordError
+from onceflow.errors import BadRecordError, SchemaError
 from onceflow.protocol import timestamps
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.topic_rules import ANYTHING, UNLIMITED, WriteRules
@@ -43,6 +43,11 @@ class NotRecordsError(TypeError):
 class NotTablesError(ValueError):
     """A column processor has returned something other than the tables that it has to. No input record has caused
     this error."""
+
+
+class ColumnTypeError(ValueError):
+    """A column that a column processor has returned is of a type that cannot be used. Types follow from values, so a
+    record may have caused it; or the code, and then no record gets through."""
 
 
 class OutputCollector:
@@ -272,7 +277,8 @@ def output_batch(table: pa.Table) -> pa.RecordBatch:
 
     Raises:
         NotTablesError: missing or unknown columns.
-        SchemaError, pa.ArrowInvalid: columns of unusable types.
+        ColumnTypeError: columns of unusable types.
+        ValueError, pa.ArrowInvalid: values that cannot be used.
     """
     names = table.column_names
     unknown = set(names) - {"key", "value", "topic", "headers", "timestamp_ms"}
@@ -287,14 +293,17 @@ def output_batch(table: pa.Table) -> pa.RecordBatch:
             columns.append(pa.nulls(table.num_rows, field.type))
             continue
         column = one_chunk(table[name])
-        if name in ("key", "value"):
-            column = binary(column, name)
-        elif name == "timestamp_ms":
-            column = _written_times(milliseconds(column))
-        elif name == "headers":
-            column = _header_column(column)
-        elif column.type != field.type:
-            column = column.cast(field.type)
+        try:
+            if name in ("key", "value"):
+                column = binary(column, name)
+            elif name == "timestamp_ms":
+                column = _written_times(milliseconds(column))
+            elif name == "headers":
+                column = _header_column(column)
+            elif column.type != field.type:
+                column = column.cast(field.type)
+        except (SchemaError, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+            raise ColumnTypeError(f"outputs have a column {name} of {table[name].type}: {error}") from error
         columns.append(column)
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 

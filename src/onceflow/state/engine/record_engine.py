@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from onceflow import user_code
 from onceflow.errors import ProcessorError
 from onceflow.protocol.timestamps import whole_ms
 from onceflow.state import dead_letters, exact_json, rows
@@ -31,6 +32,7 @@ from onceflow.state.retry import Retry
 from onceflow.state.stores.overlay import NoRows, Overlay
 from onceflow.state.windows.panes import MAP as WINDOWS
 from onceflow.state.windows.panes import TIMER as WINDOWS_TIMER
+from onceflow.state.windows.panes import NoAccumulatorError
 from onceflow.state.windows.processor import WindowProcessor
 
 log = logging.getLogger("onceflow.state")
@@ -77,6 +79,8 @@ class Engine(BaseEngine):
         self._own_event_time = overrides(self.processor.event_time, Processor.event_time)
         self._scope.handles_timers = overrides(self.processor.on_timer, Processor.on_timer)
         self._guarded("late_before_ms", self._decide_what_is_late)
+        if isinstance(self.processor, WindowProcessor):
+            self._guarded("initial", self.processor.check_initial)
         for raw_key, timer in due.due_timers(self._overlay, *self._fire_until()):
             if self._unfired.has(raw_key, timer):
                 continue
@@ -233,6 +237,8 @@ class Engine(BaseEngine):
         counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         of_records = chain.from_iterable(map(repeat, keys, counts))
         records = list(map(Record, of_records, values, *input_batch.metadata(batch, self._source_topic)))
+        if len(records) != batch.num_rows:  # no record may go astray
+            raise RuntimeError(f"{batch.num_rows} records became {len(records)}")
         for at, error in bad_keys.items():
             bad.update(dict.fromkeys(range(ends[at] - counts[at], ends[at]), error))
         times, in_time, unread = None, None, set[int]()
@@ -361,6 +367,11 @@ class Engine(BaseEngine):
                 next_step="yield Record(key, value); records are not at fault, so there are no dead letters of them.",
                 detail=", ".join(filter(None, (f"table {self.table}-{self.partition}", user_errors.line_of(error)))),
             )
+        if self._scope.fatal is None and isinstance(error, NoAccumulatorError):
+            self._scope.fatal = ProcessorError(
+                user_errors.text_of(error),
+                next_step="return the accumulator from add(); no record is at fault, so there are no dead letters.",
+            )
         if self._scope.fatal is None and self._is_fault_of_state(record, raw_key, error):
             self._scope.fatal = self._of_older_code(raw_key, error, "process() looks for")
         self._reject(record, error)
@@ -446,7 +457,7 @@ class Engine(BaseEngine):
                             error, f"event_time() gives milliseconds since 1970 or None, got {at_ms!r:.100}"
                         )
                         user_errors.returned_by(error, self.processor.event_time)
-                    user_errors.of_event_time(error)
+                    user_code.of_hook(error, user_code.EVENT_TIME)
                     bad[i], at_ms = error, None
             times.append(at_ms)
         return pa.array(times, pa.int64())
@@ -475,9 +486,11 @@ def _decoded(raws: Sequence[bytes | None], serde: Any, what: str) -> tuple[list[
     """
     decode: Callable[[bytes], Any] = exact_json.loader(raws) if serde == JSON else serde.decode
     try:
-        if None not in raws:
-            return list(map(decode, raws)), {}  # type: ignore[arg-type]
-        return [None if raw is None else decode(raw) for raw in raws], {}
+        if None in raws:
+            return [None if raw is None else decode(raw) for raw in raws], {}
+        found = list(map(decode, raws))  # type: ignore[arg-type]
+        if len(found) == len(raws):  # a StopIteration of user code ends map() in silence
+            return found, {}
     except Exception:
         pass
     values: list[Any] = []

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from onceflow.clock import clock_ms
-from onceflow.errors import BatchAbortedError, UnknownTopicError
+from onceflow.errors import BatchAbortedError, UnknownTopicError, counted
 from onceflow.host.file_lock import locked
 from onceflow.host.identity import host_identity
 from onceflow.private_folders import make_private
@@ -237,7 +237,7 @@ class _Noting(WatchedSource):
         if now > self._partitions:
             # Tombstones of rows that have moved follow. Whoever joins would miss these rows.
             raise UnknownTopicError(
-                f"Topic {topic} has {now} partitions now, it had {self._partitions}",
+                f"Topic {topic} has {counted(now, 'partition')} now, it had {self._partitions}",
                 topic=topic,
                 next_step="start the flow again: it joins with all partitions then",
             )

@@ -193,7 +193,7 @@ def _only(key: bytes, found: Mapping[bytes, bytes]) -> bytes | None:
     if len(found) > 1:
         one, other = sorted(found)[:2]
         raise BadRecordError(
-            f"The key {key!r:.100} of a table is not there in these bytes, and {len(found)} keys have its value",
+            f"The key {key!r:.100} of a table is not there in these bytes, and {len(found):,} keys have its value",
             detail=f"for example {one!r:.100} and {other!r:.100}",
             next_step="delete all but one of them in the topic, or look up the bytes that are meant, with a table "
             "whose keys are serdes.BYTES",

@@ -120,13 +120,19 @@ class Closed:
         return reduce(self.merge, self.parts)
 
 
+class NoAccumulatorError(ValueError):
+    """add() has returned nothing. No record has caused this error."""
+
+
 def added(processor: Accumulation, accumulator: Any, record: Record) -> Any:
     """The accumulator with one more record.
 
     Raises:
-        ValueError: add() has returned nothing.
+        NoAccumulatorError: add() has returned nothing.
     """
     found = processor.add(accumulator, record)
     if found is None:
-        raise ValueError(f"{type(processor).__name__}.add() has returned None: it has to return the accumulator")
+        raise NoAccumulatorError(
+            f"{type(processor).__name__}.add() has returned None: it has to return the accumulator"
+        )
     return found

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from onceflow import user_code
 from onceflow.errors import OptionError
 from onceflow.protocol.timestamps import whole_ms
 from onceflow.state.api.processor import Processor
@@ -114,7 +115,7 @@ class WindowProcessor(Processor):
     def process(self, key: Any, records: Sequence[Record], state: State) -> Iterator[Record]:
         """Add records to their windows. See `Processor.process`."""
         windows = self._windows(state)
-        changed = windows.add(records, list(map(self._time_of, records)))
+        changed = windows.add(records, [self._time_of(record) for record in records])
         if self.emit == "update":
             for replaced in windows.replaced:
                 yield from _listed(self.replaced(key, replaced))
@@ -163,13 +164,25 @@ class WindowProcessor(Processor):
         kind = self.window
         return Sessions(self, kind, state) if isinstance(kind, Session) else Panes(self, kind, state)
 
+    def check_initial(self) -> None:
+        """Check what no record can be the cause of: `initial`, and that it fits the aggregates.
+
+        Raises:
+            ValueError: it does not. Besides this, whatever `initial` raises.
+        """
+        made = self.initial()
+        if type(self).add is WindowProcessor.add and self.aggregates and len(made) != len(self.aggregates):
+            raise ValueError(f"it gives {len(made)} parts, there are {len(self.aggregates)} aggregates")
+
     def _time_of(self, record: Record) -> int:
         at_ms = self.event_time(record)
         if at_ms is None or at_ms < 0:
-            raise ValueError(
+            untimed = ValueError(
                 "the record has no event time, so it belongs to no window: define event_time, or if it comes from "
                 "another processor, yield it there with timestamp_ms"
             )
+            user_code.of_hook(untimed, user_code.EVENT_TIME)
+            raise untimed
         return whole_ms(at_ms)
 
 
