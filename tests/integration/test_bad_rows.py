@@ -82,7 +82,7 @@ def test_a_row_that_cannot_be_written(
     assert (caught.value.flow, caught.value.batch) == (flow.name, 1)
     assert caught.value.next_step
     assert ("the row with the key b'" in caught.value.detail) == (kind in ("size", "header"))
-    assert ("name it, the first with the key b'" in caught.value.detail) == (kind == "unknown topic")
+    assert ("rows, the first with the key b'" in caught.value.detail) == (kind == "unknown topic")
     made_of = f"made of record {pipe.source}-"
     assert (made_of in caught.value.detail) == (engine == "driver" and error is onceflow.BadRecordError)
     assert independent.read_topic(pipe.bootstrap, pipe.target, decided=True) == []
