@@ -42,7 +42,7 @@ onceflow.serve(flow.write(rows, topic=target, engine="tasks").start())
 
 @pytest.mark.long
 def test_a_service_that_fails(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
-    """It is run as users run it, four attempts of the batch fail in tasks, and the cause is told."""
+    """It is run as users run it, two attempts of the batch fail in tasks, and cause and record are told."""
     source, target = make_topic("in", 1), make_topic("out", 1)
     independent.fill(onceflow_broker, source, [(b"k", b"v")])
     script = tmp_path / "service.py"
@@ -62,7 +62,8 @@ def test_a_service_that_fails(make_topic: Any, onceflow_broker: str, tmp_path: P
     cause = "ValueError: no amount (raised in amount, service.py:12)"
     assert cause in said, said
     assert [line for line in said.splitlines() if cause in line][-1].startswith("  detail: ")
-    assert said.count(cause) == 4, "three attempts that are done again, and the error"
+    assert said.count(cause) == 2, "the attempt that is done again, and the error"
+    assert f"record {source}-0@0; {cause}" in said, said
     assert "\tat " not in said, "a stack trace of Java"
     assert len(OF_A_WORKER.sub("", said).splitlines()) < 35, said
     (log,) = tmp_path.glob("onceflow-*/onceflow-spark-pid*.log")
