@@ -169,14 +169,18 @@ class Stranger(AbstractPartitionAssignor):  # type: ignore[misc]
     def __init__(self, topic: str, address: str) -> None:
         self.topic, self.address = topic, address
         self.seen: list[bytes] = []
+        self.coordinator: Any = None
 
     def metadata(self, topics: Any) -> ConsumerProtocolSubscription:
         said = {"address": self.address, "restored": {self.topic: [0, 1, 2, 3]}, "begun": {self.topic: []}}
-        document = json.dumps({**said, "partitions": {self.topic: 4}, "misplaced": []}).encode()
+        known = {"partitions": {self.topic: 4}, "misplaced": [], "member": self.coordinator._generation.member_id}
+        document = json.dumps({**said, **known}).encode()
         return ConsumerProtocolSubscription(0, sorted(topics), b"0" * 64 + document)
 
     def assign(self, cluster: Any, members: Any) -> dict[str, ConsumerProtocolAssignment]:
         decided = {"holders": {self.topic: [[self.address]] * 4}, "misplaced": [], "usual": 1}
+        decided["generation"] = self.coordinator._generation.generation_id
+        decided["members"] = [member.member_id for member in members]
         sent = b"0" * 64 + json.dumps(decided).encode()
         return {member.member_id: ConsumerProtocolAssignment(0, [], sent) for member in members}
 
@@ -239,6 +243,7 @@ def test_a_stranger_in_the_group(onceflow_broker: str, topic: str, serve: Serve,
                 enable_auto_commit=False,
                 session_timeout_ms=10_000,
             )
+            stranger.coordinator = consumer._coordinator
             consumer.subscribe([topic])
             while not ended.is_set():
                 consumer.poll(100)
