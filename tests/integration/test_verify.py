@@ -98,8 +98,11 @@ def test_beside_a_flow_that_runs_all_the_time(
         for _ in range(2):
             with command("verify", pipe.flow, *copies) as process:
                 said, errors = process.communicate(timeout=60)
-            assert process.returncode == 0, (said, errors)
-            assert json.loads(said)["checked"]["local copies"] == 2
+            last = json.loads(said)
+            assert last["found"] == {}, (said, errors)
+            assert all("commits too often" in text for text in last["unjudged"]), last
+            assert process.returncode == (2 if last["unjudged"] else 0), (said, errors)
+            assert last["checked"]["local copies"] == 2
     finally:
         over.set()
         filler.join(30)

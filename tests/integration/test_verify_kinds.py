@@ -126,6 +126,9 @@ def test_rows_that_a_flow_has_adopted_and_a_table_that_was_added_later(
     other = make_state_pipe(partitions=1)
     other.fill(100)
     other.run()
+    # A table of a flow that is still there is refused.
+    reset = CliRunner().invoke(cli, ["reset", other.flow, "--yes", "--bootstrap-servers", pipe.bootstrap])
+    assert reset.exit_code == 0, reset.output
     pipe.table = other.table
     pipe.fill(100)
     pipe.run(process={"adopt_existing": True})
