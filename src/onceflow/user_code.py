@@ -135,9 +135,9 @@ def said(error: BaseException) -> str:
         return "it has no text, because its __str__ failed"
 
 
-def in_words(error: BaseException) -> str:
+def in_words(error: BaseException, max_characters: int = MAX_TEXT) -> str:
     """Class and text of an error."""
-    return cut(f"{type(error).__name__}: {said(error)}", MAX_TEXT)
+    return cut(f"{type(error).__name__}: {said(error)}", max_characters)
 
 
 #: Stands between the class of a cause and the hook.

@@ -85,11 +85,11 @@ class Serving:
         service = Service({"t": table}, routes, LIMITS, settings, lambda: ["group g: OSError: /home/ada/key.pem"])
         self.gate = Gate(ShortWay(make_app(service, _nothing), service), LIMITS, tokens, access_log=False)
         options: Any = SimpleNamespace(limits=LIMITS, certificate=None, certificate_key=None)
-        self.socket = _listening("127.0.0.1", 0)
         self.server = _Server(_config(options, self.gate), lambda: None)
-        self.thread = threading.Thread(target=lambda: self.server.run([self.socket]), daemon=True)
 
     def __enter__(self) -> Serving:
+        self.socket = _listening("127.0.0.1", 0)
+        self.thread = threading.Thread(target=lambda: self.server.run([self.socket]), daemon=True)
         self.thread.start()
         wait_until(lambda: self.server.started, 30, "the server answers")
         return self

@@ -292,8 +292,8 @@ class Audit:
             self._take(tally, UNDECIDED, topic, [each for each in maybe if each[1] < each[2]], identity)
         if again:
             self.report.notes.append(
-                f"the flow was reset, and has read {counted(again, 'offset')} again: outputs of these may be there "
-                "again"
+                f"the flow was reset, and has read {counted(again, 'offset')} again: outputs of these may "
+                "be there again"
             )
         if skipped:
             self.report.notes.append(

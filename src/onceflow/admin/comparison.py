@@ -27,7 +27,7 @@ from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.topics import find_topics
-from onceflow.errors import OptionError, ProgressConflictError
+from onceflow.errors import OptionError, ProgressConflictError, counted
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import ForkOrigin, Offsets, Progress
 
@@ -204,7 +204,7 @@ class Comparison:
         """Say how many outputs were left out. They may be of records that only one flow has read, or be wrong."""
         for side, flow in ((SOURCE, self._names.flow), (OUTPUT, self._other.flow)):
             if count := self._others[side]:
-                some = "1 output" if count == 1 else f"{count:,} outputs"
+                some = counted(count, "output")
                 self.report.notes.append(
                     f"{some} of {flow} left out: they have the id of no source record that both flows have read since "
                     "the copy was made"

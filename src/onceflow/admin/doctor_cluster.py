@@ -117,8 +117,7 @@ def check_progress_topic(facts: Facts) -> Iterator[Finding]:
         yield ok(
             PROGRESS_TOPIC,
             f"{counted(len(topic.copies), 'partition')}, cleanup.policy={policy or 'unknown'}, "
-            f"{counted(replicas, 'replica')}, "
-            f"min.insync.replicas={in_sync}",
+            f"{counted(replicas, 'replica')}, min.insync.replicas={in_sync}",
         )
     yield from safety([topic.safety], len(facts.brokers), "")
 

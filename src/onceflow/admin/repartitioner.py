@@ -215,8 +215,8 @@ class Repartitioner:
                 f"Partition {partition} of {topic} holds rows whose keys belong to other partitions",
                 topic=f"{topic}-{partition}",
                 detail=f"{counted(len(strays), 'row')}, for example {(strays[0] or b'')[:100]!r}; they were not "
-                "placed by Kafka's "
-                f"default partitioner over {counted(self._before, 'partition')}, so the flow does not find them",
+                f"placed by Kafka's default partitioner over {counted(self._before, 'partition')}, so the flow does "
+                "not find them",
                 next_step="find out who else writes to this topic, and delete those rows in that partition (a record "
                 "with their key and no value)",
             )

@@ -211,8 +211,7 @@ class ReplayAudit:
                 if again := len(letter_replay.replayed_in(self._cluster, topic, deadline)):
                     self._report.notes.append(
                         f"{counted(again, 'letter')} of {topic} replayed before: if the processor was changed for "
-                        "that, what it "
-                        "did before the change differs from this replay"
+                        "that, what it did before the change differs from this replay"
                     )
 
     def _beginning(self, life: Sequence[Progress], what: Replayed) -> Beginning:
@@ -377,8 +376,7 @@ class ReplayAudit:
         if self._older_rows:
             self._report.unjudged.append(
                 f"{counted(self._older_rows, 'row')} with other content than in the replay: an earlier version of "
-                "the processor has written "
-                "them"
+                "the processor has written them"
             )
 
 

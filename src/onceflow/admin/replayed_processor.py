@@ -142,7 +142,7 @@ def _processors_in(module: ModuleType) -> list[str]:
 def _raised(what: str, error: BaseException) -> OptionError:
     """The error for code of the user that raises, with the line that raised."""
     frame = innermost(traceback.extract_tb(error.__traceback__))
-    said = cut(in_words(error), _MAX_TEXT)
+    said = in_words(error, _MAX_TEXT)
     return OptionError(
         f"{what}: {said}" + ("" if frame is None else f" (raised in {place(frame)})"),
         next_step="correct the code, or name another file. What starts a service belongs under "

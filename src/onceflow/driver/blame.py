@@ -23,6 +23,11 @@ _SECONDS = 15.0
 Alike = Callable[[Exception], bool]
 
 
+def any_error(error: Exception) -> bool:
+    """The `Alike` of a search in which every error counts."""
+    return True
+
+
 def alike_to(problem: BaseException) -> Alike:
     """Whether another error may have the cause of this one. If a user function has raised it, one of another class has
     not: a function that takes many rows at once may fail in another way for few of them."""
@@ -35,7 +40,7 @@ def culprit(
     sources: Iterable[tuple[TopicPartition, RecordColumns]],
     *,
     refuses: Callable[[Iterator[pa.RecordBatch]], bool] | None = None,
-    alike: Alike = lambda error: True,
+    alike: Alike = any_error,
     clock: Callable[[], float] = monotonic,
 ) -> str:
     """The place and the key of the first record that a query fails for by itself, as text.

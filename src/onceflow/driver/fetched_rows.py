@@ -9,7 +9,7 @@ from typing import Protocol
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow.driver.blame import Alike, culprit
+from onceflow.driver.blame import Alike, any_error, culprit
 from onceflow.driver.driver_program import DriverProgram
 from onceflow.driver.range_rows import RangeRows
 from onceflow.protocol.names import TopicPartition
@@ -57,7 +57,7 @@ class FetchedRows:
         return joined(self._rows(self.program, run_step))
 
     def culprit(
-        self, refuses: Callable[[Iterator[pa.RecordBatch]], bool] | None = None, alike: Alike = lambda error: True
+        self, refuses: Callable[[Iterator[pa.RecordBatch]], bool] | None = None, alike: Alike = any_error
     ) -> str:
         """The record of which the query cannot make rows, or none that can be written, see `blame.culprit`."""
         programs = [self.program]

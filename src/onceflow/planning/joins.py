@@ -127,8 +127,7 @@ def check_co_partitioned(specs: Iterable[JoinSpec], table: str, partitions: int,
         if spec.co_partitioned and spec.partitions != partitions:
             raise OptionError(
                 f"{spec.topic} has {counted(spec.partitions, 'partition')} and table {table} has {partitions}, so "
-                "they are not "
-                "co-partitioned",
+                "they are not co-partitioned",
                 flow=flow,
                 topic=spec.topic,
                 next_step="leave co_partitioned out, or give both the same number of partitions",

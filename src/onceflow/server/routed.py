@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import pyarrow as pa
 from kafka.partitioner.default import murmur2
 
+from onceflow.errors import counted
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.server.local import LocalTable, NotHereError, Room, Rows
 from onceflow.server.merging import Part, merged
@@ -248,8 +249,8 @@ class RoutedTable:
             if not left_s:
                 raise Problem(
                     503,
-                    f"Table {self.topic} has {self.partitions} partition{'s' * (self.partitions != 1)} as far as is "
-                    f"known here, and min_position names partition {last}",
+                    f"Table {self.topic} has {counted(self.partitions, 'partition')} as far as is known here, and "
+                    f"min_position names partition {last}",
                     next_step="ask again: partitions that were added are known after some seconds",
                 )
             await asyncio.sleep(min(_MAP_PAUSE_S, left_s))
