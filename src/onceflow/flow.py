@@ -1,4 +1,4 @@
-"""``Flow``: read topics, keep state, write topics, exactly once."""
+"""``Flow``: read topics, keep state, write topics and other systems, exactly once."""
 
 from __future__ import annotations
 
@@ -8,31 +8,52 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as T
 
 from onceflow import json_logs, topic_frame
 from onceflow.arguments import known_arguments
+from onceflow.calls.concurrently import Calls
 from onceflow.client.key_stores import check_pem
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
+from onceflow.direct.run import DirectRun, direct_run, external_run
+from onceflow.driver.external_run import prepare_external
+from onceflow.driver.joins import join_frame, join_order
+from onceflow.driver.run import Run, prepare_query, spark_run
+from onceflow.driver.startup import Startup
 from onceflow.durations import option_seconds
+from onceflow.engine_query import DIRECT
 from onceflow.errors import OptionError
+from onceflow.external.postgres import PostgresSink
 from onceflow.external.sink import ExternalSink
 from onceflow.flow_chain import ChainWriter
 from onceflow.flow_runs import FlowRuns
-from onceflow.flow_steps import FlowSteps
-from onceflow.flow_writer import FlowWriter
+from onceflow.planning import calls as planned_calls
+from onceflow.planning import joins, maps, process, step_query
+from onceflow.planning.deduplicate import DedupOptions, check_deduplication, dedup_columns
+from onceflow.planning.external_write import ExternalOptions, check_external
 from onceflow.planning.process import StepOptions
 from onceflow.planning.read_options import ReadOptions, check_read, source_options
 from onceflow.planning.read_until import Until, check_until
+from onceflow.planning.record_order import check_order
 from onceflow.planning.source_starts import StartingOffsets
 from onceflow.planning.step_frames import state_columns
-from onceflow.protocol.names import Names
+from onceflow.planning.write_options import CheckedWrite, WriteOptions, check_no_dead_letters, check_write
+from onceflow.protocol.names import INTERNAL_SUFFIX, Names
+from onceflow.query import FlowWriter
 from onceflow.spark import jvm, queries, shipping
+from onceflow.spark.arrow_maps import map_in_arrow
 from onceflow.spark.kafka_source import load_source
-from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.spark.master import is_local
+from onceflow.spark.pickling import pickled
+from onceflow.state.api import serdes
+from onceflow.state.api.processor import MAX_AHEAD, ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinTable
 from onceflow.state.stores.base import Store
+from onceflow.task.call_rows import CallOrder, CallReports, CallRows
+from onceflow.task.join_task import JoinTask
 from onceflow.uncaught import fenced_ends_program
 
 # Limits the first batch after downtime. At only 10,000 records a second, a batch takes a third of the default
@@ -40,7 +61,7 @@ from onceflow.uncaught import fenced_ends_program
 DEFAULT_RECORDS_PER_BATCH = 200_000
 
 
-class Flow(FlowSteps):
+class Flow:
     """One service: a name, the topics it reads, and one query that writes. The name is its identity in Kafka.
 
     The transactional id is ``onceflow.<name>``, the consumer group is ``<name>``. Two drivers with the same name are
@@ -84,7 +105,10 @@ class Flow(FlowSteps):
         queries.check_session(spark, name)
         check_pem(settings.options, jvm.java_version(spark))
         shipping.share_modules(spark)
-        super().__init__(name, spark, settings, FlowRuns(names, settings, refused_s, read_only=read_only))
+        self._name = name
+        self._spark = spark
+        self._settings = settings
+        self._runs = FlowRuns(names, settings, refused_s, read_only=read_only)
         self._beside: Flow | None = None  # the second flow of a chain
         self._connection: dict[str, Any] = {
             "bootstrap_servers": bootstrap_servers,
@@ -93,6 +117,10 @@ class Flow(FlowSteps):
             "group_id_prefix": group_id_prefix,
             "connect_timeout": connect_timeout,
         }
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     @known_arguments
     def read(
@@ -254,6 +282,350 @@ class Flow(FlowSteps):
         )  # fmt: skip
         return self._step(df, options, processor, partial(state_columns, df, self.name), tables=tables)
 
+    @known_arguments
+    def deduplicate(
+        self,
+        df: DataFrame,
+        *,
+        id: str,  # noqa: A002 (a keyword argument, and the word that users know)
+        within: str | float | None = None,
+        records: int | None = None,
+        late: str = "drop",
+        duplicates_topic: str | None = None,
+        event_time: str | None = None,
+        table: str | None = None,
+        partitions: int | None = None,
+        on_error: str = "fail",
+        dead_letter_topic: str | None = None,
+        store: str | type[Store] = "lmdb",
+        state_dir: str | Path | None = None,
+        adopt_existing: bool = False,
+        idle_timeout: str = "30 seconds",
+        max_ahead: str | float | None = MAX_AHEAD,
+        max_dead_letters: int | float | None = None,
+    ) -> DataFrame:
+        """The first record of every id; records with an id that is remembered are duplicates, and are left out.
+
+        Ids are state in a table, as in `process`: they are committed together with the outputs. Give either ``within``
+        or ``records``. ``docs/deduplication.md`` says exactly what is remembered, and which records are late.
+
+        Args:
+            df: made from ``Flow.read`` or another step of this flow, with the columns key and value (string or binary).
+                With ``within`` it also needs the column of the event time.
+            id: the column with the id: string or binary; numbers without fraction, decimals, booleans and dates count
+                as their text. ``"key"``: the record's key.
+            within: how long an id is remembered, in stream time (``"24 hours"``).
+            records: how many ids each partition of the table remembers.
+            late: what happens to records that are older than ``within``, and cannot be judged: ``drop``, or the topic
+                that they go to. It must exist.
+            duplicates_topic: the topic that duplicates go to; None: they are dropped. It must exist.
+            event_time: the column with the time of a record: a timestamp, or epoch milliseconds. None: ``timestamp``.
+            table: name of the table topic; None: ``<flow>-ids``.
+            max_ahead: how far the time of a record may be ahead of the clock; None: as far as it likes.
+            on_error: what happens to a record without id or time, or with a time too far ahead, as in `process`.
+            partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, max_dead_letters: as in
+                `process`.
+
+        Returns:
+            A streaming DataFrame of the records that were not seen before: key, value, topic (null), headers,
+            timestamp; and source_topic, source_partition, source_offset: where the record was read. `write` leaves
+            these out, and steps take them for topic, partition and offset.
+
+        Raises:
+            OptionError, SchemaError: wrong arguments or columns.
+            UnsupportedQueryError, ProgressConflictError, PermissionDeniedError: as in `process`.
+        """
+        own = DedupOptions(id, within, records, late, duplicates_topic, event_time, max_ahead)
+        options = StepOptions(
+            f"{self.name}-ids" if table is None else table, partitions, on_error, dead_letter_topic, own.late_topic,
+            None, False, store, state_dir, adopt_existing, idle_timeout, max_dead_letters=max_dead_letters,
+            duplicates_topic=duplicates_topic,
+        )  # fmt: skip
+        processor = check_deduplication(own, self.name)
+        columns = partial(dedup_columns, df, own, self.name)
+        return self._step(df, options, processor, columns, caller="Flow.deduplicate")
+
+    @known_arguments
+    def join_table(
+        self,
+        df: DataFrame,
+        table: str | JoinTable,
+        *,
+        on: str,
+        columns: str | Mapping[str, str],
+        how: str = "inner",
+        corrupt_column: str | None = None,
+    ) -> DataFrame:
+        """Add columns of a table to the rows of a stream. All rows of a batch see the table at the same offsets.
+
+        Args:
+            df: a streaming DataFrame of this flow.
+            table: a compacted topic, but no table of this flow; or a `JoinTable`, which also names its serdes.
+            on: the column with the table's key: string or binary, or what the table's key serde takes.
+            columns: fields of the table's values and their types, for example ``{"name": "string", "tier": "int"}``
+                (with ``value=serdes.JSON`` or a struct); or the name of one new column for the whole value, which is
+                binary unless the serde is STRING, LONG or DOUBLE.
+            how: ``inner``: rows whose key is not in the table are left out. ``left``: their new columns are null.
+            corrupt_column: name of one more column, binary: the value of the table where it cannot be read as
+                ``columns``, whose columns are null then. None: such a value stops the flow with a BadRecordError.
+
+        Returns:
+            The columns of ``df`` and the new ones. Rows keep their order.
+
+        Raises:
+            OptionError, SchemaError: wrong arguments or columns.
+            UnknownTopicError, PermissionDeniedError: the topic does not exist, or may not be read.
+        """
+        with self._runs.lock:
+            startup = self._runs.startup
+            startup.known_progress()
+            checked = joins.checked_table(table, own=startup.table_names, flow=self.name)
+            queries.check_query(df, self.name, checkpoint=True, columns=False)  # `write` knows of checkpoints
+            spec = startup.find_join(checked.topic, checked, local=is_local(self._spark))
+            number = next(self._runs.function_numbers)
+            order, wanted = join_order(
+                df, spec, self._settings, on=on, how=how, columns=columns, corrupt=corrupt_column, flow=self.name
+            )
+            task = JoinTask(order, number)
+            joined = join_frame(df, task, wanted)
+            startup.joins.append(spec)
+            startup.functions[task.__name__] = task
+            return joined
+
+    @known_arguments
+    def map(
+        self,
+        df: DataFrame,
+        function: Callable[[pa.RecordBatch], pa.RecordBatch],
+        *,
+        schema: str | T.StructType | None = None,
+    ) -> DataFrame:
+        """Change the rows of a stream with a Python function over Arrow batches, without state.
+
+        The function is called in the driver, or in the tasks that read a backlog. In Spark's micro-batches tasks call
+        it (``mapInArrow``). It may be called again for the same rows, and batches may have any number of rows, so its
+        result must depend on each row alone.
+
+        Args:
+            df: a streaming DataFrame of this flow.
+            function: gets a ``pyarrow.RecordBatch`` with the columns of ``df``, and returns one or a ``pyarrow.Table``.
+                It may leave rows out, or return more. Times are in UTC. It is pickled and sent to tasks, as processors
+                are.
+            schema: the columns of the rows that it returns: names and types as in SQL (``"key binary, value string"``),
+                or a ``StructType``; None: those of ``df``. Columns may be returned in another order, and with a type
+                that is cast without a change of values, such as ``int32`` in place of ``bigint``.
+
+        Returns:
+            A streaming DataFrame with these columns.
+
+        Raises:
+            OptionError: the function cannot be called or sent to tasks, or the schema cannot be read.
+            SchemaError: Arrow has no type for a column.
+            UnsupportedQueryError: ``df`` is not a stream of this flow.
+
+        A function that raises stops the flow with ProcessorError, and one that returns other columns with SchemaError.
+        Nothing of that batch becomes visible.
+        """
+        with self._runs.lock:
+            startup = self._runs.startup
+            startup.known_progress()
+            facts = queries.check_query(df, self.name, checkpoint=True, columns=False)  # `write` knows of checkpoints
+            check_no_dead_letters(facts, "Flow.map", self.name)
+            rows_map, columns = maps.map_of(
+                df, function, schema, number=next(self._runs.function_numbers), flow=self.name
+            )
+            mapped = map_in_arrow(df, rows_map, columns)
+            startup.maps[rows_map.__name__] = rows_map
+            return mapped
+
+    @known_arguments
+    def enrich(
+        self,
+        df: DataFrame,
+        calls: Calls,
+        *,
+        topic: str,
+        dead_letter_topic: str | None = None,
+        value: Any = None,
+        output: Any = None,
+        max_dead_letters: int | float | None = None,
+    ) -> DataFrame:
+        """Call another service once for each row, many at a time, without state. Write the result with `write`, without
+        ``topic=``.
+
+        The function of ``calls`` gets a `Record` with the decoded value, and the key in bytes. It returns the value to
+        write under the same key, or a `Record`, or a list of `Record`s, or None for nothing. When a batch runs again,
+        its calls are made again.
+
+        Args:
+            df: a streaming DataFrame of this flow, with the columns key and value (string or binary). The columns
+                topic, partition, offset, timestamp and headers are optional; the function sees them where they are
+                present.
+            calls: what `concurrently` returns. Rows keep their order. Calls for rows of one key are made one after the
+                other, unless ``order=None``.
+            topic: where results go that name no other topic.
+            dead_letter_topic: where rows go whose call fails, with the cause in their headers. None: a call that fails
+                stops the flow with ProcessorError. With it, operators can only stand in front of this step.
+            value: serde of the values that are read; None: bytes.
+            output: serde of results that are not bytes; None: there are only bytes.
+            max_dead_letters: stop the flow when one run has more dead letters than this: a count (``100``), or a share
+                of the rows (``0.01``), which counts from the 100th row on. Nothing of that batch becomes visible.
+
+        Returns:
+            A streaming DataFrame: key, value, topic, headers, timestamp.
+
+        Raises:
+            OptionError, SchemaError: wrong arguments or columns.
+            UnsupportedQueryError: ``df`` is not a stream of this flow.
+        """
+        with self._runs.lock:
+            startup = self._runs.startup
+            order = CallOrder(
+                calls, topic, dead_letter_topic, value or serdes.BYTES, output or serdes.BYTES, self.name,
+                self._spark.sparkContext.accumulator({}, CallReports()), max_dead_letters,
+            )  # fmt: skip
+            planned_calls.check_enrich(order, startup.own_topics)
+            facts = queries.check_query(df, self.name, checkpoint=True, columns=False)  # `write` knows of checkpoints
+            check_no_dead_letters(facts, "Flow.enrich", self.name)
+            task = CallRows(order, next(self._runs.function_numbers))
+            frame = planned_calls.enrich_frame(df, task)
+            startup.calls.append(order)
+            startup.functions[task.__name__] = task
+            return frame
+
+    @known_arguments
+    def write(
+        self,
+        df: DataFrame,
+        *,
+        topic: str | None = None,
+        trigger: str | None = None,
+        guarantee: str = "exactly_once",
+        partitioner: str = "key",
+        checkpoint: str | Path | None = None,
+        output_mode: str = "append",
+        on_checkpoint_conflict: str = "refuse",
+        transaction_timeout: str = "60 seconds",
+        compression: str = "none",
+        late: str = "drop",
+        once: bool = False,
+        engine: str = "auto",
+    ) -> FlowWriter:
+        """Prepare to write a streaming DataFrame; ``.start()`` runs it.
+
+        Args:
+            df: made from ``Flow.read`` or ``Flow.process`` of this flow, with the columns of Spark's own Kafka sink
+                (key, value, topic, partition, headers) and optionally timestamp. Other columns are ignored.
+            topic: output topic for all rows. None: every row names its own in the ``topic`` column.
+            trigger: how often a batch (and so a transaction) starts, for example ``"100 milliseconds"``. None: as soon
+                as the previous one is done.
+            guarantee: ``exactly_once``: rows, progress and source offsets are written in one transaction.
+                ``at_least_once``: rows first, then progress, without transactions; a crash in between duplicates rows.
+                After ``Flow.process`` this includes changes of state, and older drivers are fenced.
+                ``at_most_once``: progress first, then rows; a crash or a failure in between loses rows.
+            partitioner: ``key`` chooses partitions as the Java client does. ``source`` keeps the partition a row was
+                read from, without a shuffle. ``round_robin`` fills partitions evenly, without a shuffle; the records of
+                a key lose their order.
+            checkpoint: folder of Spark's checkpoint, which must be kept. Needed for queries with state in Spark
+                (aggregations, stream-stream joins, de-duplication, transformWithState) and for sources that are not
+                topics. With a local master it may be a local path, otherwise all executors must be able to write there
+                (``s3a://...``). None: the flow has no checkpoint, its progress is in Kafka alone.
+            output_mode: Spark's ``append``, ``update`` or ``complete``; the last two need checkpoint=.
+            on_checkpoint_conflict: what happens when the checkpoint and the flow's progress in Kafka do not belong
+                together. ``refuse``: ProgressConflictError. ``resume``: an empty checkpoint is accepted, and the flow
+                continues at its committed offsets with empty Spark state.
+            transaction_timeout: the broker aborts a batch whose transaction is open for longer. It can be at most
+                ``transaction.max.timeout.ms`` of the brokers (15 minutes by default).
+            compression: none, gzip, snappy, lz4 or zstd.
+            late: what happens to rows that Spark drops because they are later than the watermark of a query with state.
+                ``drop``: they are counted (``BatchSummary.dropped``), and a warning says so. ``fail``: LateRowsError,
+                and the batch is not committed; needs ``guarantee="exactly_once"``.
+            once: process what is in the sources now, in bounded batches, then stop (Spark's availableNow).
+            engine: what reads, processes and writes the batches. ``driver``: the driver alone. ``tasks``: Spark jobs,
+                whose tasks read the topics by themselves. ``auto``: the driver, and with a backlog tasks, see
+                ``docs/performance.md``; the start-up log and ``FlowQuery.engine_reason`` say what and why. With
+                checkpoint=, Spark's micro-batches run the query: then ``auto`` lets the driver write small batches.
+
+        Raises:
+            OptionError, SchemaError, UnsupportedQueryError, UnknownTopicError, ProgressConflictError: raised here or in
+                ``start()``, before anything is written.
+        """
+        given = WriteOptions(
+            topic, trigger, guarantee, partitioner, checkpoint, output_mode, on_checkpoint_conflict,
+            transaction_timeout, compression, late, once, engine,
+        )  # fmt: skip
+        write = check_write(df, given, self._runs.startup.own_topics, self.name)
+        return FlowWriter(lambda: self._runs.start(lambda startup: self._prepared(startup, write)))
+
+    @known_arguments
+    def write_external(
+        self,
+        df: DataFrame,
+        sink: ExternalSink,
+        *,
+        trigger: str | None = None,
+        dead_letter_topic: str | None = None,
+        max_dead_letters: int | float | None = None,
+        once: bool = False,
+        engine: str = "auto",
+    ) -> FlowWriter:
+        """Prepare to write a streaming DataFrame to a system other than Kafka, exactly once; ``.start()`` runs it.
+
+        The rows of a batch and the flow's progress are in one transaction of that system, which decides where the flow
+        is. Progress in Kafka and the consumer group follow.
+
+        Args:
+            df: made from ``Flow.read`` of this flow, without process steps and without state in Spark. Its columns are
+                those that the sink takes.
+            sink: what is written, for example ``PostgresSink(dsn, "ledger")``.
+            trigger: as of `write`.
+            dead_letter_topic: the topic for rows that the system does not take, for example because of a unique index.
+                It must exist. None: such a row stops the flow. Columns of Spark's Kafka source (key, value, headers,
+                topic, partition, offset, timestamp) that the table lacks are those of the dead letter. Without a value
+                it is the row in JSON.
+            max_dead_letters: stop the flow when one run has more of them: a count, or a share of the rows, as of
+                ``Flow.process``. The batch that exceeds it is not committed. None: no limit.
+            once, engine: as of `write`.
+
+        Raises:
+            OptionError, SchemaError, UnsupportedQueryError, ProgressConflictError: raised here or in ``start()``,
+                before anything is written.
+        """
+        self._runs.check_may_run()
+        given = ExternalOptions(trigger, dead_letter_topic, max_dead_letters, once, engine)
+        write = check_external(df, sink, given, self.name)
+        return FlowWriter(
+            lambda: self._runs.start(lambda startup: external_run(prepare_external(self._spark, startup, write)))
+        )
+
+    @known_arguments
+    def write_postgres(
+        self,
+        df: DataFrame,
+        *,
+        table: str,
+        dsn: str,
+        mode: str = "insert",
+        key: Sequence[str] = (),
+        flag: str = "deleted",
+        trigger: str | None = None,
+        dead_letter_topic: str | None = None,
+        max_dead_letters: int | float | None = None,
+        once: bool = False,
+        engine: str = "auto",
+    ) -> FlowWriter:
+        """As `write_external` with a `PostgresSink`: rows go to a table of a PostgreSQL database, exactly once."""
+        sink = PostgresSink(dsn, table, mode=mode, key=key, flag=flag)
+        return self.write_external(
+            df,
+            sink,
+            trigger=trigger,
+            dead_letter_topic=dead_letter_topic,
+            max_dead_letters=max_dead_letters,
+            once=once,
+            engine=engine,
+        )
+
     def write_chain(
         self,
         df: DataFrame,
@@ -326,3 +698,48 @@ class Flow(FlowSteps):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _step(
+        self,
+        df: DataFrame,
+        options: StepOptions,
+        processor: Processor | ColumnProcessor,
+        columns: Callable[..., DataFrame],
+        *,
+        tables: Mapping[str, str | JoinTable] | None = None,
+        caller: str = "Flow.process",
+    ) -> DataFrame:
+        """Add a step with state.
+
+        Args:
+            columns: returns the rows that the step takes; called with ``one_topic``.
+            tables: see `process`.
+            caller: what the user has called, for messages.
+        """
+        with fenced_ends_program(), self._runs.lock:
+            startup = self._runs.startup
+            checked = process.check_options(
+                options, processor, flow=self.name, sources=startup.sources, tables=startup.steps
+            )
+            # Pickled here only so that an error is raised at this line of user code. For the tasks it is pickled again
+            # at the start: by then the processor may have changed, and names that it uses may have been defined.
+            pickled(checked, flow=self.name)
+            startup.known_progress()
+            table, own = options.table, startup.table_names
+            joins.check_not_joined(table, startup.joins, self.name)
+            joined = joins.checked_tables(tables, own=own | {table, table + INTERNAL_SUFFIX}, flow=self.name)
+            facts = queries.check_query(df, self.name, call=caller, columns=False)
+            check_order(caller, facts, self.name)
+            check_no_dead_letters(facts, caller, self.name)
+            # The output rows of another step do not come from a topic.
+            one_topic = next(iter(startup.sources)) if len(startup.sources) == 1 and not facts.has_step else None
+            rows = columns(one_topic=one_topic is not None)
+            local = is_local(self._spark)
+            specs = [startup.find_join(*each, local=local, state_dir=options.state_dir) for each in joined.items()]
+            startup.add_step(options, checked, source_topic=one_topic, local=local, joins=specs)
+            startup.joins += specs
+            return step_query.step_frame(rows, table, checked)
+
+    def _prepared(self, startup: Startup, write: CheckedWrite) -> Run | DirectRun:
+        prepared = prepare_query(self._spark, startup, write)
+        return direct_run(prepared) if prepared.choice.engine == DIRECT else spark_run(prepared)

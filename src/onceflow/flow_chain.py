@@ -6,8 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from onceflow.flow_writer import FlowWriter
-from onceflow.query import FlowQuery
+from onceflow.query import FlowQuery, FlowWriter
 
 _LOOK_EVERY_S = 0.1
 

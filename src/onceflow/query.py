@@ -1,4 +1,4 @@
-"""The running query of a flow: PySpark's StreamingQuery, whichever engine runs it, and what onceflow knows of it."""
+"""The query of a flow: prepared, and running. Whichever engine runs it, it looks like PySpark's StreamingQuery."""
 
 from __future__ import annotations
 
@@ -325,6 +325,23 @@ class FlowQuery(EngineHandle):
             )
         # Without the traceback: it shows only the inside of a callback of Spark.
         return failure.with_traceback(None) if isinstance(failure, OnceflowError) else error
+
+
+class FlowWriter:
+    """A write that is checked, but not started yet."""
+
+    def __init__(self, start: Callable[[], FlowQuery]) -> None:
+        self._start = start
+
+    def start(self) -> FlowQuery:
+        """Start the query.
+
+        Raises:
+            OnceflowError: the flow is running already, the output topic is missing, a newer driver has fenced this one,
+                the checkpoint and progress do not belong together, Spark refuses the query, or tasks cannot import what
+                its processors or functions need (the direct engine looks at the first backlog).
+        """
+        return self._start()
 
 
 def _shown(error: BaseException) -> BaseException | None:

@@ -15,13 +15,12 @@ from onceflow import json_logs, log_context, uncaught
 from onceflow.arguments import known_arguments
 from onceflow.durations import option_seconds
 from onceflow.errors import OptionError
-from onceflow.flow_writer import FlowWriter
 from onceflow.interactive import is_interactive
 from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
 from onceflow.metrics.lineage import Lineage
 from onceflow.metrics.telemetry import Telemetry
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
-from onceflow.query import FlowQuery
+from onceflow.query import FlowQuery, FlowWriter
 from onceflow.spark.logs import mute_connections
 from onceflow.stop_signals import StopSignals, in_main_thread
 

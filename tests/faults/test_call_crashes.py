@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from onceflow import flow_operators, hooks
+from onceflow import flow as flow_module
+from onceflow import hooks
 from onceflow.calls.runner import CallRunner
 from onceflow.driver import output_writer
 from onceflow.planning import placement
@@ -204,7 +205,7 @@ def test_the_check_notices(
 def test_the_check_of_rows_notices(
     make_pipe: Any, make_topic: Any, call_flow: Any, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
-    monkeypatch.setattr(flow_operators, "CallRows", getattr(call_flow, mutant))
+    monkeypatch.setattr(flow_module, "CallRows", getattr(call_flow, mutant))
     pipe, failed = make_pipe(1), make_topic("failed", 1)
     pipe.fill(200)
     call_flow.run(pipe.arguments(failed=failed), pipe.spark)

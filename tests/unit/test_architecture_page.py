@@ -75,7 +75,7 @@ def test_the_walk_of_a_record_names_functions_that_exist() -> None:
     walk = section("The walk of a record from `Flow.write` to EndTxn")
     rows = re.findall(r"^\| `([\w/.]+\.py)` \| `([\w.]+)` \|", walk, re.MULTILINE)
     assert len(rows) > 30
-    assert rows[0] == ("flow_writes.py", "FlowWrites.write")
+    assert rows[0] == ("flow.py", "Flow.write")
     assert ("client/transactions.py", "Transactions.end") in rows
     missing = [(path, name) for path, name in rows if not defined(SOURCES / path, name)]
     assert not missing

@@ -418,7 +418,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import onceflow
 from onceflow import hooks
-from onceflow.flow_writer import FlowWriter
+from onceflow.query import FlowWriter
 from test_lineage import Query as Lined
 from test_serving import Query as Served
 

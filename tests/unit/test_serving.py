@@ -22,7 +22,6 @@ import pytest
 import onceflow
 from onceflow import stop_signals, uncaught
 from onceflow.errors import EnvironmentUnusableError, OptionError
-from onceflow.flow_writer import FlowWriter
 from onceflow.planning.options import BatchSummary
 
 
@@ -162,9 +161,8 @@ from pyspark.errors import StreamingQueryException
 import onceflow
 from onceflow.client.settings import ClientSettings
 from onceflow.flow_runs import FlowRuns
-from onceflow.flow_writer import FlowWriter
 from onceflow.protocol.names import Names
-from onceflow.query import FlowQuery
+from onceflow.query import FlowQuery, FlowWriter
 from onceflow.spark.streaming_query import SparkQuery
 from test_serving import Query, serve
 
