@@ -25,7 +25,7 @@ import hypothesis
 import pytest
 
 from onceflow import hooks
-from onceflow.driver import progress_log
+from onceflow.driver.record import progress_log
 from onceflow.protocol import progress as progress_records
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import faults, independent

@@ -49,21 +49,21 @@ if TYPE_CHECKING:
     from onceflow.external.sink import ExternalSink
     from onceflow.flow import Flow
     from onceflow.flow_chain import FlowChain
-    from onceflow.json_logs import JsonLogFormatter
+    from onceflow.logs.json_logs import JsonLogFormatter
     from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
     from onceflow.metrics.lineage import Lineage
     from onceflow.metrics.telemetry import Telemetry
     from onceflow.query import FlowQuery
-    from onceflow.serving import serve
+    from onceflow.service.serving import serve
     from onceflow.session import session
     from onceflow.state.api import serdes
     from onceflow.state.api.handle import State
     from onceflow.state.api.processor import BadRows, ColumnProcessor, Processor
     from onceflow.state.api.record import Record
     from onceflow.state.api.timers import Timer
-    from onceflow.state.dead_letters import idempotency_key
+    from onceflow.state.engine.dead_letters import idempotency_key
+    from onceflow.state.engine.retry import Retry
     from onceflow.state.joins.spec import JoinTable
-    from onceflow.state.retry import Retry
     from onceflow.tables.table import Change, Table
     from onceflow.topic_frame import peek
 
@@ -145,23 +145,23 @@ _HOMES = {
     "FlowChain": "onceflow.flow_chain",
     "FlowQuery": "onceflow.query",
     "JoinTable": "onceflow.state.joins.spec",
-    "JsonLogFormatter": "onceflow.json_logs",
+    "JsonLogFormatter": "onceflow.logs.json_logs",
     "Lineage": "onceflow.metrics.lineage",
     "MetricsEndpoint": "onceflow.metrics.endpoint",
     "Outcome": "onceflow.calls.target",
     "PostgresSink": "onceflow.external.postgres",
     "Processor": "onceflow.state.api.processor",
     "Record": "onceflow.state.api.record",
-    "Retry": "onceflow.state.retry",
+    "Retry": "onceflow.state.engine.retry",
     "State": "onceflow.state.api.handle",
     "StoredValue": "onceflow.claim_check.stored_value",
     "Telemetry": "onceflow.metrics.telemetry",
     "Timer": "onceflow.state.api.timers",
     "Table": "onceflow.tables.table",
     "concurrently": "onceflow.calls.concurrently",
-    "idempotency_key": "onceflow.state.dead_letters",
+    "idempotency_key": "onceflow.state.engine.dead_letters",
     "peek": "onceflow.topic_frame",
-    "serve": "onceflow.serving",
+    "serve": "onceflow.service.serving",
     "serve_metrics": "onceflow.metrics.endpoint",
     "session": "onceflow.session",
 }

@@ -12,24 +12,25 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
-from onceflow import json_logs, topic_frame
-from onceflow.arguments import known_arguments
+from onceflow import topic_frame
 from onceflow.calls.concurrently import Calls
 from onceflow.client.key_stores import check_pem
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
 from onceflow.direct.run import DirectRun, direct_run, external_run
-from onceflow.driver.external_run import prepare_external
-from onceflow.driver.joins import join_frame, join_order
-from onceflow.driver.run import Run, prepare_query, spark_run
-from onceflow.driver.startup import Startup
-from onceflow.durations import option_seconds
+from onceflow.driver.start.external_run import prepare_external
+from onceflow.driver.start.run import Run, prepare_query, spark_run
+from onceflow.driver.start.startup import Startup
+from onceflow.driver.step.joins import join_frame, join_order
 from onceflow.engine_query import DIRECT
 from onceflow.errors import OptionError
 from onceflow.external.postgres import PostgresSink
 from onceflow.external.sink import ExternalSink
 from onceflow.flow_chain import ChainWriter
 from onceflow.flow_runs import FlowRuns
+from onceflow.logs import json_logs
+from onceflow.options.arguments import known_arguments
+from onceflow.options.durations import option_seconds
 from onceflow.planning import calls as planned_calls
 from onceflow.planning import joins, maps, process, step_query
 from onceflow.planning.deduplicate import DedupOptions, check_deduplication, dedup_columns

@@ -7,13 +7,14 @@ import itertools
 import threading
 from collections.abc import Callable
 
-from onceflow import hooks, interactive, log_context
+from onceflow import hooks, interactive
 from onceflow.client.settings import ClientSettings
 from onceflow.direct.run import DirectRun
-from onceflow.driver.run import Run
-from onceflow.driver.source_times import SourceTimes
-from onceflow.driver.startup import Startup
+from onceflow.driver.batch.source_times import SourceTimes
+from onceflow.driver.start.run import Run
+from onceflow.driver.start.startup import Startup
 from onceflow.errors import OptionError
+from onceflow.logs import log_context
 from onceflow.protocol.names import Names
 from onceflow.query import FlowQuery
 from onceflow.uncaught import fenced_ends_program

@@ -34,7 +34,7 @@ from onceflow.user_code import cut
 
 if TYPE_CHECKING:  # so that tasks that only write do not load ``state``
     from onceflow.state.joins.spec import JoinSpec
-    from onceflow.state.local.prepare import Prepared
+    from onceflow.state.prepare import Prepared
     from onceflow.state.spec import Moment, ProcessSpec, StateReport
 
 #: A property of a batch: at which offsets the batch sees the tables that the flow joins with. It has no secrets.

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
-from onceflow.column_names import did_you_mean
 from onceflow.errors import EnvironmentUnusableError, OptionError
+from onceflow.options.column_names import did_you_mean
 
 CHUNK_BYTES = 8 << 20
 """How much is read or written at once."""

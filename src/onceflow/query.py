@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 
 from pyspark.errors import StreamingQueryException
 
-from onceflow import hooks, log_context
+from onceflow import hooks
 from onceflow.calls.runner import give_up
 from onceflow.clock import clock_ms
-from onceflow.driver.batches import Batches
-from onceflow.driver.offset_log import has_reached
-from onceflow.driver.source_times import SourceTimes
-from onceflow.driver.start_report import Dataset, StartReport
+from onceflow.driver.batch.batches import Batches
+from onceflow.driver.batch.source_times import SourceTimes
+from onceflow.driver.record.offset_log import has_reached
+from onceflow.driver.start.report import Dataset, StartReport
 from onceflow.engine_query import EngineHandle, EngineQuery, check_timeout
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
+from onceflow.logs import log_context
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.position import Position

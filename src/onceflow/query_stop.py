@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 
-from onceflow import log_context
 from onceflow.calls.runner import give_up
-from onceflow.driver.batches import Batches
+from onceflow.driver.batch.batches import Batches
 from onceflow.engine_query import EngineQuery
+from onceflow.logs import log_context
 
 log = logging.getLogger("onceflow")
 

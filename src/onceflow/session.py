@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onceflow.arguments import known_arguments
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host import jars
 from onceflow.host.java import find_java
+from onceflow.host.private_folders import scratch_folder
 from onceflow.host.user import check_user
 from onceflow.interactive import again
-from onceflow.private_folders import scratch_folder
+from onceflow.options.arguments import known_arguments
 from onceflow.spark import class_archive, jvm_options, logs, versions
 from onceflow.spark.master import local_cores
 

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
-from onceflow.admin.topic_excerpt import MAX_RECORDS, Excerpt, take
-from onceflow.arguments import known_arguments
+from onceflow.admin.records.topic_excerpt import MAX_RECORDS, Excerpt, take
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import topic_config
 from onceflow.clock import clock_ms
-from onceflow.durations import duration_ms
 from onceflow.errors import OptionError
+from onceflow.options.arguments import known_arguments
+from onceflow.options.durations import duration_ms
 from onceflow.protocol.timestamps import as_datetime
 from onceflow.state.api.record import Record
 

@@ -17,7 +17,7 @@ from onceflow.demos.retry import Choices, run
 from onceflow.errors import OptionError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state.api.record import Record
-from onceflow.state.retry import Retry
+from onceflow.state.engine.retry import Retry
 from onceflow.testing.processor_driver import ProcessorDriver
 
 SEED = 42

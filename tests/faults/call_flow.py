@@ -11,7 +11,7 @@ import ledger
 from pyspark import cloudpickle
 
 import onceflow
-from onceflow.driver import output_writer
+from onceflow.driver.kafka import output_writer
 from onceflow.task.call_rows import CallRows
 from onceflow.testing import independent
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onceflow.admin import letter_replay, repartitioner
+from onceflow.admin.change import row_moves as repartitioner
+from onceflow.admin.records import letter_replay
 from onceflow.cli.main import main
 from onceflow.protocol.names import INTERNAL_SUFFIX
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from onceflow.chaos import driver
-from onceflow.driver import retries
+from onceflow.driver.batch import retries
 
 broken: Any = retries.Attempt
 broken.muted = property(lambda self: False, lambda self, value: None)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from onceflow.chaos import driver
-from onceflow.driver import range_rows
+from onceflow.driver.batch import range_rows
 from onceflow.planning.range_tasks import dealt
 
 

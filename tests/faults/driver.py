@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import onceflow
-from onceflow.driver import output_writer
+from onceflow.driver.kafka import output_writer
 
 
 def session(given: dict[str, Any]) -> Any:

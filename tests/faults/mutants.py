@@ -29,12 +29,14 @@ from onceflow.direct import run as direct_module
 from onceflow.direct.arrivals import Arrivals
 from onceflow.direct.fetched import FetchedPart
 from onceflow.direct.source_reader import SourceReader
-from onceflow.driver import commit as batch_module
-from onceflow.driver import output_writer, progress_log, range_rows
-from onceflow.driver.commit import BatchCommit
-from onceflow.driver.delivery import ExactlyOnce
-from onceflow.driver.fetched_rows import FetchedRows
-from onceflow.driver.progress_ahead import ProgressAhead
+from onceflow.driver.batch import range_rows
+from onceflow.driver.batch.fetched_rows import FetchedRows
+from onceflow.driver.kafka import commit as batch_module
+from onceflow.driver.kafka import output_writer
+from onceflow.driver.kafka.commit import BatchCommit
+from onceflow.driver.kafka.delivery import ExactlyOnce
+from onceflow.driver.record import progress_log
+from onceflow.driver.record.progress_ahead import ProgressAhead
 from onceflow.messages import TaskReport
 from onceflow.protocol.progress import Progress
 from onceflow.protocol.transaction import GIVEN, Epoch, Event

@@ -16,7 +16,7 @@ import pytest
 from onceflow import flow as flow_module
 from onceflow import hooks
 from onceflow.calls.runner import CallRunner
-from onceflow.driver import output_writer
+from onceflow.driver.kafka import output_writer
 from onceflow.planning import placement
 from onceflow.state.engine.output_collector import OutputCollector
 from onceflow.state.stores.overlay import Overlay

@@ -19,7 +19,7 @@ import pytest
 
 import onceflow
 from onceflow import hooks
-from onceflow.admin.claim_collector import Collector
+from onceflow.admin.records.claim_collector import Collector
 from onceflow.claim_check.objects import DAY_MS, ObjectStore
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms

@@ -17,7 +17,7 @@ import pytest
 from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks
-from onceflow.driver import progress_log
+from onceflow.driver.record import progress_log
 from onceflow.spark import versions
 from onceflow.testing import faults, independent
 

@@ -14,8 +14,8 @@ import pytest
 
 from onceflow import hooks
 from onceflow.planning import placement
-from onceflow.state import run as state_run
 from onceflow.state.engine.dedup_engine import DedupEngine
+from onceflow.task import state_run as state_run
 from onceflow.testing import faults
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]

@@ -101,7 +101,7 @@ def test_flows_wait_or_give_up_and_go_on(
     disk: Disk, make_full_pipe: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two flows meet the full disk: a patient one, and one that gives up and is started again."""
-    monkeypatch.setattr("onceflow.driver.output_writer._MIN_PATIENCE_S", 2.0)
+    monkeypatch.setattr("onceflow.driver.kafka.output_writer._MIN_PATIENCE_S", 2.0)
     patient, hasty = make_full_pipe(), make_full_pipe()
     waiting = start(patient, "5 minutes")
     try:

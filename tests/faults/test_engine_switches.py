@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from onceflow import hooks
-from onceflow.driver.progress_log import PROGRESS_PARTITIONS, partition_of
+from onceflow.driver.record.progress_log import PROGRESS_PARTITIONS, partition_of
 from onceflow.testing import independent
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long]

@@ -23,8 +23,8 @@ from sqlite_sink import SqliteSink
 
 import onceflow
 from onceflow import hooks
-from onceflow.admin import tables
-from onceflow.admin.reset import reset
+from onceflow.admin.change.reset import reset
+from onceflow.admin.records import tables
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings

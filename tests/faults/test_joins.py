@@ -19,7 +19,7 @@ from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks
 from onceflow.client.deadline import Deadline
-from onceflow.driver.joins import Joins
+from onceflow.driver.step.joins import Joins
 from onceflow.planning import placement
 from onceflow.protocol.position import Position
 from onceflow.state.joins import copies

@@ -94,7 +94,7 @@ def test_copy_of_another_partition(pipe: Any) -> None:
 
 def test_newer_than_kafka(pipe: Any, make_state_pipe: Any) -> None:
     """A copy from a flow's life before a reset: the table starts empty, the copy is ahead of it."""
-    from onceflow.admin.reset import reset
+    from onceflow.admin.change.reset import reset
     from onceflow.client.settings import ClientSettings
     from onceflow.protocol.names import Names
 
@@ -249,7 +249,7 @@ def test_state_moves_between_the_driver_and_executors(make_state_pipe: Any, monk
 def test_five_million_rows_are_restored(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch, prepared: bool) -> None:
     """All in one partition: the tasks of the others begin to write, and the transaction times out. It costs no attempt,
     but once: nobody prepares copies when tasks run on several hosts."""
-    from onceflow.driver import state_step
+    from onceflow.driver.step import state_step
     from onceflow.planning import placement, write_options
 
     monkeypatch.setattr(placement, "TASK_ROWS", 10)

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from onceflow import DeadlineExceededError, Flow
 from onceflow.cli.main import cli
-from onceflow.driver import output_writer
-from onceflow.driver.joins import Joins
+from onceflow.driver.kafka import output_writer
+from onceflow.driver.step.joins import Joins
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.proxy import END_TXN, Proxy, proxied_broker

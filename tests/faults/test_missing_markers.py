@@ -30,8 +30,8 @@ from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.clock import clock_ms
-from onceflow.driver import progress_log
-from onceflow.driver.driver_session import DriverSession
+from onceflow.driver.record import progress_log
+from onceflow.driver.record.session import DriverSession
 from onceflow.errors import BatchAbortedError
 from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import Names

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from onceflow import FencedError, ProgressConflictError, TransactionTimeoutError
-from onceflow.admin.audit import Audit, Outputs
-from onceflow.admin.identity import identity_of
-from onceflow.admin.tally import Tally
+from onceflow.admin.verify.audit import Audit, Outputs
+from onceflow.admin.verify.identity import identity_of
+from onceflow.admin.verify.tally import Tally
 from onceflow.client.cluster import Cluster
 from onceflow.client.settings import ClientSettings
 from onceflow.protocol.names import Names

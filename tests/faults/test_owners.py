@@ -84,7 +84,7 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
     """I4. The planner is made to send every row to partition 0 from two tasks."""
     from pyspark.sql import functions as F
 
-    from onceflow.driver import output_writer
+    from onceflow.driver.kafka import output_writer
     from onceflow.messages import Routing
     from onceflow.planning import ownership
 

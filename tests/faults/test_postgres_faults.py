@@ -229,7 +229,7 @@ def test_a_server_that_stays_away(
     make_ledger: Callable[..., Ledger], server: LocalPostgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The flow gives up, and says so; a new start, too; later it continues."""
-    monkeypatch.setattr("onceflow.driver.external_commit._FIND_OUT_S", 3.0)
+    monkeypatch.setattr("onceflow.driver.external.commit._FIND_OUT_S", 3.0)
     ledger = make_ledger()
     ledger.pipe.fill(1500)
     for step in ("plan", "audit"):

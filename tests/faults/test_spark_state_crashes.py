@@ -71,7 +71,7 @@ def test_user_code_that_is_not_deterministic(
     pipe.run(output_mode="update")
     first = pipe.tokens()
     pipe.forget_last_commit()
-    monkeypatch.setattr("onceflow.driver.checkpoint_location.COMPLETE_COMMIT_LOG", completed)
+    monkeypatch.setattr("onceflow.driver.start.checkpoint_location.COMPLETE_COMMIT_LOG", completed)
     pipe.fill(70)
     query = pipe.run(output_mode="update")
     assert query.drained == ([] if completed else [query.batches[0].batch - 1])

@@ -22,7 +22,7 @@ from onceflow.broker.local import LocalBroker
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.settings import ClientSettings
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.joins.copies import InexactCopyError, open_copy
 from onceflow.state.joins.spec import JoinSpec
 from onceflow.state.stores.lmdb_store import LmdbStore

@@ -13,8 +13,8 @@ import pytest
 from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks
-from onceflow.driver import delivery
-from onceflow.driver.state_step import StateStep
+from onceflow.driver.kafka import delivery
+from onceflow.driver.step.state_step import StateStep
 from onceflow.testing import faults
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]

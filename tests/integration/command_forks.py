@@ -18,13 +18,14 @@ from onceflow.cli.main import COMMANDS, main
 for target in COMMANDS.values():
     importlib.import_module(target.partition(":")[0])
 for name in (
-    "admin.audit", "admin.claim_collector", "admin.doctor", "admin.flow_status_reader", "admin.mover", "admin.parked",
-    "admin.progress_import", "admin.repartition", "admin.reset", "admin.topic_excerpt", "admin.transaction_abort",
-    "tables.table",
+    "change.move", "change.progress_import", "change.repartition", "change.reset", "doctor.checks", "records.parked",
+    "records.claim_collector", "records.topic_excerpt", "status.flow_status_reader", "transactions.transaction_abort",
+    "verify.audit",
 ):  # fmt: skip
-    importlib.import_module(f"onceflow.{name}")
+    importlib.import_module(f"onceflow.admin.{name}")
+importlib.import_module("onceflow.tables.table")
 # A test calls it a hundred times, and each call adds a partition.
-vars(sys.modules["onceflow.admin.repartition"])["_KNOWN_S"] = 0.0
+vars(sys.modules["onceflow.admin.change.repartition"])["_KNOWN_S"] = 0.0
 
 for line in sys.stdin:
     if line.startswith("wait "):

@@ -14,8 +14,8 @@ from typing import Any
 import confluent_kafka.admin
 from confluent_kafka import Producer
 
-from onceflow.admin import progress_file
-from onceflow.admin.writer import Row, Writer
+from onceflow.admin.change import progress_file
+from onceflow.admin.records.writer import Row, Writer
 from onceflow.claim_check.objects import ObjectStore
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
@@ -23,10 +23,10 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import TopicLimits
 from onceflow.client.transactions import Transactions
 from onceflow.clock import clock_ms
-from onceflow.driver import progress_log
+from onceflow.driver.record import progress_log
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import ForkOrigin, Progress, TableProgress
-from onceflow.state import rows
+from onceflow.state.format import rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:

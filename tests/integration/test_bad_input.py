@@ -14,7 +14,7 @@ import pytest
 
 import onceflow
 from onceflow.broker.folder import free_ports
-from onceflow.driver import blame
+from onceflow.driver.batch import blame
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
@@ -311,7 +311,7 @@ def made_up() -> Iterator[Callable[[str], MadeUp]]:
 
 
 def test_broker_without_transactions(pipe: Any, made_up: Callable[[str], MadeUp], monkeypatch: Any) -> None:
-    monkeypatch.setattr("onceflow.driver.startup.START_SECONDS", 5.0)
+    monkeypatch.setattr("onceflow.driver.start.startup.START_SECONDS", 5.0)
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=made_up("127.0.0.1").servers)
     with pytest.raises(onceflow.BrokerUnsupportedError, match=r"(?s)transactions.*2\.8 or later"):
         flow.read(pipe.source)
@@ -500,7 +500,7 @@ def test_progress_of_a_newer_version(make_pipe: Any) -> None:
     """A progress record this version cannot read stops the flow: it must not start from the beginning."""
     from confluent_kafka import Producer
 
-    from onceflow.driver import progress_log
+    from onceflow.driver.record import progress_log
     from onceflow.protocol.progress import PROGRESS_TOPIC
 
     pipe = make_pipe()

@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow.driver import blame
+from onceflow.driver.batch import blame
 from onceflow.planning.ownership import HEADERS
 from onceflow.testing import independent
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import onceflow
-from onceflow.admin.reset import reset
+from onceflow.admin.change.reset import reset
 from onceflow.client.settings import ClientSettings
-from onceflow.driver import checkpoint_location
+from onceflow.driver.start import checkpoint_location
 from onceflow.protocol.names import Names
 from onceflow.spark import versions
 from onceflow.testing import independent

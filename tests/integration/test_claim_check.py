@@ -19,8 +19,8 @@ from click.testing import CliRunner
 
 import onceflow
 from onceflow import ClaimCheck, ClaimCheckError, Record
-from onceflow.admin import record_lines
-from onceflow.admin.claim_collector import Collector
+from onceflow.admin.records import record_lines
+from onceflow.admin.records.claim_collector import Collector
 from onceflow.claim_check import objects as objects_module
 from onceflow.claim_check.reference import PREFIX, Reference
 from onceflow.cli.main import cli
@@ -28,8 +28,8 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
-from onceflow.driver import refused_rows
-from onceflow.driver.progress_log import PROGRESS_PARTITIONS
+from onceflow.driver.external import refused_rows
+from onceflow.driver.record.progress_log import PROGRESS_PARTITIONS
 from onceflow.errors import (
     EnvironmentUnusableError,
     OnceflowError,
@@ -47,7 +47,7 @@ from onceflow.protocol.progress import (
     TableProgress,
     encode,
 )
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.local.format import SNAPSHOT_KEY, snapshot
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from confluent_kafka import KafkaError, KafkaException, Producer
 from kafka.protocol.metadata import MetadataRequest
 
-from onceflow.admin import doctor
-from onceflow.admin.doctor_local import Host
+from onceflow.admin.doctor import checks as doctor
+from onceflow.admin.doctor.local import Host
 from onceflow.broker import LocalBroker
 from onceflow.broker.metadata import Partition, metadata_reader
 from onceflow.cli.main import cli
@@ -29,7 +29,7 @@ from onceflow.client.long_poll import LongPoll
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import topic_config
 from onceflow.client.transactions import Outcome, Transactions
-from onceflow.driver import progress_log
+from onceflow.driver.record import progress_log
 from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError
 from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import Names

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 # It presses Ctrl-C once, in the middle of what it is given.
 _COMMAND = """
 import os, signal, sys
-from onceflow.admin import claim_collector
+from onceflow.admin.records import claim_collector
 from onceflow.claim_check.objects import ObjectStore
 from onceflow.cli.main import main
 

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 
 from onceflow.calls.concurrently import concurrently
 from onceflow.client.settings import ClientSettings
-from onceflow.driver.driver_program import DriverProgram, Functions, driver_program
+from onceflow.driver.batch.driver_program import DriverProgram, Functions, driver_program
 from onceflow.planning.calls import enrich_frame
 from onceflow.planning.direct_plan import DirectPlan, DirectSource
 from onceflow.planning.direct_query import direct_plan

@@ -443,7 +443,7 @@ def progress_of(bootstrap_servers: str, flow: str, source: str) -> Any:
     from onceflow.client.cluster import Cluster
     from onceflow.client.deadline import Deadline
     from onceflow.client.settings import ClientSettings
-    from onceflow.driver.progress_log import read_progress
+    from onceflow.driver.record.progress_log import read_progress
 
     cluster = Cluster(ClientSettings(bootstrap_servers))
     try:

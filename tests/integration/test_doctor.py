@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer
 
-from onceflow.admin import flow_status_reader
+from onceflow.admin.status import flow_status_reader
 from onceflow.broker.folder import free_ports
 from onceflow.cli.main import cli
 from onceflow.client.cluster import Cluster
@@ -20,7 +20,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.clock import clock_ms
-from onceflow.driver import progress_log
+from onceflow.driver.record import progress_log
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
 from onceflow.testing import independent

@@ -15,8 +15,8 @@ from pyspark.sql import DataFrame
 
 import onceflow
 from onceflow import UnknownTopicError, interactive
-from onceflow.driver import output_writer
-from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.kafka import output_writer
+from onceflow.driver.record.offset_log import SourceRange
 from onceflow.protocol import progress as records
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.spark import jvm

@@ -16,8 +16,9 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 import onceflow
-from onceflow.admin import flow_status_reader, letter_replay, table_counts
-from onceflow.admin.letter_replay import Wanted
+from onceflow.admin.records import letter_replay
+from onceflow.admin.records.letter_replay import Wanted
+from onceflow.admin.status import flow_status_reader, table_counts
 from onceflow.broker.folder import free_ports
 from onceflow.cli.main import cli
 from onceflow.client import first_connection
@@ -26,7 +27,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import commit_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
-from onceflow.driver import committed_progress, progress_log
+from onceflow.driver.record import committed_progress, progress_log
 from onceflow.errors import BrokerUnreachableError, OptionError
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress

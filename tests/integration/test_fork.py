@@ -18,9 +18,9 @@ import pytest
 
 import onceflow
 from onceflow import hooks
-from onceflow.admin.table_copy import TableCopy
+from onceflow.admin.versions.table_copy import TableCopy
 from onceflow.client.deadline import Deadline
-from onceflow.driver.progress_log import partition_of
+from onceflow.driver.record.progress_log import partition_of
 from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until

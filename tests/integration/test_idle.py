@@ -17,9 +17,9 @@ from onceflow.client.leaders import ask_leaders
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactions import Outcome
-from onceflow.driver.delivery import ExactlyOnce
-from onceflow.driver.driver_session import DriverSession
-from onceflow.driver.progress_log import ensure_topic
+from onceflow.driver.kafka.delivery import ExactlyOnce
+from onceflow.driver.record.progress_log import ensure_topic
+from onceflow.driver.record.session import DriverSession
 from onceflow.errors import BatchAbortedError
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
@@ -233,7 +233,7 @@ def test_who_was_replaced_after_it_was_forgotten_is_fenced(names: Names, connect
 
 
 def test_a_reset_meanwhile_is_noticed(names: Names, connect: Callable[[], Cluster], forgetful: str) -> None:
-    from onceflow.admin.reset import reset
+    from onceflow.admin.change.reset import reset
 
     driver = Driver(connect(), names)
     driver.commit()

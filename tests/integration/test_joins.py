@@ -12,8 +12,8 @@ import pytest
 
 import onceflow
 from onceflow import ColumnProcessor, JoinTable, OptionError, Processor, Record, SchemaError, serdes
-from onceflow.driver import checkpoint_location
-from onceflow.driver.joins import Joins
+from onceflow.driver.start import checkpoint_location
+from onceflow.driver.step.joins import Joins
 from onceflow.protocol import progress as progress_format
 from onceflow.state.local.format import partition_folder
 from onceflow.state.stores.lmdb_store import LmdbStore

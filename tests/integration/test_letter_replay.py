@@ -20,13 +20,13 @@ from confluent_kafka.admin import AdminClient
 
 import onceflow
 from onceflow import hooks
-from onceflow.admin import letter_replay
-from onceflow.admin.writer import Writer
+from onceflow.admin.records import letter_replay
+from onceflow.admin.records.writer import Writer
 from onceflow.cli.main import cli
 from onceflow.errors import FencedError, OptionError, UnknownTopicError
-from onceflow.state import dead_letters
 from onceflow.state.api.record import Record
 from onceflow.state.api.timers import Timer
+from onceflow.state.engine import dead_letters
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.faults import fault
@@ -299,7 +299,7 @@ def test_killed(letters: Letters, steps: list[str], replayed: int, tmp_path: Pat
     """In the middle of its transactions, too: the next one continues."""
     letters.fail(60)
     program = (
-        "import sys; from onceflow.admin import letter_replay; letter_replay._LETTERS = 25; "
+        "import sys; from onceflow.admin.records import letter_replay; letter_replay._LETTERS = 25; "
         "from onceflow.cli.main import main; main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", program, "parked", "replay", letters.failed, "--all"]

@@ -34,7 +34,7 @@ from onceflow.client.topics import await_topic
 from onceflow.client.topics import create_topic as create_own_topic
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactions import Outcome, Transactions
-from onceflow.driver.progress_log import ensure_topic
+from onceflow.driver.record.progress_log import ensure_topic
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing import independent
@@ -253,7 +253,7 @@ def test_too_few_replicas_in_sync_for_long(three_wanted: Any, monkeypatch: pytes
 
     The abort itself waits for the replicas: its markers are records, too.
     """
-    monkeypatch.setattr("onceflow.driver.output_writer._MIN_PATIENCE_S", 1.0)
+    monkeypatch.setattr("onceflow.driver.kafka.output_writer._MIN_PATIENCE_S", 1.0)
     pipe = three_wanted
     with pytest.raises((onceflow.BatchAbortedError, onceflow.DeadlineExceededError)) as caught:
         pipe.run(transaction_timeout="1 second")

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 import onceflow
-from onceflow.driver import preparing
+from onceflow.driver.step import preparing
 from onceflow.errors import (
     EnvironmentUnusableError,
     OptionError,

@@ -24,7 +24,7 @@ from sqlite_sink import SqliteSink
 import onceflow
 from onceflow import hooks
 from onceflow.cli.main import main
-from onceflow.driver import progress_log
+from onceflow.driver.record import progress_log
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.protocol.transaction import Event
 from onceflow.testing import faults, independent

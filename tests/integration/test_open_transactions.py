@@ -27,7 +27,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
-from onceflow.admin import transaction_abort
+from onceflow.admin.transactions import transaction_abort
 from onceflow.broker.local import LocalBroker
 from onceflow.cli import transactions as transactions_command
 from onceflow.cli.main import cli
@@ -38,8 +38,8 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactions import Transactions
 from onceflow.clock import clock_ms
-from onceflow.driver import progress_log
-from onceflow.driver.driver_session import DriverSession
+from onceflow.driver.record import progress_log
+from onceflow.driver.record.session import DriverSession
 from onceflow.errors import OptionError, PermissionDeniedError, UnknownTopicError
 from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import Names

@@ -19,14 +19,14 @@ from click.testing import CliRunner, Result
 from confluent_kafka import Producer
 
 from onceflow import hooks
-from onceflow.admin import parked as parking
+from onceflow.admin.records import parked as parking
 from onceflow.cli.main import cli
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import BadRecordError, FencedError, OptionError, UnknownTopicError
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.state import dead_letters
 from onceflow.state.api.record import Record
-from onceflow.state.retry import Retry
+from onceflow.state.engine import dead_letters
+from onceflow.state.engine.retry import Retry
 from onceflow.testing import independent
 from onceflow.testing.faults import fault
 from onceflow.testing.processor_driver import ProcessorDriver

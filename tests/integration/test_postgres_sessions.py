@@ -22,7 +22,7 @@ from onceflow import (
     SchemaError,
 )
 from onceflow.client.deadline import Deadline
-from onceflow.driver.external_waiting import at_start, when_reached
+from onceflow.driver.external.waiting import at_start, when_reached
 from onceflow.external import postgres as postgres_sink
 from onceflow.external.postgres_connection import completed, trouble_of
 from onceflow.external.postgres_staging import check_driver

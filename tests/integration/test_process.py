@@ -14,7 +14,9 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow.driver import output_writer, preparing, range_rows
+from onceflow.driver.batch import range_rows
+from onceflow.driver.kafka import output_writer
+from onceflow.driver.step import preparing
 from onceflow.planning import placement, step_tree
 from onceflow.spark.query_facts import facts_of
 from onceflow.testing import independent

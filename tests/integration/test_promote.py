@@ -21,12 +21,13 @@ from click.testing import Result
 
 import onceflow
 from onceflow import hooks
-from onceflow.admin import promote, promoter
+from onceflow.admin.versions import promote as promoter
+from onceflow.admin.versions import promotion_plan as promote
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.driver.driver_session import DriverSession
-from onceflow.driver.progress_log import partition_of
+from onceflow.driver.record.progress_log import partition_of
+from onceflow.driver.record.session import DriverSession
 from onceflow.protocol.names import Names
 from onceflow.testing import faults, independent
 from onceflow.testing.waiting import wait_until

@@ -24,11 +24,11 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import create_own_topic
-from onceflow.driver import progress_log
-from onceflow.driver.driver_session import DriverSession
-from onceflow.driver.progress_commit import commit_progress
-from onceflow.driver.progress_log import partition_of
-from onceflow.driver.startup import Startup
+from onceflow.driver.external.progress_commit import commit_progress
+from onceflow.driver.record import progress_log
+from onceflow.driver.record.progress_log import partition_of
+from onceflow.driver.record.session import DriverSession
+from onceflow.driver.start.startup import Startup
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, ForkOrigin, Progress, TableProgress, decode
 from onceflow.testing import faults, independent

@@ -26,9 +26,9 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 
 import onceflow
 from onceflow import hooks
-from onceflow.admin import flow_transaction, repartition
-from onceflow.admin.repartitioner import Repartitioner
-from onceflow.admin.writer import Row, Writer
+from onceflow.admin.change import flow_transaction, repartition
+from onceflow.admin.change.row_moves import Repartitioner
+from onceflow.admin.records.writer import Row, Writer
 from onceflow.cli.main import cli, main
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
@@ -37,11 +37,13 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import TopicLimits
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactions import Transactions
-from onceflow.driver import joins, progress_log
+from onceflow.driver.record import progress_log
+from onceflow.driver.step import joins
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import DriverProcess, Progress, TableProgress
 from onceflow.server.formats import Format
-from onceflow.state import rows, topics
+from onceflow.state.changelog import topics
+from onceflow.state.format import rows
 from onceflow.state.local.format import SNAPSHOT_KEY, Commit, Goal, partition_folder, snapshot
 from onceflow.state.local.opening import Opened, open_partition
 from onceflow.state.stores.lmdb_store import LmdbStore

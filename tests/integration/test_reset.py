@@ -10,14 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 import onceflow
-from onceflow.admin.reset import is_known
+from onceflow.admin.change.reset import is_known
 from onceflow.cli.main import cli
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import commit_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Transactions
-from onceflow.driver import progress_log
+from onceflow.driver.record import progress_log
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
 from onceflow.testing import independent

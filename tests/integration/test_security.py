@@ -19,17 +19,17 @@ from confluent_kafka.admin import AclOperation, AdminClient, ResourceType
 from sqlite_sink import SqliteSink
 
 import onceflow
-from onceflow.admin import doctor
-from onceflow.admin.doctor_local import Host
-from onceflow.admin.finding import Level
-from onceflow.admin.flow_status_reader import StatusReader
+from onceflow.admin.doctor import checks as doctor
+from onceflow.admin.doctor.finding import Level
+from onceflow.admin.doctor.local import Host
+from onceflow.admin.status.flow_status_reader import StatusReader
 from onceflow.client.brokers import Safety, StableOffsets, held_back, read_safety, warn_of_settings
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
-from onceflow.driver import progress_log
-from onceflow.driver.driver_session import DriverSession
+from onceflow.driver.record import progress_log
+from onceflow.driver.record.session import DriverSession
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import independent
@@ -349,7 +349,7 @@ def test_the_status_of_a_flow_names_missing_permissions(secure: Secure, pipe: An
 def test_wrong_credentials(
     secure: Secure, pipe: Any, monkeypatch: pytest.MonkeyPatch, mechanism: str, user: str, password: str
 ) -> None:
-    monkeypatch.setattr("onceflow.driver.startup.START_SECONDS", 90.0)
+    monkeypatch.setattr("onceflow.driver.start.startup.START_SECONDS", 90.0)
     options = secure.options(mechanism, user, password)
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=options)
     with pytest.raises(onceflow.AuthenticationFailedError, match="refused the credentials") as caught:
@@ -359,7 +359,7 @@ def test_wrong_credentials(
 
 @pytest.mark.long
 def test_plain_connection_to_a_tls_listener(secure: Secure, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onceflow.driver.startup.START_SECONDS", 4.0)
+    monkeypatch.setattr("onceflow.driver.start.startup.START_SECONDS", 4.0)
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers)
     with pytest.raises(onceflow.BrokerUnreachableError, match="did not complete the Kafka handshake as PLAINTEXT"):
         flow.read(pipe.source)

@@ -13,7 +13,7 @@ import pytest
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow.driver import step_two_stage
+from onceflow.driver.step import stages
 from onceflow.planning import placement
 from onceflow.spark import plans
 from onceflow.testing import independent
@@ -111,7 +111,7 @@ def test_operators_behind_a_step(trial: Trial, operator: str) -> None:
 def test_many_side_outputs_that_belong_to_other_tasks(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than tasks may return to the driver: the batch runs again, and they go to the write tasks."""
 
-    class Few(step_two_stage.RowsTask):
+    class Few(stages.RowsTask):
         def __call__(self, batches: Any) -> Any:
             from onceflow.task import step_outputs
 
@@ -121,7 +121,7 @@ def test_many_side_outputs_that_belong_to_other_tasks(trial: Trial, monkeypatch:
             finally:
                 step_outputs.RETURNED_ROWS_MAX = usual
 
-    monkeypatch.setattr(step_two_stage, "RowsTask", Few)
+    monkeypatch.setattr(stages, "RowsTask", Few)
     trial.fill(3000)
     first, *others = [batch.attempts for batch in trial.run("select").batches]
     assert (first, set(others)) == (2, {1})
@@ -151,13 +151,13 @@ def test_a_filter_on_the_time(trial: Trial) -> None:
 
 @pytest.mark.long
 def test_a_build_whose_side_outputs_are_rows_is_found_out(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mixed(step_two_stage.RowsTask):
+    class Mixed(stages.RowsTask):
         def __call__(self, batches: Any) -> Any:
             for rows in super().__call__(batches):
                 nothing = pa.nulls(rows.num_rows, pa.string())
                 yield rows.set_column(rows.schema.get_field_index("topic"), "topic", nothing)
 
-    monkeypatch.setattr(step_two_stage, "RowsTask", Mixed)
+    monkeypatch.setattr(stages, "RowsTask", Mixed)
     trial.fill(3000)
     trial.run("repartition")
     with pytest.raises(AssertionError, match=r"target: \d+ too many"):

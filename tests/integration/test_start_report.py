@@ -21,7 +21,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Transactions
-from onceflow.json_logs import JsonLogFormatter
+from onceflow.logs.json_logs import JsonLogFormatter
 from onceflow.testing import faults
 
 pytestmark = pytest.mark.integration

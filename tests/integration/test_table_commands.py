@@ -20,7 +20,7 @@ from onceflow.client import cluster
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.driver import progress_log
+from onceflow.driver.record import progress_log
 from onceflow.errors import BrokerUnreachableError, OptionError, UnknownTopicError
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress

@@ -15,7 +15,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.joins.copies import open_copy
 from onceflow.state.joins.spec import JoinSpec
 from onceflow.state.local.format import SNAPSHOT_KEY, snapshot

@@ -20,7 +20,7 @@ from confluent_kafka.admin import AdminClient
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.driver import progress_log
+from onceflow.driver.record import progress_log
 from onceflow.protocol import progress as records
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress, TableProgress
 from onceflow.testing.broker import create_topic

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from confluent_kafka import Producer
 from pyspark import cloudpickle
 
-from onceflow.admin.replayed_processor import load
+from onceflow.admin.verify.replayed_processor import load
 from onceflow.cli.main import cli
 from onceflow.testing import independent
 

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from confluent_kafka import Producer
 from pyspark import cloudpickle
 
-from onceflow.admin import letter_replay
-from onceflow.admin.replayed_processor import load
+from onceflow.admin.records import letter_replay
+from onceflow.admin.verify.replayed_processor import load
 from onceflow.cli.main import cli
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OnceflowError, ProcessorError

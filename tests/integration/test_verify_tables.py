@@ -13,14 +13,14 @@ import pyarrow as pa
 import pytest
 from confluent_kafka import Producer
 
-from onceflow.admin import local_copies
-from onceflow.admin.local_copies import LocalCopies
-from onceflow.driver.progress_log import partition_of
+from onceflow.admin.verify import local_copies
+from onceflow.admin.verify.local_copies import LocalCopies
+from onceflow.driver.record.progress_log import partition_of
 from onceflow.errors import OptionError
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress, encode
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.local.format import COMMIT_RECORD, CommitRecord
 from onceflow.state.stores.lmdb_environment import forget
 from onceflow.state.stores.lmdb_store import LmdbStore

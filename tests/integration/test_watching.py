@@ -11,7 +11,7 @@ from confluent_kafka import Producer
 
 from onceflow.broker.local import free_ports
 from onceflow.client.settings import ClientSettings
-from onceflow.driver import watching
+from onceflow.driver.batch import watching
 from onceflow.testing import independent
 from onceflow.testing.proxy import Proxy
 from onceflow.testing.waiting import wait_until

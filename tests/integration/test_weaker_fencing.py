@@ -11,10 +11,11 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
-from onceflow.driver import delivery, progress_log
-from onceflow.driver.delivery import AtLeastOnceWithState
-from onceflow.driver.driver_session import DriverSession
-from onceflow.driver.progress_commit import commit_progress
+from onceflow.driver.external.progress_commit import commit_progress
+from onceflow.driver.kafka import delivery
+from onceflow.driver.kafka.delivery import AtLeastOnceWithState
+from onceflow.driver.record import progress_log
+from onceflow.driver.record.session import DriverSession
 from onceflow.errors import FencedError
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.names import Names

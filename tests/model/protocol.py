@@ -154,7 +154,7 @@ class Model(Kafka):
     # ---- the steps of a batch, in order ------------------------------------------------------------------
 
     def init(self, s: State) -> Next:
-        """driver/driver_session.py: Transactions.init fences, then progress_log.read_progress reads."""
+        """driver/record/session.py: Transactions.init fences, then progress_log.read_progress reads."""
         to_fence, to_read = (STARTED, FENCED) if self.fences_before_reading else (FENCED, STARTED)
         for n, d in enumerate(s.drivers):
             if d.phase == to_fence:

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from onceflow.client.deadline import Deadline
-from onceflow.driver import progress_log
-from onceflow.driver.driver_session import DriverSession, check_owner
+from onceflow.driver.record import progress_log
+from onceflow.driver.record.session import DriverSession, check_owner
 from onceflow.errors import FencedError, OptionError, ProgressConflictError
 from onceflow.protocol.names import (
     FLOW_NAME_LENGTH_MAX,

@@ -26,10 +26,10 @@ from onceflow.direct.backlog import Backlog
 from onceflow.direct.fetched import FetchedPart
 from onceflow.direct.loop import DirectLoop
 from onceflow.direct.source_reader import SourceReader
-from onceflow.driver.driver_program import DriverProgram
-from onceflow.driver.fetched_rows import FetchedRows
-from onceflow.driver.offset_log import SourceRange
-from onceflow.driver.range_rows import RangeRows
+from onceflow.driver.batch.driver_program import DriverProgram
+from onceflow.driver.batch.fetched_rows import FetchedRows
+from onceflow.driver.batch.range_rows import RangeRows
+from onceflow.driver.record.offset_log import SourceRange
 from onceflow.planning.engine import DRIVER, TASKS
 from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import TopicPartition

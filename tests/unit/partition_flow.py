@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.local.format import (
     COMMIT_RECORD,
     Chunk,

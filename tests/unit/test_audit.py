@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import Row
 
 from onceflow import errors
-from onceflow.driver.audit import Audit, audit, combined
+from onceflow.driver.batch.audit import Audit, audit, combined
 from onceflow.errors import (
     BadRecordError,
     BatchAbortedError,

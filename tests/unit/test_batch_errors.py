@@ -9,10 +9,10 @@ import pytest
 from py4j.protocol import Py4JNetworkError
 
 from onceflow import BadRecordError, BatchAbortedError, DataLossError, EnvironmentUnusableError, ProcessorError
-from onceflow.driver import retries as retries_module
-from onceflow.driver.batch_errors import given_up, of_task
-from onceflow.driver.offset_log import SourceRange
-from onceflow.driver.retries import Retries
+from onceflow.driver.batch import retries as retries_module
+from onceflow.driver.batch.errors import given_up, of_task
+from onceflow.driver.batch.retries import Retries
+from onceflow.driver.record.offset_log import SourceRange
 from onceflow.planning.options import BatchSummary
 from onceflow.spark import driver_jvm
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow.driver import blame
-from onceflow.driver.blame import culprit
+from onceflow.driver.batch import blame
+from onceflow.driver.batch.blame import culprit
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.spark import jvm
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from onceflow.admin.replayed_processor import load
+from onceflow.admin.verify.replayed_processor import load
 from onceflow.chaos import observer as module
 from onceflow.chaos.flows import COPY, SORTER, Ledger, Names, Sorter
 from onceflow.chaos.observer import LOCAL, REPLAY, STATUS, TRANSACTIONS, VERIFY, Observer

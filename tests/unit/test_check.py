@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 import pytest
 
-from onceflow.admin.audit import Audit
-from onceflow.admin.verify_report import LOST, Report
+from onceflow.admin.verify.audit import Audit
+from onceflow.admin.verify.report import LOST, Report
 from onceflow.cli import main as entry
 from onceflow.cli.check import Check
 from onceflow.errors import OptionError

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow.driver.checkpoint_location import moved_since
-from onceflow.driver.numbering import Numbering
-from onceflow.driver.offset_log import (
+from onceflow.driver.record.numbering import Numbering
+from onceflow.driver.record.offset_log import (
     SourceRange,
     TopicOffsets,
     check_contiguous,
@@ -24,6 +23,7 @@ from onceflow.driver.offset_log import (
     read_ends,
     read_range,
 )
+from onceflow.driver.start.checkpoint_location import moved_since
 from onceflow.errors import ProgressConflictError
 from onceflow.planning.checkpoints import CheckpointStart, plan_checkpoint
 from onceflow.protocol.progress import CheckpointProgress, Progress

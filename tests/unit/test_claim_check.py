@@ -25,8 +25,8 @@ from onceflow.claim_check.reference import PREFIX, Reference
 from onceflow.claim_check.scan import Found, scan
 from onceflow.claim_check.stored_value import StoredValue
 from onceflow.errors import OptionError, ProcessorError, StorageUnavailableError
+from onceflow.options.sizes import size_bytes, size_text
 from onceflow.planning.local_state import check_local
-from onceflow.sizes import size_bytes, size_text
 from onceflow.testing.processor_driver import ProcessorDriver
 
 LARGE = b"large " * 100

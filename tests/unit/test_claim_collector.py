@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from onceflow.admin import claim_collector
+from onceflow.admin.records import claim_collector
 from onceflow.errors import OptionError
 
 FAILING = (

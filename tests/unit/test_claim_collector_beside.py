@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import onceflow
-from onceflow.admin import claim_collector
-from onceflow.admin.claim_collector import Collector
+from onceflow.admin.records import claim_collector
+from onceflow.admin.records.claim_collector import Collector
 from onceflow.claim_check import objects
 from onceflow.client.committed import Chunk
 from onceflow.client.log_reader import LogRecord

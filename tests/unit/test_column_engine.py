@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.errors import ProcessorError
-from onceflow.state import rows
 from onceflow.state.api.processor import BadRows, ColumnProcessor
 from onceflow.state.api.serdes import struct
 from onceflow.state.engine.column_engine import ColumnEngine
+from onceflow.state.format import rows
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
 

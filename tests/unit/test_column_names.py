@@ -14,7 +14,7 @@ from pyspark.sql import types as T
 import onceflow
 from onceflow import Flow, OnceflowError, OptionError, SchemaError, windows
 from onceflow.claim_check.columns import with_column
-from onceflow.column_names import check_reserved, did_you_mean, plain, twice
+from onceflow.options.column_names import check_reserved, did_you_mean, plain, twice
 from onceflow.planning.deduplicate import DedupOptions, dedup_columns
 from onceflow.planning.join_columns import columns_of_join
 from onceflow.planning.maps import map_of
@@ -24,8 +24,8 @@ from onceflow.session import session
 from onceflow.spark import queries
 from onceflow.state.api import serdes
 from onceflow.state.api.processor import ColumnProcessor
+from onceflow.state.engine.retry import Retry
 from onceflow.state.engine.shapes import declared_fields
-from onceflow.state.retry import Retry
 from onceflow.state.windows.processor import check_windows
 
 BYTES = T.BinaryType()

@@ -12,10 +12,10 @@ import pytest
 
 from onceflow import windows
 from onceflow.errors import DeadLetterLimitError, OptionError, ProcessorError
+from onceflow.planning.dead_letter_limit import DeadLetters, Letters, check_limit
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES, JSON, STRING, struct
-from onceflow.state.dead_letter_limit import DeadLetters, Letters, check_limit
 from onceflow.state.engine.shapes import declared_fields, lacks
 from onceflow.testing.processor_driver import ProcessorDriver
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow.admin import settled_progress
+from onceflow.admin.change import settled_progress
 from onceflow.client import decided
 from onceflow.client.cluster import TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.decided import Decided, read_decided
 from onceflow.client.log_reader import LogRecord, Marker
-from onceflow.driver import committed_progress, progress_log
+from onceflow.driver.record import committed_progress, progress_log
 from onceflow.errors import DeadlineExceededError
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from onceflow.errors import ProcessorError
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.record_columns import RecordColumns
-from onceflow.state import rows, segments, stamps
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, SOURCE_COLUMNS, Deduplication
 from onceflow.state.api.serdes import LONG
 from onceflow.state.engine import dedup_engine
 from onceflow.state.engine.dedup_engine import DedupEngine
+from onceflow.state.format import rows, segments, stamps
+from onceflow.state.format.segments import Segments
 from onceflow.state.local.changelog_rows import stamped_rows
 from onceflow.state.local.format import Changes
-from onceflow.state.segments import Segments
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.stamped_view import StampedView
 

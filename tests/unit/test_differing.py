@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from onceflow.admin.differing import described, without
-from onceflow.admin.tally import Difference, Place
-from onceflow.admin.verify_report import Report
+from onceflow.admin.verify.report import Report
+from onceflow.admin.verify.tally import Difference, Place
+from onceflow.admin.versions.differing import described, without
 from onceflow.errors import OptionError
 
 Records = list[tuple[bytes | None, bytes | None]]

@@ -25,7 +25,6 @@ from onceflow import (
     FencedError,
     OnceflowError,
     UnknownTopicError,
-    log_context,
 )
 from onceflow.client.settings import ClientSettings
 from onceflow.direct import loop as loop_module
@@ -35,11 +34,12 @@ from onceflow.direct.backlog import Backlog
 from onceflow.direct.pacing import BatchSize
 from onceflow.direct.query import DirectQuery
 from onceflow.direct.source_reader import SourceReader
-from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.record.offset_log import SourceRange
+from onceflow.logs import log_context
 from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import HandOver
-from onceflow.state.watermark import Watermark
+from onceflow.state.engine.watermark import Watermark
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import types as T
 
 from onceflow import SchemaError
-from onceflow.driver.driver_program import DriverProgram, Functions, driver_program
+from onceflow.driver.batch.driver_program import DriverProgram, Functions, driver_program
 from onceflow.planning.direct_plan import DirectPlan, DirectSource
 from onceflow.planning.ownership import check_columns
 from onceflow.protocol.record_columns import RecordColumns

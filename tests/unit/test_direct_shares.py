@@ -13,7 +13,7 @@ import pytest
 
 from onceflow.client.column_chunks import ColumnChunk
 from onceflow.direct.source_reader import BUFFER_BYTES, FETCH_BYTES, SourceReader
-from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.record.offset_log import SourceRange
 from onceflow.protocol.names import TopicPartition
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -20,16 +20,14 @@ import pytest
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 
-from onceflow.admin import (
-    doctor,
-    doctor_cluster,
-    doctor_disk,
-    doctor_local,
-    doctor_machine,
-    doctor_permissions,
-    doctor_topics,
-)
-from onceflow.admin.doctor_facts import (
+from onceflow.admin.doctor import checks as doctor
+from onceflow.admin.doctor import cluster as doctor_cluster
+from onceflow.admin.doctor import disk as doctor_disk
+from onceflow.admin.doctor import local as doctor_local
+from onceflow.admin.doctor import machine as doctor_machine
+from onceflow.admin.doctor import permissions as doctor_permissions
+from onceflow.admin.doctor import topics as doctor_topics
+from onceflow.admin.doctor.facts import (
     CLUSTER,
     INTERNAL,
     JOINED,
@@ -42,10 +40,10 @@ from onceflow.admin.doctor_facts import (
     FlowFacts,
     Topic,
 )
-from onceflow.admin.doctor_local import Host
-from onceflow.admin.doctor_reading import old_unread
-from onceflow.admin.finding import Check, Finding, Level, error, examine, failed, ok, skipped, warning
-from onceflow.admin.flow_status import FlowStatus, PartitionStatus, SourceStatus
+from onceflow.admin.doctor.finding import Check, Finding, Level, error, examine, failed, ok, skipped, warning
+from onceflow.admin.doctor.local import Host
+from onceflow.admin.doctor.reading import old_unread
+from onceflow.admin.status.flow_status import FlowStatus, PartitionStatus, SourceStatus
 from onceflow.broker.config import Cluster as LocalCluster
 from onceflow.broker.config import Node as LocalNode
 from onceflow.broker.folder import Folder

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from onceflow.admin.driver_compared import attach
-from onceflow.admin.driver_status import DriverStatus, DriverTable, LastBatch, ask_endpoint, checked_endpoint
-from onceflow.admin.flow_status import FlowStatus
-from onceflow.admin.flow_status_reader import StatusReader
+from onceflow.admin.status.driver_compared import attach
+from onceflow.admin.status.driver_status import DriverStatus, DriverTable, LastBatch, ask_endpoint, checked_endpoint
+from onceflow.admin.status.flow_status import FlowStatus
+from onceflow.admin.status.flow_status_reader import StatusReader
 from onceflow.cli.main import cli
-from onceflow.driver.progress_log import partition_of
+from onceflow.driver.record.progress_log import partition_of
 from onceflow.errors import OptionError
 
 Serve = Callable[[bytes], str]

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 import onceflow
 from onceflow import Record, serdes
-from onceflow.admin import record_lines
-from onceflow.admin.identity import identity_of
+from onceflow.admin.records import record_lines
+from onceflow.admin.verify.identity import identity_of
 from onceflow.server.formats import KEYS
 from onceflow.server.problems import Problem
-from onceflow.state import exact_json
 from onceflow.state.api.serdes import JSON
+from onceflow.state.format import exact_json
 from onceflow.testing.joined_tables import joined_table
 from onceflow.testing.processor_driver import ProcessorDriver
 

@@ -14,10 +14,10 @@ import pytest
 
 from onceflow import ExternalSink, ProgressConflictError
 from onceflow.client.deadline import Deadline
-from onceflow.driver import external_run
-from onceflow.driver.batch_errors import in_short
-from onceflow.driver.external_waiting import at_start
-from onceflow.driver.refused_rows import _letter, progress_row
+from onceflow.driver.batch.errors import in_short
+from onceflow.driver.external.refused_rows import _letter, progress_row
+from onceflow.driver.external.waiting import at_start
+from onceflow.driver.start import external_run
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, OptionError, ProcessorError, ProtocolError
 from onceflow.external.sink import BatchAttempt, ProgressRow, RefusedRow, UnavailableError, next_generation
 from onceflow.messages import TaskPlace

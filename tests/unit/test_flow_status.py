@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from onceflow.admin.flow_status import (
+from onceflow.admin.status.flow_status import (
     FlowStatus,
     PartitionStatus,
     SourceStatus,
@@ -21,8 +21,8 @@ from onceflow.admin.flow_status import (
     signs_of_life,
     unknown_flow,
 )
-from onceflow.admin.flow_status_reader import StatusReader
-from onceflow.admin.table_counts import TableCounts
+from onceflow.admin.status.flow_status_reader import StatusReader
+from onceflow.admin.status.table_counts import TableCounts
 from onceflow.cli.main import cli
 from onceflow.cli.text import span
 from onceflow.client import first_connection

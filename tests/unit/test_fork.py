@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onceflow.admin.fork import check_fresh, forked_progress, plan_tables, topics_of
-from onceflow.admin.table_copy import TableCopy
+from onceflow.admin.versions.fork_plan import check_fresh, forked_progress, plan_tables, topics_of
+from onceflow.admin.versions.table_copy import TableCopy
 from onceflow.client.committed import Chunk
 from onceflow.client.deadline import Deadline
 from onceflow.errors import DeadlineExceededError, OptionError, ProgressConflictError

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow import Record, hooks
-from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.record.offset_log import SourceRange
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.testing import recorder
 from onceflow.testing.history import (

@@ -28,8 +28,8 @@ from onceflow.server.routes import Routes, TableRoutes
 from onceflow.server.seen import Wish
 from onceflow.server.service import Served, Service
 from onceflow.server.short_way import ShortWay
-from onceflow.state import rows
-from onceflow.state.local.stored_rows import StoredRows
+from onceflow.state.format import rows
+from onceflow.state.stores.stored_rows import StoredRows
 from onceflow.tables.layout import Layout
 from onceflow.testing.waiting import wait_until
 

@@ -18,7 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import onceflow
-from onceflow.durations import duration_ms
+from onceflow.options.durations import duration_ms
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()

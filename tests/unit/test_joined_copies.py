@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from onceflow.client.committed import Chunk
 from onceflow.errors import OnceflowError
-from onceflow.state import rows
 from onceflow.state.api.serdes import BYTES
+from onceflow.state.format import rows
 from onceflow.state.joins import copies
 from onceflow.state.joins.copies import InexactCopyError, JoinedCopies, open_copy
 from onceflow.state.joins.spec import JoinSpec

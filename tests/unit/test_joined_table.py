@@ -13,9 +13,9 @@ import pytest
 from onceflow import ColumnProcessor, Processor, Record, serdes
 from onceflow.errors import BadRecordError, ProcessorError
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.state import rows
-from onceflow.state.local.stored_rows import StoredRows
+from onceflow.state.format import rows
 from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.state.stores.stored_rows import StoredRows
 from onceflow.task.join_task import JoinTask
 from onceflow.testing.joined_tables import joined_table
 from onceflow.testing.processor_driver import ProcessorDriver

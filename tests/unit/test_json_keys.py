@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from onceflow import ColumnProcessor, Processor, Record, serdes
 from onceflow.errors import BadRecordError, OptionError
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.state import rows
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.engine.choice import engine_for
-from onceflow.state.local.stored_rows import StoredRows
+from onceflow.state.format import rows
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
+from onceflow.state.stores.stored_rows import StoredRows
 from onceflow.tables.lookups import Lookups
 from onceflow.testing.processor_driver import ProcessorDriver
 

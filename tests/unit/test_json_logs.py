@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 
 import onceflow
-from onceflow import json_logs, log_context
 from onceflow.calls.concurrently import concurrently
 from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call
-from onceflow.driver.batch_sink import BatchSink
-from onceflow.driver.step_seconds import timed
+from onceflow.driver.batch.batches import timed
+from onceflow.driver.batch.sink import BatchSink
 from onceflow.errors import FencedError, OptionError
+from onceflow.logs import json_logs, log_context
 from onceflow.messages import TaskPlace
 from onceflow.planning.options import SinkOptions
 from onceflow.protocol.batches import ProducerIdAndEpoch
@@ -227,7 +227,7 @@ def test_a_worker_without_the_package_for_json(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(json_logs.VARIABLE, "json")
-    monkeypatch.setitem(sys.modules, "onceflow.json_logs", None)
+    monkeypatch.setitem(sys.modules, "onceflow.logs.json_logs", None)
     monkeypatch.delattr(onceflow, "json_logs")
     for _ in range(2):
         task_logs.use_format()
@@ -255,7 +255,7 @@ import logging, sys
 sys.path.insert(0, sys.argv[1])
 from test_serving import Query, serve
 import onceflow
-from onceflow import json_logs
+from onceflow.logs import json_logs
 """
 
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow import OptionError, Processor, serdes
-from onceflow.state import rows
 from onceflow.state.api.joined_table import JoinedTable
-from onceflow.state.local.stored_rows import StoredRows
+from onceflow.state.format import rows
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.state.stores.stored_rows import StoredRows
 from onceflow.tables.lookups import Lookups
 from onceflow.testing.processor_driver import ProcessorDriver
 

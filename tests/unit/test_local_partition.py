@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from onceflow.errors import DataLossError, EnvironmentUnusableError, FencedError, OptionError, ProtocolError
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.local import catch_up, spool
 from onceflow.state.local.format import (
     COMMIT_RECORD,

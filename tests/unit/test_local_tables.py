@@ -14,28 +14,28 @@ import pyarrow as pa
 import pytest
 
 from onceflow import serdes
+from onceflow.driver.step.table_state import TableState
 from onceflow.errors import OptionError, ProgressConflictError, ProtocolError
 from onceflow.planning import process, table_plan
 from onceflow.planning.process import StepOptions
 from onceflow.protocol import progress as records
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import LocalTable, Progress, TableProgress
-from onceflow.state import run as run_module
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
+from onceflow.state.changelog.topics import TableTopics, without_topics
 from onceflow.state.local.catch_up import IN_SYNC, LOST, SETTLED
 from onceflow.state.local.format import Commit, CommitRecord
 from onceflow.state.local.opening import settle
-from onceflow.state.local.prepare import lacks, prepare_partition
-from onceflow.state.run import StateRun
+from onceflow.state.prepare import lacks, prepare_partition
 from onceflow.state.spec import ProcessSpec, StateReport
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_environment import forget
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
-from onceflow.state.table_state import TableState
-from onceflow.state.topics import TableTopics, without_topics
+from onceflow.task import state_run as run_module
+from onceflow.task.state_run import StateRun
 
 PARTITIONS = 2
 KEYS = [f"key-{n}" for n in range(11)] + ["key" * 400]

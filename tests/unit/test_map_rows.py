@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from onceflow.driver.batch_errors import of_task
+from onceflow.driver.batch.errors import of_task
 from onceflow.errors import (
     BadRecordError,
     OnceflowError,

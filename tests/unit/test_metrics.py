@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import onceflow
 from onceflow import hooks
-from onceflow.admin.driver_status import LastBatch, ask_endpoint
-from onceflow.driver.offset_log import SourceRange
+from onceflow.admin.status.driver_status import LastBatch, ask_endpoint
+from onceflow.driver.record.offset_log import SourceRange
 from onceflow.errors import (
     BatchAbortedError,
     BrokerUnreachableError,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from onceflow.admin.move import DELETE, KEEP, PartitionMove, check_state, meaning, plan_move, without_state
-from onceflow.admin.progress_file import export, parse
-from onceflow.admin.progress_import import TableTopic, plan_import
-from onceflow.admin.target import BEGINNING, EARLIEST, LATEST, OFFSETS, TIMESTAMP, Target, parse_target
+from onceflow.admin.change.move_plan import DELETE, KEEP, PartitionMove, check_state, meaning, plan_move, without_state
+from onceflow.admin.change.progress_file import export, parse
+from onceflow.admin.change.progress_import import TableTopic, plan_import
+from onceflow.admin.change.target import BEGINNING, EARLIEST, LATEST, OFFSETS, TIMESTAMP, Target, parse_target
 from onceflow.errors import DataLossError, OptionError, ProgressConflictError
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names

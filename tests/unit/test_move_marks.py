@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onceflow.client.committed import Chunk
 from onceflow.protocol.record_columns import HEADERS, RecordColumns
 from onceflow.state.local.format import SNAPSHOT_KEY
-from onceflow.state.move_marks import MARK_HEADER, MARK_KEY, Mark, Moves, mark_headers, marks_of
+from onceflow.state.local.move_marks import MARK_HEADER, MARK_KEY, Mark, Moves, mark_headers, marks_of
 from onceflow.tables.layout import Layout
 
 Given = list[tuple[bytes | None, list[tuple[str, bytes | None]]]]

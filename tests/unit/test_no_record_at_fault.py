@@ -12,8 +12,8 @@ import pytest
 
 from onceflow import ColumnProcessor, Processor, Record, windows
 from onceflow.errors import DeadLetterLimitError, ProcessorError
+from onceflow.planning.dead_letter_limit import DeadLetters, Letters
 from onceflow.state.api.serdes import LONG, STRING, Serde
-from onceflow.state.dead_letter_limit import DeadLetters, Letters
 from onceflow.testing.processor_driver import ProcessorDriver
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow.driver.offset_log import (
+from onceflow.driver.record.offset_log import (
     SourceRange,
     TopicOffsets,
     check_contiguous,

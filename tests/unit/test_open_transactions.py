@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from onceflow.admin import open_transactions as admin
-from onceflow.admin.open_transactions import OpenInPartition, Search, find_open
-from onceflow.admin.transaction_abort import RECENT_MS, Producer, plan
+from onceflow.admin.transactions import open_transactions as admin
+from onceflow.admin.transactions.open_transactions import OpenInPartition, Search, find_open
+from onceflow.admin.transactions.transaction_abort import RECENT_MS, Producer, plan
 from onceflow.cli import transactions as commands
 from onceflow.client import abort_markers, transactional_ids
 from onceflow.client.abort_markers import write_abort_marker
@@ -239,7 +239,7 @@ def test_commands_show_transactions_with_any_time(
     producer = Producer("held", 4001, 2, "Ongoing", at, 900_000, [PLACE], Search([found]))
     monkeypatch.setattr(commands, "connected", lambda *_: contextlib.nullcontext((SimpleNamespace(), soon())))
     monkeypatch.setattr(admin, "find_open", lambda *_: Search([found]))
-    monkeypatch.setattr("onceflow.admin.transaction_abort.describe", lambda *_: producer)
+    monkeypatch.setattr("onceflow.admin.transactions.transaction_abort.describe", lambda *_: producer)
     servers = ["--bootstrap-servers", "127.0.0.1:1"]
     for command in (["list"], ["list", "--min-age", "1 hour"], ["describe", "held"]):
         for form in ([], ["--json"]):

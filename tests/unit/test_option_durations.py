@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from onceflow.durations import duration_ms, option_seconds
 from onceflow.errors import OptionError
+from onceflow.options.durations import duration_ms, option_seconds
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from onceflow.admin import parked as parking
-from onceflow.admin.parked import Parked
+from onceflow.admin.records import parked as parking
+from onceflow.admin.records.parked import Parked
 from onceflow.cli.main import cli, main
 from onceflow.errors import OptionError
-from onceflow.state.retry import Retry
+from onceflow.state.engine.retry import Retry
 from onceflow.testing.processor_driver import ProcessorDriver
 
 ORIGIN = "orders/3/17"

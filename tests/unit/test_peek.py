@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onceflow.admin import topic_excerpt
-from onceflow.admin.topic_excerpt import MAX_RECORDS, Excerpt, newest_of, oldest_of, take
+from onceflow.admin.records import topic_excerpt
+from onceflow.admin.records.topic_excerpt import MAX_RECORDS, Excerpt, newest_of, oldest_of, take
 from onceflow.client.committed import Chunk
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError

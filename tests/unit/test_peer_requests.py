@@ -20,7 +20,7 @@ from onceflow.server.problems import Problem
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes, TableRoutes
 from onceflow.server.seen import Wish
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.tables.layout import Layout
 
 LARGE = b"x" * 100_000

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from onceflow.admin import tables
+from onceflow.admin.records import tables
 from onceflow.client import decided
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.private_folders import in_home, make_private, own_folder, private_temporary
+from onceflow.host.private_folders import in_home, make_private, own_folder, private_temporary
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,13 @@ import pyarrow as pa
 import pytest
 
 from onceflow.errors import OptionError, ProcessorError
-from onceflow.state import dead_letters, rows, segments
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import JSON, STRING, Serde
+from onceflow.state.engine import dead_letters
 from onceflow.state.engine.column_engine import ColumnEngine
 from onceflow.state.engine.record_engine import Engine
+from onceflow.state.format import rows, segments
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow.state import rows
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import JSON
 from onceflow.state.engine.record_engine import Engine
+from onceflow.state.format import rows
 from onceflow.state.stores.memory_store import MemoryStore
 
 KEYS = [b"a", b"a\0", b"\0" * 600, b"b" * 600, b"b" * 600 + b"c", b""]

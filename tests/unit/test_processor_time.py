@@ -12,8 +12,8 @@ import pytest
 
 from onceflow.errors import OptionError, ProcessorError
 from onceflow.protocol.progress import TimerId
-from onceflow.state import rows
 from onceflow.state.api.record import Record
+from onceflow.state.format import rows
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
 

@@ -18,7 +18,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import offsets_code, offsets_unknown
 from onceflow.client.transaction_requests import end_transaction
 from onceflow.client.transactions import Transactions
-from onceflow.driver.progress_ahead import ProgressAhead, RecordPosition
+from onceflow.driver.record.progress_ahead import ProgressAhead, RecordPosition
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress

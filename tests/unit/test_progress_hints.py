@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from onceflow.client.deadline import Deadline
 from onceflow.client.decided import Decided
 from onceflow.client.log_reader import LogRecord
-from onceflow.driver import progress_log
-from onceflow.driver.progress_log import hint, offset_of_hint, partition_of
+from onceflow.driver.record import progress_log
+from onceflow.driver.record.progress_log import hint, offset_of_hint, partition_of
 from onceflow.errors import DeadlineExceededError, ProgressConflictError
 from onceflow.protocol.progress import Progress, encode
 

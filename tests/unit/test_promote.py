@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from onceflow.admin.promote import (
+from onceflow.admin.versions.promote import Promoted, _check_tables
+from onceflow.admin.versions.promotion_plan import (
     check_can_promote,
     has_unfired,
     missing,
@@ -19,12 +20,11 @@ from onceflow.admin.promote import (
     promoted_progress,
     was_promoted,
 )
-from onceflow.admin.promote_timers import TIMERS_MAX, check_unfired
-from onceflow.admin.promoter import Promoted, _check_tables
+from onceflow.admin.versions.promotion_timers import TIMERS_MAX, check_unfired
 from onceflow.cli.promote import _plan
 from onceflow.client.deadline import Deadline
-from onceflow.driver import handover
-from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.record import handover
+from onceflow.driver.record.offset_log import SourceRange
 from onceflow.errors import OptionError, PermissionDeniedError, ProgressConflictError, UnknownTopicError
 from onceflow.planning.table_plan import check_not_replaced
 from onceflow.protocol.names import Names

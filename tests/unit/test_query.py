@@ -12,7 +12,7 @@ import pytest
 from py4j.protocol import Py4JError, Py4JNetworkError
 
 from onceflow import BatchAbortedError, EnvironmentUnusableError, OptionError, hooks
-from onceflow.driver.batch_sink import BatchSink
+from onceflow.driver.batch.sink import BatchSink
 from onceflow.planning.options import SinkOptions
 from onceflow.query import FlowQuery
 from onceflow.spark.streaming_query import SparkQuery

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onceflow.driver.driver_program import DriverProgram, Functions, StepProgram, described, driver_program
+from onceflow.driver.batch.driver_program import DriverProgram, Functions, StepProgram, described, driver_program
 from onceflow.planning.direct_plan import DirectPlan, Function, SparkOperators
 from onceflow.planning.direct_query import direct_plan
 from onceflow.planning.step_tree import stripped, tree_of

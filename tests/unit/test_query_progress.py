@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
-from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.record.offset_log import SourceRange
 from onceflow.planning.options import BatchSummary
 from onceflow.spark.query_progress import ProgressReports
 

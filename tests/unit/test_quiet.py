@@ -17,9 +17,9 @@ from pyspark import SparkContext
 from pyspark.errors import StreamingQueryException
 
 from onceflow import interactive
-from onceflow.driver import pace
+from onceflow.driver.batch import batches
 from onceflow.errors import FencedError
-from onceflow.private_folders import private_temporary
+from onceflow.host.private_folders import private_temporary
 from onceflow.query import FlowQuery
 from onceflow.spark import logs
 from onceflow.spark.streaming_query import SparkQuery
@@ -70,8 +70,8 @@ def test_slow_batches_are_told_once_a_minute(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, slow: int, told: int
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
-    run = pace.Pace("orders", 0.5)
+    monkeypatch.setattr(batches.time, "monotonic", lambda: now[0])
+    run = batches.Pace("orders", 0.5)
     for number in range(120):
         now[0] += 0.55
         run.batch(0.75 if number < slow else 0.2)
@@ -82,8 +82,8 @@ def test_slow_batches_are_told_once_a_minute(
 
 def test_without_a_trigger_no_batch_is_slow(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
-    run = pace.Pace("orders", 0.0)
+    monkeypatch.setattr(batches.time, "monotonic", lambda: now[0])
+    run = batches.Pace("orders", 0.0)
     for _ in range(10):
         now[0] += 30
         run.batch(30)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onceflow.errors import OptionError
-from onceflow.instants import instant_ms
+from onceflow.options.instants import instant_ms
 from onceflow.planning.bounded import bounded
 from onceflow.planning.options import SinkOptions
 from onceflow.planning.read_until import ReadBound, bound_offsets, check_until

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from onceflow.admin import topic_records
+from onceflow.admin.records import topic_records
 from onceflow.broker import process
 from onceflow.broker.config import Cluster, Node
 from onceflow.broker.folder import Folder

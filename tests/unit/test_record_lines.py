@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onceflow.admin.record_lines import (
+from onceflow.admin.records.record_lines import (
     as_line,
     compact_json,
     json_object,

@@ -21,8 +21,8 @@ from onceflow.protocol.progress import Origin
 from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.state.api.deduplication import EVENT_TIME, Deduplication
 from onceflow.state.engine.choice import engine_for
+from onceflow.state.engine.watermark import Watermark
 from onceflow.state.stores.memory_store import MemoryStore
-from onceflow.state.watermark import Watermark
 
 NOW = 1_795_000_000_000
 DAY = 86_400_000

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 import onceflow
-from onceflow.admin.replay import (
+from onceflow.admin.verify.replay import (
     BATCHES_UNKNOWN,
     CALLS,
     CLOCK,
@@ -25,9 +25,9 @@ from onceflow.admin.replay import (
     Replay,
     Replayed,
 )
-from onceflow.admin.replay_beginning import from_progress
-from onceflow.admin.replay_outputs import ReplayOutputs
-from onceflow.admin.replay_steps import (
+from onceflow.admin.verify.replay_beginning import from_progress
+from onceflow.admin.verify.replay_outputs import ReplayOutputs
+from onceflow.admin.verify.replay_steps import (
     Step,
     begun_at,
     check_export,
@@ -37,11 +37,11 @@ from onceflow.admin.replay_steps import (
     was_changed,
     went_back,
 )
-from onceflow.admin.replay_trial import dependences
-from onceflow.admin.replayed_processor import load
-from onceflow.admin.table_contents import Position, WrittenLater, differences, rows_of
-from onceflow.admin.tally import Tally
-from onceflow.admin.verify_report import Report
+from onceflow.admin.verify.replay_trial import dependences
+from onceflow.admin.verify.replayed_processor import load
+from onceflow.admin.verify.report import Report
+from onceflow.admin.verify.table_contents import Position, WrittenLater, differences, rows_of
+from onceflow.admin.verify.tally import Tally
 from onceflow.client.committed import Chunk
 from onceflow.client.log_reader import LogRecord
 from onceflow.errors import OptionError, ProcessorError
@@ -49,8 +49,8 @@ from onceflow.protocol import progress as records
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import LocalTable, Progress, TableProgress
 from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion
-from onceflow.state import rows
-from onceflow.state.run import StateRun
+from onceflow.state.format import rows
+from onceflow.task.state_run import StateRun
 from onceflow.testing.columns import ReadsColumns
 
 # ---- the processor ---------------------------------------------------------------------------------------

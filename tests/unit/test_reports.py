@@ -7,7 +7,7 @@ import pytest
 from onceflow.errors import BatchAbortedError, OnceflowError
 from onceflow.messages import MAX_TEXT, Report, TaskReport, decoded, encoded, from_rows, report_row
 from onceflow.state.local.format import Commit
-from onceflow.state.local.prepare import Prepared
+from onceflow.state.prepare import Prepared
 from onceflow.state.spec import StateReport
 
 

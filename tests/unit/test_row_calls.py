@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 import onceflow
-from onceflow.driver.batch_errors import raised_error
-from onceflow.driver.retries import Attempt
-from onceflow.driver.row_calls import RowCalls
+from onceflow.driver.batch.errors import raised_error
+from onceflow.driver.batch.retries import Attempt
+from onceflow.driver.step.row_calls import RowCalls
 from onceflow.errors import (
     DeadLetterLimitError,
     DeadlineExceededError,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onceflow.state import rows
+from onceflow.state.format import rows
 
 PARTS = st.binary(max_size=12) | st.lists(st.sampled_from([b"\0", b"\1", b"\xff", b"a"]), max_size=8).map(b"".join)
 TIMES = st.integers(-(1 << 62), 1 << 62)

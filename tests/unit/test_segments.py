@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onceflow.state import rows, segments, stamps
+from onceflow.state.format import rows, segments, stamps
+from onceflow.state.format.segments import Segments
 from onceflow.state.local.format import COMMIT_RECORD, CommitRecord, Goal
 from onceflow.state.local.opening import open_partition
-from onceflow.state.segments import Segments
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore

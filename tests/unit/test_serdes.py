@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow.durations import duration_ms
+from onceflow.options.durations import duration_ms
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES, DOUBLE, JSON, LONG, STRING, Serde, struct
 

@@ -20,9 +20,11 @@ from typing import Any
 import pytest
 
 import onceflow
-from onceflow import stop_signals, uncaught
+from onceflow import uncaught
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.planning.options import BatchSummary
+from onceflow.query import FlowWriter
+from onceflow.service import stop_signals
 
 
 class Query:
@@ -425,7 +427,7 @@ def test_the_last_events_of_the_lineage_are_part_of_a_stop(monkeypatch: pytest.M
         def close(self, timeout: float) -> None:
             limits.append(timeout)
 
-    monkeypatch.setattr("onceflow.serving.Lineage", Lineage)
+    monkeypatch.setattr("onceflow.service.serving.Lineage", Lineage)
     serve(Query(asks=terminate), lineage=True, stop_timeout="2 seconds")
     (limit_s,) = limits
     assert 0 < limit_s < 2

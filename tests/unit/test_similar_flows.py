@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from onceflow.admin.mover import known
-from onceflow.admin.progress_history import last_of
-from onceflow.admin.similar_flows import similar_flows
+from onceflow.admin.change.move import known
+from onceflow.admin.status.similar_flows import similar_flows
+from onceflow.admin.verify.progress_history import last_of
 from onceflow.client.log_reader import LogRecord
-from onceflow.driver.committed_progress import CommittedProgress
+from onceflow.driver.record.committed_progress import CommittedProgress
 from onceflow.errors import OptionError, PermissionDeniedError, ProgressConflictError
 from onceflow.protocol.names import Names
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from onceflow.protocol.record_columns import HEADERS, RecordColumns
-from onceflow.state import rows, stamps
+from onceflow.state.format import rows, stamps
 from onceflow.state.local import spool
 from onceflow.state.local.changelog_rows import internal_rows, stamped_rows, table_rows
 from onceflow.state.local.format import is_internal_row

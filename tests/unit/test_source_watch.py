@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from onceflow.client.deadline import Deadline
 from onceflow.client.leader_epochs import LeaderView
-from onceflow.driver import source_watch
-from onceflow.driver.offset_log import SourceRange
-from onceflow.driver.source_watch import SourceWatch
+from onceflow.driver.batch import source_watch
+from onceflow.driver.batch.source_watch import SourceWatch
+from onceflow.driver.record.offset_log import SourceRange
 from onceflow.errors import DataLossError, ProgressConflictError, UnknownTopicError
 from onceflow.planning import source_starts
 from onceflow.planning.source_starts import SourceTopic

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from onceflow.client.settings import ClientSettings
-from onceflow.driver import source_offsets
-from onceflow.driver import startup as module
-from onceflow.driver.startup import Startup
+from onceflow.driver.start import source_offsets
+from onceflow.driver.start import startup as module
+from onceflow.driver.start.startup import Startup
 from onceflow.errors import (
     BrokerUnsupportedError,
     DeadlineExceededError,

@@ -21,20 +21,21 @@ import pytest
 
 import onceflow
 from onceflow import hooks, serdes
-from onceflow.admin.promote_timers import unfired
+from onceflow.admin.versions.promotion_timers import unfired
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged
 from onceflow.clock import clock_ms
+from onceflow.driver.step.table_state import TableState
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host import identity
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import NO_TIMER, Progress, TableProgress, decode, encode
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
+from onceflow.state.changelog.topics import TableTopics
 from onceflow.state.joins.copies import InexactCopyError
 from onceflow.state.local.format import Commit
-from onceflow.state.local.prepare import lacks, prepare_partition
-from onceflow.state.run import StateRun
+from onceflow.state.prepare import lacks, prepare_partition
 from onceflow.state.spec import ProcessSpec, StateReport
 from onceflow.state.stores import rocksdb_store
 from onceflow.state.stores.base import Store
@@ -42,8 +43,7 @@ from onceflow.state.stores.lmdb_environment import forget
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
-from onceflow.state.table_state import TableState
-from onceflow.state.topics import TableTopics
+from onceflow.task.state_run import StateRun
 from onceflow.testing.columns import ReadsColumns
 
 PARTITIONS = 2

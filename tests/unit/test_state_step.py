@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from onceflow.driver import state_step
-from onceflow.driver.state_step import StateStep
+from onceflow.driver.step import state_step
+from onceflow.driver.step.state_step import StateStep
 from onceflow.messages import NotColocatedError, NotCopartitionedError, TaskReport
 from onceflow.planning.placement import Learnt, QueryShape, StepShape
 

@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.stores import base, lmdb_environment, lmdb_lock, rocksdb_store
 from onceflow.state.stores.base import Store, StoreCorruptError
 from onceflow.state.stores.lmdb_pages import Meta, check_pages, read_meta

@@ -368,6 +368,6 @@ def test_serve_reports_to_the_global_providers() -> None:
 
 def test_nothing_is_imported_unless_it_is_asked_for() -> None:
     names = "opentelemetry", "openlineage"
-    code = f"import sys, onceflow.serving, onceflow.metrics.endpoint; print({{*{names}}} & {{*sys.modules}})"
+    code = f"import sys, onceflow.service.serving, onceflow.metrics.endpoint; print({{*{names}}} & {{*sys.modules}})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout.strip() == "set()"

@@ -17,20 +17,21 @@ from hypothesis import strategies as st
 from onceflow import BadRecordError, OptionError, PermissionDeniedError, Record, serdes
 from onceflow.calls.concurrently import concurrently
 from onceflow.clock import clock_ms
-from onceflow.driver import targets
-from onceflow.driver.refused_rows import RefusedRows
+from onceflow.driver.external.refused_rows import RefusedRows
+from onceflow.driver.kafka import targets
 from onceflow.external.sink import RefusedRow
 from onceflow.messages import Target
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.progress import Progress
 from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP, AcceptedTimes
 from onceflow.protocol.topic_rules import TopicRules, WriteRules
-from onceflow.state import dead_letters, exact_json
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.timers import Timer
+from onceflow.state.engine import dead_letters
 from onceflow.state.engine.output_collector import SCHEMA
-from onceflow.state.retry import KEY, Retry
+from onceflow.state.engine.retry import KEY, Retry
+from onceflow.state.format import exact_json
 from onceflow.testing.processor_driver import ProcessorDriver
 
 LIMIT = 10_000

@@ -86,7 +86,7 @@ def test_what_is_the_users() -> None:
     assert user_code.is_of_user(__file__)
     assert user_code.is_of_user("/databricks/<command-12>")
     assert user_code.is_of_user("/home/ada/onceflow/service.py")
-    for path in ("state/run.py", "state/engine/base.py", "client/auth/jaas.py", "task/row_writer.py"):
+    for path in ("task/state_run.py", "state/engine/base.py", "client/auth/jaas.py", "task/row_writer.py"):
         assert (Path(onceflow.__file__).parent / path).exists()
         assert not user_code.is_of_user(f"/home/ada/env/onceflow/{path}")
     assert not user_code.is_of_user(user_code.__file__)

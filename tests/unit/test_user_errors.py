@@ -15,12 +15,12 @@ import pytest
 
 from onceflow.errors import BadRecordError, ProcessorError
 from onceflow.protocol.names import OwnTopics
-from onceflow.state import dead_letters
 from onceflow.state.api import user_errors
 from onceflow.state.api.json_columns import parse_json
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES, DOUBLE, JSON, LONG, STRING, Serde, struct
+from onceflow.state.engine import dead_letters
 from onceflow.testing.processor_driver import ProcessorDriver
 
 HERE = Path(__file__)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from onceflow.admin import tally as tallies
-from onceflow.admin.identity import identity_of
-from onceflow.admin.progress_history import breaks
-from onceflow.admin.readings import readings
-from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Place, Reordered, Tally, digest_of
+from onceflow.admin.verify import tally as tallies
+from onceflow.admin.verify.identity import identity_of
+from onceflow.admin.verify.progress_history import breaks
+from onceflow.admin.verify.readings import readings
+from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Place, Reordered, Tally, digest_of
 from onceflow.client.log_reader import LogRecord
 from onceflow.errors import OptionError
 from onceflow.protocol import progress as records

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onceflow.admin import audit
-from onceflow.admin.audit import Audit, Outputs
-from onceflow.admin.identity import identity_of, kind_of
-from onceflow.admin.tally import Tally
-from onceflow.admin.verify_report import Report
+from onceflow.admin.verify import audit
+from onceflow.admin.verify.audit import Audit, Outputs
+from onceflow.admin.verify.identity import identity_of, kind_of
+from onceflow.admin.verify.report import Report
+from onceflow.admin.verify.tally import Tally
 from onceflow.client.cluster import TopicInfo
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.log_reader import LogRecord

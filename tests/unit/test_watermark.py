@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onceflow.driver.step import table_state
 from onceflow.protocol.progress import EventTime, Progress, TableProgress, decode, encode
-from onceflow.state import table_state
-from onceflow.state.watermark import Origin, Watermark
+from onceflow.state.engine.watermark import Origin, Watermark
 
 A: Origin = ("in", 0)
 B: Origin = ("in", 1)

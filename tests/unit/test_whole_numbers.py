@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from onceflow import serdes
 from onceflow.errors import OnceflowError, SchemaError
-from onceflow.state import rows
 from onceflow.state.api.json_columns import format_json, parse_json
 from onceflow.state.api.processor import ColumnProcessor
 from onceflow.state.api.whole_numbers import cast, changed, rounded
-from onceflow.state.local.stored_rows import StoredRows
+from onceflow.state.format import rows
 from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.state.stores.stored_rows import StoredRows
 from onceflow.tables.lookups import Lookups
 from onceflow.task.map_rows import RowsMap
 from onceflow.testing.processor_driver import ProcessorDriver

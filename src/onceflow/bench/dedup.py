@@ -21,12 +21,12 @@ import pyarrow as pa
 
 from onceflow.bench.processes import memory_of
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches
-from onceflow.state import run as state_run
-from onceflow.state import segments, stamps
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.engine.dedup_engine import DedupEngine
+from onceflow.state.format import segments, stamps
 from onceflow.state.local.format import Commit, Pending
 from onceflow.state.stores.lmdb_store import LmdbStore
+from onceflow.task import state_run as state_run
 
 #: At least so many batches, and so many segments of new ids. Meanwhile as many old ones are deleted.
 _BATCHES, _SEGMENTS = 10, 2

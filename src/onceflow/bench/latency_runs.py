@@ -284,7 +284,7 @@ class _Run:
 
     def _forget(self) -> None:
         """Nothing of the flow is left in somebody's cluster."""
-        from onceflow.admin.reset import reset
+        from onceflow.admin.change.reset import reset
         from onceflow.client.settings import ClientSettings
         from onceflow.protocol.names import Names
 

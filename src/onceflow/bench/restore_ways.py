@@ -33,7 +33,7 @@ from onceflow.errors import EnvironmentUnusableError
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.record_columns import HEADERS
-from onceflow.state import rows, stamps
+from onceflow.state.format import rows, stamps
 from onceflow.state.joins.copies import open_copy
 from onceflow.state.joins.spec import JoinSpec
 from onceflow.state.local.format import Goal

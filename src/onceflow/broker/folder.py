@@ -13,7 +13,7 @@ from pathlib import Path
 from onceflow.broker.config import HOST, Cluster, Node
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.host.file_lock import locked
-from onceflow.private_folders import in_home, make_private
+from onceflow.host.private_folders import in_home, make_private
 
 PORTS = range(20_000, 32_000)
 _given: set[int] = set()

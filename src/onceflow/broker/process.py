@@ -23,7 +23,7 @@ from onceflow.broker.metadata import MetadataReader, metadata_reader
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.host.jars import kafka_broker_classpath
 from onceflow.host.java import find_java
-from onceflow.private_folders import make_private
+from onceflow.host.private_folders import make_private
 
 #: The main class of a broker's process; its argument is the path of server.properties.
 BROKER_CLASS = "kafka.Kafka"

@@ -7,9 +7,9 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from onceflow.arguments import with_known_arguments
 from onceflow.calls.options import seconds
 from onceflow.errors import CircuitOpenError, OptionError
+from onceflow.options.arguments import with_known_arguments
 
 
 @with_known_arguments

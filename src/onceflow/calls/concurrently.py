@@ -7,13 +7,13 @@ from contextlib import closing
 from itertools import islice
 from typing import Any, TypeVar
 
-from onceflow.arguments import known_arguments
 from onceflow.calls import journal
 from onceflow.calls.breaker import Breaker
 from onceflow.calls.options import TRANSIENT, Transient, check_options, check_transient
 from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call, Outcome, Target
 from onceflow.errors import OptionError
+from onceflow.options.arguments import known_arguments
 
 T = TypeVar("T")
 ORDERS = ("key", None)

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from onceflow.durations import duration_ms
 from onceflow.errors import CallTimeoutError, OptionError
+from onceflow.options.durations import duration_ms
 
 # asyncio has a TimeoutError of its own in Python 3.10.
 TRANSIENT: tuple[type[Exception], ...] = (ConnectionError, TimeoutError, asyncio.TimeoutError, CallTimeoutError)

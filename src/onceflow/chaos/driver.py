@@ -19,7 +19,8 @@ from typing import Any
 from onceflow import hooks
 from onceflow.chaos import flows
 from onceflow.clock import clock_ms
-from onceflow.driver import commit, startup
+from onceflow.driver.kafka import commit
+from onceflow.driver.start import startup
 from onceflow.errors import OnceflowError
 from onceflow.session import session
 from onceflow.testing.faults import InjectedFaultError

@@ -22,7 +22,7 @@ from onceflow.chaos.flows import COPY, JOINER, LEDGER, PLAIN, SORTER, TOTALS, UN
 from onceflow.chaos.replacement import Replacement
 from onceflow.chaos.servers import Servers
 from onceflow.chaos.spark_cluster import SparkCluster
-from onceflow.driver.progress_log import PROGRESS_PARTITIONS
+from onceflow.driver.record.progress_log import PROGRESS_PARTITIONS
 from onceflow.planning.engine import ENGINES
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing.broker import create_topic

@@ -12,13 +12,13 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.arguments import known_arguments
 from onceflow.claim_check.objects import ObjectStore
 from onceflow.claim_check.reference import PREFIX, Reference, is_reference
 from onceflow.claim_check.stored_value import StoredValue
 from onceflow.errors import ClaimCheckError, OptionError
 from onceflow.object_storage import CHUNK_BYTES
-from onceflow.sizes import size_bytes
+from onceflow.options.arguments import known_arguments
+from onceflow.options.sizes import size_bytes
 from onceflow.state.api.serdes import BYTES, is_serde
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
-from onceflow.column_names import did_you_mean
 from onceflow.errors import ClaimCheckError, SchemaError
+from onceflow.options.column_names import did_you_mean
 from onceflow.spark.arrow_maps import map_in_arrow
 
 Convert = Callable[[bytes], bytes]

@@ -50,7 +50,7 @@ def _one_of(*names: str) -> Callable[[str], str]:
 
 
 def _trigger_ms(text: str) -> int:
-    from onceflow.durations import duration_ms
+    from onceflow.options.durations import duration_ms
 
     found = duration_ms(text)
     if not 1 <= found <= _MAX_TRIGGER_MS:

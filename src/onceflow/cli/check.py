@@ -9,7 +9,7 @@ import click
 from onceflow.errors import OptionError
 
 if TYPE_CHECKING:
-    from onceflow.admin.verify_report import Report
+    from onceflow.admin.verify.report import Report
 
 FINDING = 1
 NOT_CHECKED = 2

@@ -14,7 +14,7 @@ from onceflow.cli.progress import progress_bar
 from onceflow.errors import counted
 
 if TYPE_CHECKING:
-    from onceflow.admin.claim_collector import Collector
+    from onceflow.admin.records.claim_collector import Collector
     from onceflow.client.settings import ClientSettings
 
 _LEAST_DAYS = 1
@@ -105,7 +105,7 @@ def collect(
     If a flow that reads these topics writes another system, or has state that is not in Kafka, the command deletes
     nothing until --rows or --without-rows says where its references are.
     """
-    from onceflow.admin.claim_collector import Collector
+    from onceflow.admin.records.claim_collector import Collector
     from onceflow.claim_check.objects import ObjectStore
     from onceflow.clock import clock_ms
 
@@ -142,7 +142,7 @@ def collect(
 
 
 def _age_ms(text: str) -> int:
-    from onceflow.durations import duration_ms
+    from onceflow.options.durations import duration_ms
 
     try:
         found = duration_ms(text)
@@ -161,7 +161,7 @@ def _print(collector: Collector, *, as_json: bool, listed: bool) -> None:
 
 
 def _confirm(collector: Collector, url: str) -> None:
-    from onceflow.sizes import size_text
+    from onceflow.options.sizes import size_text
 
     found = collector.found
     without = [topic for topic, count in found.references.items() if not count]
@@ -176,7 +176,7 @@ def _confirm(collector: Collector, url: str) -> None:
 
 
 def _print_sums(collector: Collector, *, deleted: bool, as_json: bool) -> None:
-    from onceflow.sizes import size_text
+    from onceflow.options.sizes import size_text
 
     found = collector.found
     if as_json:

@@ -17,7 +17,7 @@ from onceflow.cli.report_text import print_report
 from onceflow.cli.text import Number
 
 if TYPE_CHECKING:
-    from onceflow.admin.verify_report import Report
+    from onceflow.admin.verify.report import Report
     from onceflow.client.settings import ClientSettings
 
 
@@ -86,9 +86,9 @@ def compare(
     Exit codes: 0 nothing differs; 1 something differs; 2 not compared: there is nothing to compare yet, an error, or
     wrong usage; 130 interrupted.
     """
-    from onceflow.admin.comparison import Compared, Comparison
-    from onceflow.admin.identity import identity_of
-    from onceflow.admin.tally import Tally
+    from onceflow.admin.verify.identity import identity_of
+    from onceflow.admin.verify.tally import Tally
+    from onceflow.admin.versions.comparison import Compared, Comparison
     from onceflow.client.cluster import Cluster
     from onceflow.protocol.names import Names
 

@@ -55,8 +55,8 @@ def consume(
     Lines are for people: control characters are replaced, bytes that are no UTF-8 look like b'\\xff', null is null.
     --json loses nothing, and `onceflow produce --json` takes it.
     """
-    from onceflow.admin import topic_records
-    from onceflow.admin.record_lines import to_json
+    from onceflow.admin.records import topic_records
+    from onceflow.admin.records.record_lines import to_json
     from onceflow.client.cluster import Cluster
 
     first = _start(start)
@@ -78,7 +78,7 @@ def consume(
 
 def tell_held_back(cluster: Cluster, topic: str, partition: int | None) -> None:
     """Say on stderr how many offsets are not shown, because a transaction before them is open."""
-    from onceflow.admin import topic_records
+    from onceflow.admin.records import topic_records
     from onceflow.client.deadline import Deadline
 
     stable = topic_records.stable_offsets(cluster, topic, partition, Deadline(30.0, f"reading {topic}"))

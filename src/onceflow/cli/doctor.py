@@ -16,7 +16,7 @@ from onceflow.cli.examples import examples
 from onceflow.cli.text import shown
 
 if TYPE_CHECKING:
-    from onceflow.admin.finding import Finding
+    from onceflow.admin.doctor.finding import Finding
 
 _COLOURS = {"ok": "green", "skipped": "cyan", "warning": "yellow", "error": "red"}
 
@@ -59,8 +59,8 @@ def doctor(
     Each finding is ok, skipped (it could not be found out), a warning or an error, and says what to do. Nothing is
     changed, and no running driver is fenced. The exit code is 1 if there is an error.
     """
-    from onceflow.admin import doctor_machine
-    from onceflow.admin.finding import failed
+    from onceflow.admin.doctor import machine as doctor_machine
+    from onceflow.admin.doctor.finding import failed
     from onceflow.errors import OptionError
     from onceflow.protocol.names import Names
 
@@ -69,7 +69,7 @@ def doctor(
         host = doctor_machine.this_machine(state_dirs)
         found = _told("This machine", doctor_machine.local_findings(host, session=not no_session), as_json)
         try:
-            from onceflow.admin import doctor as of_cluster
+            from onceflow.admin.doctor import checks as of_cluster
 
             settings = settings_of(bootstrap_servers, options, config_file)
         except ImportError as problem:  # of the Kafka client, for example

@@ -11,8 +11,8 @@ from onceflow.cli.text import in_columns
 from onceflow.errors import counted
 
 if TYPE_CHECKING:
-    from onceflow.admin.move import Move
-    from onceflow.admin.mover import Moved
+    from onceflow.admin.change.move import Moved
+    from onceflow.admin.change.move_plan import Move
     from onceflow.client.cluster import Cluster
     from onceflow.client.settings import ClientSettings
     from onceflow.protocol.progress import Progress
@@ -61,7 +61,7 @@ def move_flow(
 
 def _plan(planned: FlowMove) -> list[str]:
     """A line for each partition, and what it means."""
-    from onceflow.admin.move import meaning
+    from onceflow.admin.change.move_plan import meaning
 
     move = planned.move
     rows = [

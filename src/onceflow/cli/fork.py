@@ -13,7 +13,7 @@ from onceflow.cli.text import in_columns
 from onceflow.errors import counted
 
 if TYPE_CHECKING:
-    from onceflow.admin.forker import Forked
+    from onceflow.admin.versions.fork import Forked
     from onceflow.client.settings import ClientSettings
 
 
@@ -47,7 +47,7 @@ def fork(
 
     Exit codes: 0 done; 1 refused, not confirmed, or an error; 2 wrong usage; 130 interrupted.
     """
-    from onceflow.admin import forker
+    from onceflow.admin.versions import fork as forker
 
     names, copy = options.names(flow), options.names(new)
     wanted = pairs(tables, "--table")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onceflow.admin.record_lines import field, headers_as_json
+from onceflow.admin.records.record_lines import field, headers_as_json
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
@@ -18,8 +18,8 @@ from onceflow.errors import OptionError, counted
 from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:
-    from onceflow.admin.letter_replay import Replayed
-    from onceflow.admin.parked import Parked
+    from onceflow.admin.records.letter_replay import Replayed
+    from onceflow.admin.records.parked import Parked
     from onceflow.client.settings import ClientSettings
 
 _MESSAGE_CHARACTERS, _CAUSE_MIN = 80, 40
@@ -47,8 +47,8 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
 
     In an ordinary dead-letter topic, every dead letter is listed; WHY says which of them were replayed.
     """
-    from onceflow.admin import letter_replay as parking_replay
-    from onceflow.admin import parked as parking
+    from onceflow.admin.records import letter_replay as parking_replay
+    from onceflow.admin.records import parked as parking
 
     found = parking.read(settings, topic)
     replayed = parking_replay.places(settings, topic) if any(record.dead_letter for record in found) else set()
@@ -105,7 +105,7 @@ def show(topic: str, origin: str, settings: ClientSettings, as_json: bool) -> No
     When several records are parked that have it, all are shown. When a record has several dead letters, the last one is
     shown.
     """
-    from onceflow.admin import parked as parking
+    from onceflow.admin.records import parked as parking
 
     found = parking.read(settings, topic, [origin])
     parked_there = [record for record in found if not record.dead_letter]
@@ -156,7 +156,7 @@ def retry(
     All of them or none are written to the retry topic and taken out of TOPIC, in one transaction. Their attempts are
     counted from the beginning.
     """
-    from onceflow.admin import parked as parking
+    from onceflow.admin.records import parked as parking
 
     chosen = _chosen(origins, everything)
     counts = parking.retry(settings, topic, chosen, to=to)
@@ -200,7 +200,7 @@ def replay(
     they were. Everybody who reads that topic gets them again; --to names a topic that only your flow reads. What was
     replayed is noted in TOPIC-replayed, in the same transactions, so no letter is replayed twice.
     """
-    from onceflow.admin import letter_replay
+    from onceflow.admin.records import letter_replay
 
     chosen = any((origins, *(filters[name] for name in ("cause", "message", "source", "flow"))))
     if chosen == everything:
@@ -262,7 +262,7 @@ def drop(
     settings: ClientSettings,
 ) -> None:
     """Delete parked records for good. All of them or none are deleted."""
-    from onceflow.admin import parked as parking
+    from onceflow.admin.records import parked as parking
 
     chosen = _chosen(origins, everything)
     if not yes:

@@ -38,8 +38,8 @@ def peek(topic: str, settings: ClientSettings, count: int, partition: int | None
     A line is that of `onceflow consume`. Within a partition, records are in the order of their offsets; timestamps
     decide between partitions. No consumer group is used and no flow is fenced.
     """
-    from onceflow.admin.record_lines import to_json
-    from onceflow.admin.topic_excerpt import Excerpt, take
+    from onceflow.admin.records.record_lines import to_json
+    from onceflow.admin.records.topic_excerpt import Excerpt, take
     from onceflow.client.cluster import Cluster
 
     wanted = Excerpt(count, partitions=None if partition is None else [partition])

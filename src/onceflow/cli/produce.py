@@ -16,8 +16,8 @@ from onceflow.cli.text import standard_input
 from onceflow.errors import counted
 
 if TYPE_CHECKING:
-    from onceflow.admin.record_lines import Parser
-    from onceflow.admin.topic_records import TopicWriter
+    from onceflow.admin.records.record_lines import Parser
+    from onceflow.admin.records.topic_records import TopicWriter
     from onceflow.client.settings import ClientSettings
     from onceflow.state.api.record import Record
 
@@ -50,7 +50,7 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
     A line that cannot be written ends the command: the lines before it are written, it and those after it are not.
     There is no transaction.
     """
-    from onceflow.admin.topic_records import TopicWriter
+    from onceflow.admin.records.topic_records import TopicWriter
     from onceflow.client.cluster import Cluster
 
     parser = _parser(key_separator, as_json)
@@ -72,7 +72,7 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
 
 
 def _parser(key_separator: str | None, as_json: bool) -> Parser:
-    from onceflow.admin import record_lines
+    from onceflow.admin.records import record_lines
 
     if as_json and key_separator is not None:
         raise click.UsageError("give either --json or --key-separator")

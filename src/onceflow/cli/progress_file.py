@@ -34,7 +34,8 @@ def export(flow: str, settings: ClientSettings, transactional_id_prefix: str, as
 
     It is what is committed now. No driver is fenced. Exit code 1: it has no progress, or Kafka does not answer.
     """
-    from onceflow.admin import mover, progress_file
+    from onceflow.admin.change import move as mover
+    from onceflow.admin.change import progress_file
     from onceflow.clock import clock_ms
     from onceflow.protocol.names import Names
 
@@ -73,8 +74,8 @@ def import_(
 
     Exit codes: 0 done; 1 refused, not confirmed, or an error; 2 wrong usage; 130 interrupted.
     """
-    from onceflow.admin import progress_file, progress_import
-    from onceflow.admin.move import KEEP
+    from onceflow.admin.change import progress_file, progress_import
+    from onceflow.admin.change.move_plan import KEEP
 
     names = options.names(flow)
     wanted = progress_file.parse(_text(file), Path(file).name)

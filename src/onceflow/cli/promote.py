@@ -13,7 +13,7 @@ from onceflow.cli.text import Number, in_columns
 from onceflow.errors import counted
 
 if TYPE_CHECKING:
-    from onceflow.admin.promoter import Promoted
+    from onceflow.admin.versions.promote import Promoted
     from onceflow.client.settings import ClientSettings
 
 
@@ -74,7 +74,7 @@ def promote(
 
     Exit codes: 0 done; 1 refused, not confirmed, or an error; 2 wrong usage; 130 interrupted.
     """
-    from onceflow.admin import promoter
+    from onceflow.admin.versions import promote as promoter
 
     names, other = options.names(flow), options.names(new)
     limits = promoter.Limits(max_gap, wait_s, new_timers, same_timers, new_topics)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from onceflow.admin.verify_report import Report
+    from onceflow.admin.verify.report import Report
 
 _PLURAL = re.compile(r"\b(record|row|offset|partition|output)s\b")
 

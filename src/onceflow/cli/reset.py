@@ -67,8 +67,8 @@ def reset(
 def _forget(settings: ClientSettings, names: Names, options: Options) -> None:
     from contextlib import closing
 
-    from onceflow.admin import reset as resetting
-    from onceflow.admin.similar_flows import meant, named, similar_flows
+    from onceflow.admin.change import reset as resetting
+    from onceflow.admin.status.similar_flows import meant, named, similar_flows
     from onceflow.client.cluster import Cluster
     from onceflow.protocol.names import INTERNAL_SUFFIX
     from onceflow.protocol.position import Position
@@ -104,9 +104,9 @@ def _forget(settings: ClientSettings, names: Names, options: Options) -> None:
 
 
 def _move(settings: ClientSettings, names: Names, options: Options, position: str, state: str | None) -> None:
-    from onceflow.admin import mover
-    from onceflow.admin.move import KEEP
-    from onceflow.admin.target import parse_target
+    from onceflow.admin.change import move as mover
+    from onceflow.admin.change.move_plan import KEEP
+    from onceflow.admin.change.target import parse_target
 
     try:
         target = parse_target(position)

@@ -19,8 +19,8 @@ from onceflow.errors import counted
 from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:
-    from onceflow.admin.driver_status import DriverStatus
-    from onceflow.admin.flow_status import FlowStatus
+    from onceflow.admin.status.driver_status import DriverStatus
+    from onceflow.admin.status.flow_status import FlowStatus
 
 _CALL_S, _ENDPOINT_S = 60.0, 5.0
 _EVERY_S = 2.0
@@ -83,12 +83,12 @@ def status(
     age of the oldest record that is not committed. `?` means that it is not known. What could not be asked is named,
     and the rest is shown.
     """
-    from onceflow.admin.driver_compared import attach, tell_answers, without_kafka
-    from onceflow.admin.driver_status import checked_endpoint
-    from onceflow.admin.flow_status import exceeded
-    from onceflow.admin.flow_status_reader import StatusReader
-    from onceflow.admin.letter_counts import count_letters
-    from onceflow.admin.status_answers import count_tables
+    from onceflow.admin.status.driver_compared import attach, tell_answers, without_kafka
+    from onceflow.admin.status.driver_status import checked_endpoint
+    from onceflow.admin.status.flow_status import exceeded
+    from onceflow.admin.status.flow_status_reader import StatusReader
+    from onceflow.admin.status.letter_counts import count_letters
+    from onceflow.admin.status.status_answers import count_tables
     from onceflow.client.cluster import Cluster
     from onceflow.client.deadline import Deadline
     from onceflow.client.first_connection import LOOK_REFUSED_S
@@ -174,7 +174,7 @@ def _drivers(urls: Sequence[str], timeout_s: float) -> tuple[list[DriverStatus],
     """What the endpoints say, and what is wrong with them. They are asked at once."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from onceflow.admin.driver_status import ask_endpoint
+    from onceflow.admin.status.driver_status import ask_endpoint
 
     if not urls:
         return [], []

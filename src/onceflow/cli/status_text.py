@@ -10,16 +10,16 @@ from onceflow.errors import counted
 from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:
-    from onceflow.admin.driver_status import DriverStatus, DriverTable
-    from onceflow.admin.flow_status import FlowStatus, PartitionStatus
-    from onceflow.admin.table_counts import TableCounts
+    from onceflow.admin.status.driver_status import DriverStatus, DriverTable
+    from onceflow.admin.status.flow_status import FlowStatus, PartitionStatus
+    from onceflow.admin.status.table_counts import TableCounts
 
 
 def overview(found: Sequence[FlowStatus]) -> list[str]:
     """A table of flows, and below it what is wrong with them."""
     if not found:
         return []
-    from onceflow.admin.flow_status import NOT_ASKED
+    from onceflow.admin.status.flow_status import NOT_ASKED
 
     asked = any(each.driver_answer != NOT_ASKED for each in found)
     rows = [
@@ -113,7 +113,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 def _no_driver(flow: FlowStatus) -> str:
     """That no driver was asked, or that none has answered; and what Kafka shows of it."""
-    from onceflow.admin.flow_status import NOT_ASKED, NOT_SERVED, signs_of_life
+    from onceflow.admin.status.flow_status import NOT_ASKED, NOT_SERVED, signs_of_life
 
     answers = {NOT_ASKED: "not asked (give --endpoint)", NOT_SERVED: "not known, no endpoint here serves this flow"}
     signs = signs_of_life(flow)

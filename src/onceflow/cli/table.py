@@ -17,7 +17,7 @@ from onceflow.cli.text import timeout_ms as timeout_ms_of
 from onceflow.errors import counted
 
 if TYPE_CHECKING:
-    from onceflow.admin.repartition import Repartitioned
+    from onceflow.admin.change.repartition import Repartitioned
     from onceflow.client.settings import ClientSettings
 
 
@@ -75,8 +75,8 @@ def repartition(
     A running driver of the flow is fenced. All rows move in one transaction with the flow's progress: whatever
     happens, they have moved or they have not. Run it again if it was interrupted. Then start the flow.
     """
-    from onceflow.admin import repartition as repartitioning
-    from onceflow.admin.repartitioner import RepartitionProgress
+    from onceflow.admin.change import repartition as repartitioning
+    from onceflow.admin.change.row_moves import RepartitionProgress
     from onceflow.protocol.names import Names
 
     names = Names(flow, transactional_id_prefix, group_id_prefix)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onceflow.admin import record_lines
+from onceflow.admin.records import record_lines
 from onceflow.state.api import serdes
 
 if TYPE_CHECKING:

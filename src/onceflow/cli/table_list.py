@@ -13,7 +13,7 @@ from onceflow.cli.text import print_columns
 from onceflow.errors import counted
 
 if TYPE_CHECKING:
-    from onceflow.admin.tables import TableTopic
+    from onceflow.admin.records.tables import TableTopic
     from onceflow.client.settings import ClientSettings
 
 
@@ -28,7 +28,7 @@ def list_(as_json: bool, settings: ClientSettings) -> None:
     RECORDS is an upper bound: compaction leaves the last record of each key. INTERNAL is the same for the companion
     topic TABLE-internal, with entries of maps and lists, and timers. Internal topics are left out.
     """
-    from onceflow.admin.tables import find_tables
+    from onceflow.admin.records.tables import find_tables
 
     with connected(settings, "listing tables") as (cluster, deadline):
         found = find_tables(cluster, deadline)
@@ -62,7 +62,7 @@ def describe(topic: str, as_json: bool, settings: ClientSettings) -> None:
     STABLE is the last stable offset: a table contains what is below it. COMMITTED is what the flow has committed, and
     "position" is the same as a text for `Table.wait_until_current`.
     """
-    from onceflow.admin.tables import describe_table
+    from onceflow.admin.records.tables import describe_table
     from onceflow.protocol.position import Position
 
     with connected(settings, f"describing table {topic}") as (cluster, deadline):

@@ -260,7 +260,7 @@ def count(topic: str, as_json: bool, opener: Opener) -> None:
 
 def _tell_companion(settings: ClientSettings, topic: str) -> None:
     """A table without rows may have maps and timers, as that of windows has."""
-    from onceflow.admin.tables import companion_records
+    from onceflow.admin.records.tables import companion_records
     from onceflow.protocol.names import INTERNAL_SUFFIX
 
     with connected(settings, f"looking for the companion topic of {topic}") as (cluster, deadline):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onceflow import json_logs
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.table_lookup import naming_state_dir
 from onceflow.cli.text import timeout_ms
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.logs import json_logs
 
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings

@@ -145,7 +145,7 @@ def timeout_ms(text: str, option: str) -> int:
     Args:
         option: the name of the command's option, for the error.
     """
-    from onceflow.durations import duration_ms
+    from onceflow.options.durations import duration_ms
 
     try:
         found = duration_ms(float(text) if text.replace(".", "", 1).isdigit() else text)

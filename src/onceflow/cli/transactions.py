@@ -18,8 +18,8 @@ from onceflow.errors import OptionError, PermissionDeniedError, counted
 from onceflow.protocol.timestamps import in_utc
 
 if TYPE_CHECKING:
-    from onceflow.admin.open_transactions import OpenInPartition, Search
-    from onceflow.admin.transaction_abort import AbortPlan, Producer
+    from onceflow.admin.transactions.open_transactions import OpenInPartition, Search
+    from onceflow.admin.transactions.transaction_abort import AbortPlan, Producer
     from onceflow.client.settings import ClientSettings
 
 _MOST_NAMED = 5
@@ -65,7 +65,7 @@ def list_(
     FIRST is the offset of the first record, HELD BACK how many offsets read_committed readers of the partition cannot
     reach. STATE is that of the transactional id, or "hanging"; "hanging?" means that a coordinator may know it.
     """
-    from onceflow.admin.open_transactions import find_open
+    from onceflow.admin.transactions.open_transactions import find_open
 
     min_age_ms = 0 if min_age is None else duration_ms_of(min_age, "--min-age")
     with connected(settings, "listing open transactions") as (cluster, deadline):
@@ -106,7 +106,7 @@ def describe(
     settings: ClientSettings,
 ) -> None:
     """Describe the transaction of TRANSACTIONAL_ID, or of a producer id: state, timeout, start, partitions."""
-    from onceflow.admin import transaction_abort
+    from onceflow.admin.transactions import transaction_abort
 
     _check_one(transactional_id, producer_id)
     with connected(settings, "describing a transaction") as (cluster, deadline):
@@ -153,7 +153,7 @@ def abort(
     Exit codes: 0 nothing of it is open any more; 1 not aborted: refused, not confirmed, or an error; 2 wrong usage; 130
     interrupted.
     """
-    from onceflow.admin import transaction_abort as aborting
+    from onceflow.admin.transactions import transaction_abort as aborting
 
     _check_one(transactional_id, producer_id)
     with connected(settings, "planning an abort") as (cluster, deadline):

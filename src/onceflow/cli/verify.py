@@ -17,7 +17,7 @@ from onceflow.cli.progress import progress_bar
 from onceflow.cli.report_text import print_report
 
 if TYPE_CHECKING:
-    from onceflow.admin.verify_report import Report
+    from onceflow.admin.verify.report import Report
     from onceflow.client.settings import ClientSettings
 
 
@@ -115,17 +115,17 @@ def verify(
     Exit codes: 0 nothing is wrong; 1 something is; 2 not checked: an error, wrong usage, an id that only one side has,
     or something that could not be judged; 130 interrupted.
     """
-    from onceflow.admin.audit import Audit, Outputs
-    from onceflow.admin.beginning import offsets_at
-    from onceflow.admin.identity import identity_of
-    from onceflow.admin.local_copies import LocalCopies
-    from onceflow.admin.progress_file import parse
-    from onceflow.admin.progress_history import last_of, read_history
-    from onceflow.admin.replay_audit import ReplayAudit, ReplayOptions
-    from onceflow.admin.replayed_processor import load
-    from onceflow.admin.table_audit import TableAudit
-    from onceflow.admin.tally import Tally
-    from onceflow.admin.target import parse_target
+    from onceflow.admin.change.progress_file import parse
+    from onceflow.admin.change.target import parse_target
+    from onceflow.admin.verify.audit import Audit, Outputs
+    from onceflow.admin.verify.beginning import offsets_at
+    from onceflow.admin.verify.identity import identity_of
+    from onceflow.admin.verify.local_copies import LocalCopies
+    from onceflow.admin.verify.progress_history import last_of, read_history
+    from onceflow.admin.verify.replay_audit import ReplayAudit, ReplayOptions
+    from onceflow.admin.verify.replayed_processor import load
+    from onceflow.admin.verify.table_audit import TableAudit
+    from onceflow.admin.verify.tally import Tally
     from onceflow.client.cluster import Cluster
     from onceflow.protocol.names import Names
 

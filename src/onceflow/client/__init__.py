@@ -1,1 +1,4 @@
-"""The Kafka client: all code that communicates with brokers. Message formats are in ``onceflow.protocol``."""
+"""The Kafka client: all code that communicates with brokers. Message formats are in ``onceflow.protocol``.
+
+It may import ``protocol``. Start reading at ``cluster.py``.
+"""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from onceflow.direct.fetched import FetchedPart
-from onceflow.driver.offset_log import SourceRange, TopicOffsets
+from onceflow.driver.record.offset_log import SourceRange, TopicOffsets
 from onceflow.protocol.names import TopicPartition
 
 

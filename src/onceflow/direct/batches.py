@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from onceflow import log_context
-from onceflow.driver import handover
-from onceflow.driver.batches import Batches, Commit
-from onceflow.driver.fetched_rows import FetchedRows
-from onceflow.driver.offset_log import SourceRange
-from onceflow.driver.range_rows import RangeRows
-from onceflow.driver.step_seconds import timed
+from onceflow.driver.batch.batches import Batches, Commit, timed
+from onceflow.driver.batch.fetched_rows import FetchedRows
+from onceflow.driver.batch.range_rows import RangeRows
+from onceflow.driver.record import handover
+from onceflow.driver.record.offset_log import SourceRange
 from onceflow.errors import OnceflowError
+from onceflow.logs import log_context
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.protocol.names import TopicPartition
 from onceflow.state.table_facts import TableFacts

@@ -10,9 +10,9 @@ from pyspark.sql import SparkSession
 from pyspark.sql import types as T
 
 from onceflow.direct.backlog import Backlog
-from onceflow.driver.range_rows import RangeSource
-from onceflow.driver.startup import Startup
-from onceflow.driver.streamed_query import StreamedQuery
+from onceflow.driver.batch.range_rows import RangeSource
+from onceflow.driver.start.startup import Startup
+from onceflow.driver.start.streamed_query import StreamedQuery
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.planning.engine import TASKS, EngineChoice
 from onceflow.spark.imports import ImportCheck

@@ -15,7 +15,6 @@ from uuid import uuid4
 
 from pyspark.sql import SparkSession
 
-from onceflow import log_context
 from onceflow.clock import clock_ms
 from onceflow.direct.arrivals import Limits, Taken
 from onceflow.direct.backlog import Backlog
@@ -24,12 +23,13 @@ from onceflow.direct.fetched import merged
 from onceflow.direct.pacing import BATCH_BYTES, FULL, BatchSize
 from onceflow.direct.shares import Shares
 from onceflow.direct.source_reader import BUFFER_BYTES, SourceReader
-from onceflow.driver import handover
-from onceflow.driver.fetched_rows import FetchedRows
-from onceflow.driver.offset_log import SourceRange, TopicOffsets
-from onceflow.driver.range_rows import RangeRows, RangeSource
+from onceflow.driver.batch.fetched_rows import FetchedRows
+from onceflow.driver.batch.range_rows import RangeRows, RangeSource
+from onceflow.driver.record import handover
+from onceflow.driver.record.offset_log import SourceRange, TopicOffsets
 from onceflow.errors import BatchAbortedError, EnvironmentUnusableError
 from onceflow.host.garbage import SetAside
+from onceflow.logs import log_context
 from onceflow.spark import driver_jvm
 from onceflow.spark.jvm import SPARK_ERRORS, is_stopped
 from onceflow.spark.query_progress import ProgressReports, left

@@ -16,8 +16,8 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.direct.loop import DirectLoop
-from onceflow.driver.batches import Batches
-from onceflow.driver.offset_log import has_reached
+from onceflow.driver.batch.batches import Batches
+from onceflow.driver.record.offset_log import has_reached
 from onceflow.engine_query import DIRECT, as_spark
 from onceflow.errors import OnceflowError
 from onceflow.spark.query_progress import ProgressReports

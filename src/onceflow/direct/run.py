@@ -16,14 +16,14 @@ from onceflow.direct.by_tasks import backlog_of, range_source
 from onceflow.direct.loop import DirectLoop
 from onceflow.direct.query import DirectQuery
 from onceflow.direct.source_reader import SourceReader
-from onceflow.driver.driver_program import described
-from onceflow.driver.external_run import PreparedExternal
-from onceflow.driver.offset_log import TopicOffsets
-from onceflow.driver.run import PreparedQuery, RunOfEngine, batch_commit, watch_sources
-from onceflow.driver.start_report import StartReport, report
-from onceflow.driver.startup import Startup
-from onceflow.driver.streamed_query import StreamedQuery
-from onceflow.driver.targets import load_targets
+from onceflow.driver.batch.driver_program import described
+from onceflow.driver.kafka.targets import load_targets
+from onceflow.driver.record.offset_log import TopicOffsets
+from onceflow.driver.start.external_run import PreparedExternal
+from onceflow.driver.start.report import StartReport, report
+from onceflow.driver.start.run import PreparedQuery, RunOfEngine, batch_commit, watch_sources
+from onceflow.driver.start.startup import Startup
+from onceflow.driver.start.streamed_query import StreamedQuery
 from onceflow.planning.engine import EngineChoice
 from onceflow.planning.ownership import check_source_partitions
 from onceflow.protocol.progress import Progress

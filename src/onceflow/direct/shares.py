@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from onceflow.driver.offset_log import TopicOffsets
+from onceflow.driver.record.offset_log import TopicOffsets
 from onceflow.protocol.names import TopicPartition
 
 Left = Mapping[str, Mapping[int, int]]

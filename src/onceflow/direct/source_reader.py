@@ -21,7 +21,7 @@ from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.direct.arrivals import Arrivals
 from onceflow.direct.fetched import FetchedPart
-from onceflow.driver.offset_log import TopicOffsets, has_reached
+from onceflow.driver.record.offset_log import TopicOffsets, has_reached
 from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, OnceflowError, UnknownTopicError
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import Epochs

@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from onceflow.arguments import known_arguments
 from onceflow.errors import BadRecordError, BatchAbortedError, EnvironmentUnusableError, OnceflowError, SchemaError
 from onceflow.external.delta_files import DataFile, TaskFiles
 from onceflow.external.delta_log import BATCH, ENTRY, FLOW, DeltaLog, Entry, folder_of, next_entry
@@ -39,6 +38,7 @@ from onceflow.external.sink import (
     next_generation,
     older_state,
 )
+from onceflow.options.arguments import known_arguments
 
 _FILES = "onceflow"
 _TRIES = 20

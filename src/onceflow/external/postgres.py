@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from onceflow.arguments import known_arguments
 from onceflow.errors import (
     BadRecordError,
     BatchAbortedError,
@@ -86,6 +85,7 @@ from onceflow.external.sink import (
     next_generation,
     older_state,
 )
+from onceflow.options.arguments import known_arguments
 
 if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg

@@ -31,7 +31,7 @@ from xml.sax.saxutils import quoteattr
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host.file_lock import locked
 from onceflow.host.java import find_java
-from onceflow.private_folders import in_home, make_own, protect
+from onceflow.host.private_folders import in_home, make_own, protect
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from onceflow.arguments import known_arguments
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.metrics.driver_document import driver_document
 from onceflow.metrics.watch import FlowWatch, WatchedQuery, are_healthy, are_ready
+from onceflow.options.arguments import known_arguments
 
 # How long a client may take to send its request, and then to take each of the two parts of the answer.
 _CLIENT_S = 10.0

@@ -24,7 +24,7 @@ Place = tuple[str, int, int, int]
 
 
 class Times(Protocol):
-    """What looks timestamps up (`onceflow.driver.source_times.SourceTimes`)."""
+    """What looks timestamps up (`onceflow.driver.batch.source_times.SourceTimes`)."""
 
     def first(self, places: Sequence[Place], limit: int) -> Sequence[int]:
         """Timestamps of the first records, in epoch milliseconds. Places: topic, partition, start and end offset."""

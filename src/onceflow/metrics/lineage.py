@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from onceflow import hooks
-from onceflow.durations import option_seconds
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.metrics.event_queue import EventQueue
 from onceflow.metrics.lineage_run import COMPLETE, FAILED, STOPPED, FlowRun, LineageQuery
+from onceflow.options.durations import option_seconds
 
 if TYPE_CHECKING:
     from openlineage.client import OpenLineageClient

@@ -10,9 +10,9 @@ from pyspark.sql import DataFrame
 
 from onceflow.calls.concurrently import Calls
 from onceflow.errors import OptionError
+from onceflow.planning.dead_letter_limit import check_limit
 from onceflow.planning.step_frames import state_columns
 from onceflow.protocol.names import OwnTopics
-from onceflow.state.dead_letter_limit import check_limit
 from onceflow.task.call_rows import CallOrder, CallRows
 from onceflow.task.step_outputs import OUTPUT_SPARK_SCHEMA
 

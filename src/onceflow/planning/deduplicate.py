@@ -9,9 +9,9 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from onceflow.column_names import did_you_mean, is_case_sensitive
-from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, SchemaError, counted
+from onceflow.options.column_names import did_you_mean, is_case_sensitive
+from onceflow.options.durations import duration_ms
 from onceflow.planning.step_frames import check_step_names, optional_columns, state_columns
 from onceflow.spark.arrow_maps import quoted
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication

@@ -1,7 +1,7 @@
 """The plan of the direct engine: what is done with the records of each source topic, and with the rows of each step.
 
-It is data alone. Its program is the same with functions in it (``driver/driver_program.py``). If nothing in it needs
-Spark, tasks that read by themselves get a part of that program (``task/task_program.py``).
+It is data alone. Its program is the same with functions in it (``driver/batch/driver_program.py``). If nothing in it
+needs Spark, tasks that read by themselves get a part of that program (``task/task_program.py``).
 """
 
 from __future__ import annotations

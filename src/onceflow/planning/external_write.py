@@ -8,13 +8,13 @@ from pyspark.sql import DataFrame
 
 from onceflow.errors import OptionError, UnsupportedQueryError
 from onceflow.external.sink import ExternalSink
+from onceflow.planning.dead_letter_limit import check_limit
 from onceflow.planning.engine import AUTO, ENGINES
 from onceflow.planning.options import SinkOptions, check_known
 from onceflow.planning.record_order import check_order
 from onceflow.planning.write_options import trigger_seconds
 from onceflow.spark import queries
 from onceflow.spark.query_facts import QueryFacts
-from onceflow.state.dead_letter_limit import check_limit
 
 # How long a batch may take has no limit of Kafka's: its transaction is in another system.
 _TIMEOUT_S = 60.0

@@ -9,8 +9,8 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 
-from onceflow.column_names import did_you_mean, is_case_sensitive, twice
 from onceflow.errors import OptionError, SchemaError
+from onceflow.options.column_names import did_you_mean, is_case_sensitive, twice
 from onceflow.state.api import serdes
 from onceflow.state.joins.spec import JoinSpec
 

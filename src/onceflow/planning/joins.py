@@ -8,7 +8,7 @@ from typing import Any
 
 from onceflow.errors import OptionError, counted
 from onceflow.state.api.serdes import is_serde
-from onceflow.state.compacted_topic import CompactedTopic
+from onceflow.state.changelog.compacted_topic import CompactedTopic
 from onceflow.state.joins.spec import JoinSpec, JoinTable
 from onceflow.state.local.format import default_state_dir
 from onceflow.state.stores.choice import check_store, store_class

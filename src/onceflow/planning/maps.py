@@ -12,8 +12,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
 from onceflow.arrow_types import nullable
-from onceflow.column_names import is_case_sensitive, twice
 from onceflow.errors import OptionError, SchemaError
+from onceflow.options.column_names import is_case_sensitive, twice
 from onceflow.spark.collect import arrow_schema_of
 from onceflow.spark.pickling import pickled
 from onceflow.task.map_rows import RowsMap, Sent

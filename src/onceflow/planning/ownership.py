@@ -13,9 +13,9 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from onceflow.column_names import check_reserved
 from onceflow.errors import OptionError, SchemaError
 from onceflow.messages import Routing, Target
+from onceflow.options.column_names import check_reserved
 from onceflow.spark import expressions, jvm
 from onceflow.spark.task_shuffle import repartition_by_task
 

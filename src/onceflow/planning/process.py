@@ -8,24 +8,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onceflow.column_names import did_you_mean
-from onceflow.durations import duration_ms
 from onceflow.errors import OptionError
+from onceflow.options.column_names import did_you_mean
+from onceflow.options.durations import duration_ms
+from onceflow.planning.dead_letter_limit import check_limit
 from onceflow.planning.local_state import check_local
 from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor, overrides
 from onceflow.state.api.serdes import is_serde
-from onceflow.state.dead_letter_limit import check_limit
+from onceflow.state.changelog.topics import TableTopics
 from onceflow.state.engine.base import TIMERS_PER_BATCH
+from onceflow.state.engine.retry import Retry
 from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.joins.spec import JoinSpec
 from onceflow.state.local.format import default_state_dir
-from onceflow.state.retry import Retry
 from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.choice import check_store, store_class
-from onceflow.state.topics import TableTopics
 from onceflow.state.windows.processor import check_windows
 
 log = logging.getLogger("onceflow")

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from onceflow.errors import OptionError
-from onceflow.instants import instant_ms
+from onceflow.options.instants import instant_ms
 from onceflow.planning.source_starts import SourceTopic, is_count
 
 Until = str | int | datetime | Mapping[int, int]

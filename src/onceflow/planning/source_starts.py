@@ -1,6 +1,6 @@
 """Where a flow starts: a pure decision from its progress and the current offsets of the source topics.
 
-``plan`` decides or raises; it does no I/O. ``driver/startup.py`` collects the facts after it has initialised the
+``plan`` decides or raises; it does no I/O. ``driver/start/startup.py`` collects the facts after it has initialised the
 transactional id, so that they cannot change any more, and carries out the decision.
 """
 

@@ -8,8 +8,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from onceflow.column_names import check_reserved, is_case_sensitive
 from onceflow.errors import SchemaError
+from onceflow.options.column_names import check_reserved, is_case_sensitive
 from onceflow.planning.ownership import HEADERS, Columns, is_headers
 from onceflow.spark import expressions
 from onceflow.state.api.deduplication import SOURCE_COLUMNS

@@ -11,8 +11,8 @@ from onceflow.planning.process import StepOptions
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import LocalTable, Progress, Promotion, TableProgress
 from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.changelog.topics import TableTopics, check_known, without_topics
 from onceflow.state.engine.shapes import declared_fields
-from onceflow.state.topics import TableTopics, check_known, without_topics
 from onceflow.state.windows.processor import WindowProcessor
 
 

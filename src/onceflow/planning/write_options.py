@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pyspark.sql import DataFrame
 
-from onceflow.column_names import is_case_sensitive
-from onceflow.durations import option_seconds
 from onceflow.errors import OptionError, UnsupportedQueryError
+from onceflow.options.column_names import is_case_sensitive
+from onceflow.options.durations import option_seconds
 from onceflow.planning import checkpoints
 from onceflow.planning.engine import ENGINES, TASKS
 from onceflow.planning.options import (

@@ -1,1 +1,4 @@
-"""The query server: tables over HTTP, shared by several instances."""
+"""The query server: tables over HTTP, shared by several instances.
+
+It may import ``tables`` and what is below it; no Spark. Start reading at ``app.py``.
+"""

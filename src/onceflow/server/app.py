@@ -32,7 +32,7 @@ from onceflow.server.requests import (
 )
 from onceflow.server.service import Service
 from onceflow.server.short_way import answer, one_key
-from onceflow.state import exact_json
+from onceflow.state.format import exact_json
 
 _KEYS_BODY = {
     "requestBody": {

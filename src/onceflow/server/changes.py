@@ -30,7 +30,7 @@ from onceflow.server.requests import position_of
 from onceflow.server.service import Served, Service
 from onceflow.server.streams import LeasedStream
 from onceflow.state.local.format import is_snapshot
-from onceflow.state.move_marks import Moves, marks_of
+from onceflow.state.local.move_marks import Moves, marks_of
 
 _LOOK_S = 10.0
 _POLL_S = 0.5

@@ -16,7 +16,7 @@ import orjson
 
 from onceflow.errors import OptionError
 from onceflow.server.problems import Problem
-from onceflow.state import exact_json
+from onceflow.state.format import exact_json
 
 _LONG = struct.Struct(">q")
 _DIGITS = re.compile(r"-?[0-9]+")

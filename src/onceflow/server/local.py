@@ -15,9 +15,9 @@ from onceflow.clock import clock_ms
 from onceflow.errors import OnceflowError
 from onceflow.server.problems import Problem, another_topic, unavailable
 from onceflow.server.seen import Seen, Wish
-from onceflow.state import rows
-from onceflow.state.local.stored_rows import StoredRows, Stores
+from onceflow.state.format import rows
 from onceflow.state.stores.base import Store, StoreCorruptError
+from onceflow.state.stores.stored_rows import StoredRows, Stores
 from onceflow.tables.lag import Progress
 from onceflow.tables.share import Share
 

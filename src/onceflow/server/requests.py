@@ -11,14 +11,14 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Scope
 
-from onceflow.durations import duration_ms
 from onceflow.errors import OptionError
+from onceflow.options.durations import duration_ms
 from onceflow.protocol.position import Position
 from onceflow.server.formats import Format, from_base64, to_base64url
 from onceflow.server.options import Limits
 from onceflow.server.problems import Problem
 from onceflow.server.seen import Wish
-from onceflow.state import rows
+from onceflow.state.format import rows
 
 _STALENESS_MAX = 1 << 53
 _NEGATIVE = b"\x80"  # where the bytes of negative numbers begin

@@ -18,7 +18,7 @@ from pathlib import Path
 from onceflow.errors import OnceflowError
 from onceflow.host import jars
 from onceflow.host.java import find_java, with_flags
-from onceflow.private_folders import make_own
+from onceflow.host.private_folders import make_own
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from pyspark import SparkContext
 from onceflow.errors import OnceflowError
 from onceflow.host.java import with_flags
 from onceflow.host.leftovers import of_ended_processes
-from onceflow.private_folders import scratch_folder
+from onceflow.host.private_folders import scratch_folder
 from onceflow.spark import versions
 
 log = logging.getLogger("onceflow.spark")

@@ -36,7 +36,7 @@ class Summary(Protocol):
 
 
 class Range(Protocol):
-    """What a batch has read (`onceflow.driver.offset_log.SourceRange`)."""
+    """What a batch has read (`onceflow.driver.record.offset_log.SourceRange`)."""
 
     @property
     def start(self) -> Offsets:

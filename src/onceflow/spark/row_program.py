@@ -146,7 +146,7 @@ class RowPrograms:
         return JavaFunctions(self._spark)
 
     def evaluate(self, plan: Any, path: plans.Path, base: plans.Path) -> RowProgram | RowJob | str:
-        """See ``driver.driver_program.Evaluate``."""
+        """See ``driver.batch.driver_program.Evaluate``."""
         node = plans.at(plan, path)
         initialize_ahead(self._make, node)
         program: RowProgram | RowJob

@@ -24,7 +24,7 @@ from onceflow.clock import clock_ms
 from onceflow.errors import EnvironmentUnusableError, OnceflowError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.timestamps import known_ms
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.local.catch_up import CatchUp, Source, snapshot_changes
 from onceflow.state.local.format import (
     COMMIT_RECORD,
@@ -37,8 +37,8 @@ from onceflow.state.local.format import (
     rows_of_snapshot,
     table_changes,
 )
+from onceflow.state.local.move_marks import MARK_KEY, Mark, Moves
 from onceflow.state.local.opening import open_store, remove_store
-from onceflow.state.move_marks import MARK_KEY, Mark, Moves
 from onceflow.state.stores.base import Store, StoreCorruptError, unusable
 from onceflow.tables.health import Health
 from onceflow.tables.layout import Layout

@@ -11,12 +11,12 @@ from typing import NoReturn
 
 from onceflow.errors import OptionError
 from onceflow.state.local.format import COMMIT_RECORD, CommitRecord
-from onceflow.state.local.stored_rows import Stores
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow.state.stores.stamped_view import StampedView
+from onceflow.state.stores.stored_rows import Stores
 from onceflow.tables.lag import Lag
 
 _MAX_NAMES = 10  # in an error

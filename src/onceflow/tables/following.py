@@ -22,9 +22,9 @@ from onceflow.clock import clock_ms
 from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, EnvironmentUnusableError, OnceflowError
 from onceflow.state.local.format import Chunk as AnyChunk
 from onceflow.state.local.format import Columns
-from onceflow.state.local.stored_rows import Stores
-from onceflow.state.move_marks import Mark, marks_of
+from onceflow.state.local.move_marks import Mark, marks_of
 from onceflow.state.stores.base import StoreCorruptError
+from onceflow.state.stores.stored_rows import Stores
 from onceflow.tables.copies import Copy, RawChange
 from onceflow.tables.failures import (
     cannot_be_followed,

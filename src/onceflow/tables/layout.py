@@ -1,4 +1,4 @@
-"""Over how many partitions the rows of a table are spread, as marks in its topic say (`state.move_marks`)."""
+"""Over how many partitions the rows of a table are spread, as marks in its topic say (`state.local.move_marks`)."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow as pa
 
 from onceflow.errors import BadRecordError, OptionError
-from onceflow.state import rows
 from onceflow.state.api.bounds import against_order
 from onceflow.state.api.equal_keys import ambiguous
 from onceflow.state.api.serdes import JSON, is_serde
 from onceflow.state.api.whole_numbers import with_nullable_integers
-from onceflow.state.local.stored_rows import StoredRows
+from onceflow.state.format import rows
+from onceflow.state.stores.stored_rows import StoredRows
 from onceflow.tables.columns import column
 
 _BYTES = (bytes, bytearray, memoryview)

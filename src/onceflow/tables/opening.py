@@ -14,10 +14,10 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
-from onceflow.durations import option_seconds
 from onceflow.errors import OptionError
-from onceflow.private_folders import make_private
-from onceflow.state.compacted_topic import find_compacted
+from onceflow.host.private_folders import make_private
+from onceflow.options.durations import option_seconds
+from onceflow.state.changelog.compacted_topic import find_compacted
 from onceflow.state.local.format import default_state_dir, folder_name
 from onceflow.state.stores.base import Store, unusable
 from onceflow.state.stores.choice import check_installed, check_store, store_class

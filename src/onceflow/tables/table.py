@@ -8,14 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from onceflow.arguments import known_arguments
 from onceflow.clock import clock_ms
-from onceflow.durations import duration_ms
 from onceflow.errors import DeadlineExceededError, OptionError, counted
+from onceflow.options.arguments import known_arguments
+from onceflow.options.durations import duration_ms
 from onceflow.protocol.position import Position, other_topic
 from onceflow.state.api import serdes
-from onceflow.state.local.stored_rows import StoredRows
 from onceflow.state.stores.base import Store
+from onceflow.state.stores.stored_rows import StoredRows
 from onceflow.tables.copies import RawChange
 from onceflow.tables.flow_copies import FlowCopies
 from onceflow.tables.following import Follower

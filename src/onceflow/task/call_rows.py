@@ -23,10 +23,9 @@ from onceflow.errors import EnvironmentUnusableError, ProcessorError
 from onceflow.messages import CALLS_PROPERTY, batch_property
 from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.spark import function_names
-from onceflow.state import dead_letters
 from onceflow.state.api import user_errors
 from onceflow.state.api.record import Record
-from onceflow.state.engine import input_batch
+from onceflow.state.engine import dead_letters, input_batch
 from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
 from onceflow.task.step_outputs import output_rows
 

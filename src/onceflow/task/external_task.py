@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from onceflow import hooks, log_context, user_code
+from onceflow import hooks, user_code
 from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OnceflowError, OptionError
 from onceflow.external.sink import BatchAttempt, ExternalSink
+from onceflow.logs import log_context
 from onceflow.messages import Report, TaskPlace, TaskReport, report_row
 from onceflow.state.api import user_errors
 from onceflow.task import task_logs

@@ -1,4 +1,4 @@
-"""A task that brings a local copy up to what is committed, before a batch begins (``driver/preparing.py``)."""
+"""A task that brings a local copy up to what is committed, before a batch begins (``driver/step/preparing.py``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onceflow.client.transaction_requests import describe_transaction
 from onceflow.errors import OnceflowError
 from onceflow.messages import PrepareOrder
 from onceflow.protocol.batches import ProducerIdAndEpoch
-from onceflow.state.local.prepare import Prepared, prepare_partition
+from onceflow.state.prepare import Prepared, prepare_partition
 from onceflow.task.row_writer import worker_cluster
 
 _OWNER_SECONDS = 30.0

@@ -30,11 +30,11 @@ from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.topic_rules import TopicRules
 from onceflow.spark import function_names
 from onceflow.state.engine import input_batch
-from onceflow.state.run import StateRun
 from onceflow.state.spec import StateReport
 from onceflow.task import task_logs
 from onceflow.task.preparing import is_owner
 from onceflow.task.row_writer import Companion, RowWriter, extra_attempt, place_of_task, reports_of, worker_cluster
+from onceflow.task.state_run import StateRun
 from onceflow.task.step_outputs import TaskOutputs, output_rows, packed
 
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 
-from onceflow import log_context
+from onceflow.logs import log_context
 from onceflow.messages import TaskPlace, WriteOrder
 
 log = logging.getLogger("onceflow.task")
@@ -35,7 +35,7 @@ def use_format() -> None:
     task."""
     if os.environ.get(log_context.VARIABLE) == log_context.JSON:
         try:
-            from onceflow import json_logs  # a worker needs its package only for this
+            from onceflow.logs import json_logs  # a worker needs its package only for this
         except ImportError as missing:
             _warn(str(missing))
             return

@@ -11,7 +11,7 @@ import numpy as np
 from confluent_kafka import KafkaException
 from confluent_kafka import TopicPartition as ClientPartition
 
-from onceflow.driver import progress_log
+from onceflow.driver.record import progress_log
 from onceflow.errors import OnceflowError
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import TopicPartition

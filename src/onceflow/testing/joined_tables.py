@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from onceflow.state import rows
 from onceflow.state.api import serdes
 from onceflow.state.api.joined_table import JoinedTable
+from onceflow.state.format import rows
 from onceflow.state.stores.memory_store import MemoryStore
 
 

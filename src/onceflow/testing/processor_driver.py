@@ -12,19 +12,19 @@ from typing import Any
 
 import pyarrow as pa
 
-from onceflow.durations import duration_ms
 from onceflow.errors import ProcessorError
+from onceflow.options.durations import duration_ms
+from onceflow.planning.dead_letter_limit import merged
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.state import exact_json, rows
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Header, Record
 from onceflow.state.api.scope import Scope
 from onceflow.state.api.serdes import BYTES, struct
 from onceflow.state.api.timers import Timer, timer_of
-from onceflow.state.dead_letter_limit import merged
 from onceflow.state.engine.choice import engine_for
 from onceflow.state.engine.output_collector import SCHEMA
+from onceflow.state.format import exact_json, rows
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.overlay import Overlay
 from onceflow.testing.joined_tables import joined_table

@@ -33,7 +33,7 @@ from onceflow.testing.observed import FAIL, HEADER, INVOKE, OK, TopicOffsets
 if TYPE_CHECKING:
     from onceflow import Flow
 
-#: The local property from which the tasks of a batch know their attempt (driver/commit.py).
+#: The local property from which the tasks of a batch know their attempt (driver/kafka/commit.py).
 PROPERTY = "onceflow.transaction"
 #: The columns of rows with tags.
 TAGGED_SCHEMA = "key binary, value binary, headers array<struct<key: string, value: binary>>"

@@ -1,1 +1,4 @@
-"""Logins: JAAS fields, bearer tokens and their sources."""
+"""Logins: JAAS fields, bearer tokens and their sources.
+
+It may import ``client``, of which it is a part. Start reading at ``logins.py``.
+"""

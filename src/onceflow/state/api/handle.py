@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from onceflow.state import rows
 from onceflow.state.api.bounds import against_order
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.maps import ListState, MapState
 from onceflow.state.api.scope import ABSENT, Scope
 from onceflow.state.api.timers import Timers
 from onceflow.state.api.user_errors import not_encoded
+from onceflow.state.format import rows
 
 
 class State:

@@ -11,12 +11,12 @@ import pyarrow as pa
 
 from onceflow import user_code
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.state import exact_json, rows
 from onceflow.state.api.bounds import against_order
 from onceflow.state.api.equal_keys import ambiguous
 from onceflow.state.api.serdes import BYTES, DOUBLE, JSON, LONG, STRING
 from onceflow.state.api.user_errors import not_encoded
-from onceflow.state.local.stored_rows import StoredRows, Stores
+from onceflow.state.format import exact_json, rows
+from onceflow.state.stores.stored_rows import StoredRows, Stores
 
 
 class JoinedTable:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from typing import Any
 
-from onceflow.state import exact_json, rows
 from onceflow.state.api.bounds import against_order
 from onceflow.state.api.scope import ABSENT, Scope
 from onceflow.state.api.serdes import JSON
 from onceflow.state.api.user_errors import not_encoded
+from onceflow.state.format import exact_json, rows
 
 # Lists are maps whose name begins with a byte that no UTF-8 text has.
 _LIST = b"\xff"

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from onceflow import user_code
-from onceflow.durations import duration_ms
 from onceflow.errors import ClaimCheckError, EnvironmentUnusableError, OnceflowError, ProcessorError
-from onceflow.state import rows
+from onceflow.options.durations import duration_ms
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES
 from onceflow.state.api.user_errors import full_text_of, line_of, not_decoded
+from onceflow.state.format import rows
 from onceflow.state.stores.overlay import Overlay
 
 #: The result of reading a row that has expired.

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from onceflow.state import exact_json
 from onceflow.state.api.structs import Struct, struct
 from onceflow.state.api.whole_numbers import is_another
+from onceflow.state.format import exact_json
 
 __all__ = ["BYTES", "DOUBLE", "JSON", "LONG", "STRING", "Serde", "Struct", "struct"]
 

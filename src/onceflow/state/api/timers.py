@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from onceflow.protocol.timestamps import whole_ms
-from onceflow.state import rows
 from onceflow.state.api.scope import Scope
+from onceflow.state.format import rows
 
 Clock = Literal["event", "processing"]
 

@@ -12,20 +12,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow import user_code
-from onceflow.durations import duration_ms
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError, ProcessorError
+from onceflow.options.durations import duration_ms
 from onceflow.protocol import timestamps
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.progress import Origin
 from onceflow.protocol.succession import TimerId
 from onceflow.protocol.timestamps import FarAheadRecord
 from onceflow.protocol.topic_rules import ANYTHING, WriteRules
-from onceflow.state import dead_letters
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.record import Record
 from onceflow.state.api.scope import Scope
 from onceflow.state.api.user_errors import full_text_of, line_of, shown
-from onceflow.state.engine import due, input_batch
+from onceflow.state.engine import dead_letters, due, input_batch
 from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
 from onceflow.state.stores.base import Store, StoreCorruptError
 from onceflow.state.stores.overlay import Overlay

@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 from onceflow import user_code
 from onceflow.errors import ProcessorError, counted
 from onceflow.protocol import timestamps
-from onceflow.state import rows
 from onceflow.state.api import user_errors
 from onceflow.state.api.dictionaries import decoded
 from onceflow.state.api.json_columns import JsonRowError
@@ -27,6 +26,7 @@ from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import ColumnTypeError, NotTablesError, one_chunk, output_batch
 from onceflow.state.engine.shapes import STATE_COLUMNS
+from onceflow.state.format import rows
 
 _PREFIX = pa.scalar(rows.VALUE, pa.binary())
 _NO_SEPARATOR = pa.scalar(b"", pa.binary())

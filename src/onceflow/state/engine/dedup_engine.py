@@ -14,14 +14,14 @@ import pyarrow.compute as pc
 from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError
 from onceflow.protocol import timestamps
-from onceflow.state import dead_letters, rows, stamps
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, SOURCE_COLUMNS, Deduplication
-from onceflow.state.engine import input_batch
+from onceflow.state.engine import dead_letters, input_batch
 from onceflow.state.engine.base import BaseEngine
 from onceflow.state.engine.due import Due
 from onceflow.state.engine.output_collector import SCHEMA, OutputCollector
 from onceflow.state.engine.returned import ReturnedRecordError, returned
-from onceflow.state.segments import LOCATED, Segments
+from onceflow.state.format import rows, stamps
+from onceflow.state.format.segments import LOCATED, Segments
 
 DELETED_PER_BATCH = 20_000
 """How many ids a batch may delete, if it does not have many records."""

@@ -16,7 +16,7 @@ from onceflow.protocol.topic_rules import ANYTHING, UNLIMITED, WriteRules
 from onceflow.state.api.record import Header, Record
 from onceflow.state.api.serdes import BYTES
 from onceflow.state.api.user_errors import not_encoded
-from onceflow.state.dead_letters import fitted
+from onceflow.state.engine.dead_letters import fitted
 from onceflow.state.engine.input_batch import binary, milliseconds
 
 _NO_TOPICS = OwnTopics()

@@ -15,7 +15,6 @@ import pyarrow as pa
 from onceflow import user_code
 from onceflow.errors import ProcessorError
 from onceflow.protocol.timestamps import whole_ms
-from onceflow.state import dead_letters, exact_json, rows
 from onceflow.state.api import user_errors
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import Processor, overrides
@@ -24,11 +23,12 @@ from onceflow.state.api.scope import ABSENT, Failures, Scope
 from onceflow.state.api.serdes import JSON
 from onceflow.state.api.timers import Timer
 from onceflow.state.api.user_errors import shown
-from onceflow.state.engine import due, input_batch
+from onceflow.state.engine import dead_letters, due, input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, ON_TIMER, BaseEngine
 from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
+from onceflow.state.engine.retry import Retry
 from onceflow.state.engine.shapes import SHAPE_ERRORS, lacks
-from onceflow.state.retry import Retry
+from onceflow.state.format import exact_json, rows
 from onceflow.state.stores.overlay import NoRows, Overlay
 from onceflow.state.windows.panes import MAP as WINDOWS
 from onceflow.state.windows.panes import TIMER as WINDOWS_TIMER

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.state.dead_letters import ATTEMPT, ORIGIN_TOPIC, RETRY_TOPIC
+from onceflow.state.engine.dead_letters import ATTEMPT, ORIGIN_TOPIC, RETRY_TOPIC
 from onceflow.state.engine.input_batch import binary
 
 

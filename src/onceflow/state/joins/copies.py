@@ -19,16 +19,15 @@ from onceflow.clock import clock_ms
 from onceflow.errors import BatchAbortedError, UnknownTopicError, counted
 from onceflow.host.file_lock import locked
 from onceflow.host.identity import host_identity
-from onceflow.private_folders import make_private
+from onceflow.host.private_folders import make_private
 from onceflow.protocol.position import Position
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.joins.spec import Ends, JoinSpec
 from onceflow.state.local.catch_up import REFRESHED_MS, CatchUp, Source
 from onceflow.state.local.format import COMMIT_RECORD, SNAPSHOT_ROW, Chunk, Columns, CommitRecord, is_snapshot_row
-from onceflow.state.local.opening import open_store, remove_store
-from onceflow.state.local.prepare import RestoreLog
+from onceflow.state.local.move_marks import marks_of
+from onceflow.state.local.opening import RestoreLog, open_store, remove_store
 from onceflow.state.local.watched_source import WatchedSource
-from onceflow.state.move_marks import marks_of
 from onceflow.state.stores.base import Store, StoreCorruptError
 
 _EXACT_FROM = "exact from"

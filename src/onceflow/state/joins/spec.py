@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onceflow.arguments import with_known_arguments
+from onceflow.options.arguments import with_known_arguments
 from onceflow.state.api import serdes
 from onceflow.state.local.format import Goal, default_state_dir, partition_folder
 from onceflow.state.stores.base import Store

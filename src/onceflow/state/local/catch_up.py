@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from onceflow.errors import EnvironmentUnusableError, FencedError, OnceflowError
 from onceflow.protocol.record_columns import RecordColumns
-from onceflow.state import rows, segments
+from onceflow.state.format import rows, segments
 from onceflow.state.local.changelog_rows import internal_rows, stamped_rows, table_rows
 from onceflow.state.local.format import (
     AHEAD,

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.protocol.record_columns import RecordColumns
-from onceflow.state import rows, stamps
+from onceflow.state.format import rows, stamps
 from onceflow.state.local.format import TIMER_ROW_BYTES, is_internal_row
 from onceflow.state.local.row_columns import NOTHING, RowColumns, first_bytes
 from onceflow.state.local.row_fields import fields_of

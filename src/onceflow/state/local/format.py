@@ -16,9 +16,9 @@ from urllib.parse import quote
 import orjson
 
 from onceflow.errors import ProtocolError
-from onceflow.private_folders import in_home, make_private, own_folder, private_temporary
+from onceflow.host.private_folders import in_home, make_private, own_folder, private_temporary
 from onceflow.protocol.names import INTERNAL_SUFFIX
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.stores.base import StoreCorruptError
 
 if TYPE_CHECKING:

@@ -15,12 +15,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onceflow.private_folders import make_private
+from onceflow.host.private_folders import make_private
 from onceflow.state.local.catch_up import LOST, CatchUp, Source
 from onceflow.state.local.format import COMMIT_RECORD, PENDING, Commit, CommitRecord, Goal, Pending
 from onceflow.state.stores.base import Store, StoreCorruptError, unusable
 
 log = logging.getLogger("onceflow.state")
+
+_LONG_RESTORE_S = 5.0
 
 VERIFYING = "verifying"
 #: Half of the time for which Kafka keeps tombstones by default.
@@ -254,3 +256,18 @@ def settle(folder: Path, opener: type[Store], commit: Commit) -> bool:
     except StoreCorruptError as problem:
         log.info("the local copy in %s is not settled now, the next start repairs it: %s", folder, problem.what)
         return False
+
+
+class RestoreLog:
+    """Logs a long restore every few seconds."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._started = self._logged = time.monotonic()
+
+    def __call__(self, records: int) -> None:
+        now = time.monotonic()
+        if now - self._logged >= _LONG_RESTORE_S:
+            self._logged = now
+            rate = records / (now - self._started)
+            log.info("restoring %s: %d records so far, %.0f a second", self._what, records, rate)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.local.row_columns import NOTHING, TO_THE_END, RowColumns, first_bytes
 
 _SIGN = np.uint64(1 << 63)

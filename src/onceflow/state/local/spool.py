@@ -12,7 +12,7 @@ from typing import IO, Generic, TypeVar
 
 import pyarrow as pa
 
-from onceflow.private_folders import make_private
+from onceflow.host.private_folders import make_private
 from onceflow.state.local.row_columns import RowColumns
 from onceflow.state.local.sorted_rows import merged
 from onceflow.state.stores.base import unusable

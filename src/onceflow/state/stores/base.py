@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import orjson
 
 from onceflow.errors import EnvironmentUnusableError, OnceflowError
-from onceflow.state import rows, segments
+from onceflow.state.format import rows, segments
 
 _T = TypeVar("_T")
 NO_BLOBS: Mapping[str, bytes | None] = {}

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import lmdb
 
-from onceflow.private_folders import make_private
+from onceflow.host.private_folders import make_private
 from onceflow.state.stores.base import DISK_FULL, StoreCorruptError, unusable
 from onceflow.state.stores.disk_space import NO_ROOM, allocate, lacks_room
 from onceflow.state.stores.lmdb_lock import WriterLock

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.stores.base import (
     BULK_BYTES_MAX,
     BULK_ROWS_MAX,

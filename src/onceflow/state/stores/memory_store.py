@@ -13,7 +13,7 @@ from typing import Any
 
 from sortedcontainers import SortedDict
 
-from onceflow.state import rows
+from onceflow.state.format import rows
 from onceflow.state.stores.base import NO_BLOBS, Store, Tally, plan
 
 _SCANNED_AT_ONCE = 512

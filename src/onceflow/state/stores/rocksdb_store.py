@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
-from onceflow.private_folders import make_private
-from onceflow.state import rows
+from onceflow.host.private_folders import make_private
+from onceflow.state.format import rows
 from onceflow.state.stores.base import DISK_FULL, NO_BLOBS, TALLY, Store, StoreCorruptError, Tally, plan, unusable
 from onceflow.state.stores.disk_space import lacks_room
 

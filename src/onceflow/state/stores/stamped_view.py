@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 
-from onceflow.state import rows, segments
-from onceflow.state.segments import Segments
+from onceflow.state.format import rows, segments
+from onceflow.state.format.segments import Segments
 from onceflow.state.stores.base import NO_BLOBS, Store, Tally
 
 _SCANNED_AT_ONCE = 1000

@@ -12,7 +12,7 @@ from decimal import Context, Decimal, Inexact
 from numbers import Integral, Real
 from typing import Any
 
-from onceflow.arguments import known_arguments
+from onceflow.options.arguments import known_arguments
 from onceflow.state.api.record import Record
 
 Source = str | Callable[[Record], Any]

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from onceflow.arguments import known_arguments
-from onceflow.durations import duration_ms
+from onceflow.options.arguments import known_arguments
+from onceflow.options.durations import duration_ms
 
 
 class Window(NamedTuple):

@@ -9,9 +9,9 @@ from functools import reduce
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from onceflow.state import rows
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES, Serde
+from onceflow.state.format import rows
 from onceflow.state.windows.kinds import Hopping, Sliding, Window
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from onceflow.state import rows
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import Serde
 from onceflow.state.api.timers import MS_MIN
+from onceflow.state.format import rows
 from onceflow.state.windows.kinds import Session, Window
 from onceflow.state.windows.panes import CLOSED_AT_ONCE, MAP, TIMER, Accumulation, Closed, added
 

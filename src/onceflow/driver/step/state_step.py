@@ -1,0 +1,340 @@
+"""The driver's part of ``Flow.process`` in a batch: the orders of tasks, their reports, and what is learnt from them.
+
+The driver runs a step on rows that it has fetched (``in_driver.py``).
+Where steps run whose records tasks read, ``planning/placement.py`` decides (``stages.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from pyspark.sql import DataFrame
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.settings import ClientSettings
+from onceflow.driver.batch.audit import Part, in_tasks
+from onceflow.driver.batch.fetched_rows import FetchedRows, Rows
+from onceflow.driver.batch.range_rows import RangeRows
+from onceflow.driver.record import handover
+from onceflow.driver.record.offset_log import SourceRange
+from onceflow.driver.step import in_driver
+from onceflow.driver.step.in_driver import BY_KEY
+from onceflow.driver.step.preparing import prepare, settle_copies
+from onceflow.driver.step.stages import Stages, run_fused, runs_step_once
+from onceflow.driver.step.table_state import TableState
+from onceflow.messages import (
+    NotColocatedError,
+    NotCopartitionedError,
+    PrepareOrder,
+    StateOrder,
+    TaskReport,
+    WriteOrder,
+    Writes,
+)
+from onceflow.planning import placement
+from onceflow.planning.dead_letter_limit import counted
+from onceflow.planning.options import BatchSummary
+from onceflow.planning.ownership import Outgoing
+from onceflow.planning.placement import BatchFacts, Learnt, Placement, QueryShape
+from onceflow.planning.range_tasks import task_count
+from onceflow.planning.step_tree import StepQuery
+from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.protocol.names import TopicPartition
+from onceflow.protocol.progress import Progress, TableProgress
+from onceflow.state.joins.spec import Ends
+from onceflow.state.local.format import Commit
+from onceflow.state.spec import Moment, StateReport
+from onceflow.state.table_facts import TableFacts
+from onceflow.task.row_writer import Companion
+
+log = logging.getLogger("onceflow.state")
+
+_NOTHING = TaskReport(())
+
+
+class StateStep:
+    """The process steps of one query.
+
+    Args:
+        tables: of all steps, by name.
+        cores: returns how many tasks Spark can run at once.
+    """
+
+    def __init__(
+        self, query: StepQuery, shape: QueryShape, tables: Mapping[str, TableState], *, cores: Callable[[], int]
+    ) -> None:
+        self._query = query
+        self._shape = shape
+        self._by_name = dict(tables)
+        self.tables = list(tables.values())
+        self._cores = cores
+        self.learnt = Learnt()
+        # Of the current attempt:
+        self._batch = BatchFacts(0)
+        self._moments: dict[str, Moment] = {}
+        self._due: dict[str, frozenset[int]] = {}
+        self._owner = ""
+        self._stages: Stages | None = None
+        self._done: dict[str, TaskReport] = {}
+
+    @property
+    def topics(self) -> set[str]:
+        """All topics of the tables."""
+        return {name for table in self.tables for name in table.spec.topics.ids}
+
+    @property
+    def written_topics(self) -> dict[str, str]:
+        """Topics of the tables, of dead letters and of late records, and what each topic is for."""
+        sides = {topic: role for table in self.tables for topic, role in table.spec.side_topics.items()}
+        return {**dict.fromkeys(self.topics, "table"), **sides}
+
+    def opened(self, progress: Progress) -> Progress:
+        """Progress with which a run begins: rows of its tables may follow that no batch has committed."""
+        known = dict(progress.tables)
+        for name, table in self._by_name.items():
+            known[name] = replace(known.get(name, TableProgress()), open_ended=table.open_ended)
+        return replace(progress, tables=known)
+
+    def facts(self) -> list[TableFacts]:
+        """What is known of the tables now. It may be called in any thread."""
+        return [table.facts() for table in self.tables]
+
+    def are_timers_left(self) -> bool:
+        """Whether more timers were due than the last batch was allowed to fire."""
+        return any(table.timers_left for table in self.tables)
+
+    def due(self, now_ms: int) -> bool:
+        """Whether a batch without rows would do anything."""
+        return any(table.due(now_ms) for table in self.tables)
+
+    # ---- steps of a batch ----------------------------------------------------------------------------
+
+    def planned(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> None:
+        """The source range of the next batch is known. ``quiet``: see `Watermark.planned`."""
+        news = source.news()
+        for table in self.tables:
+            table.planned(news, quiet)
+
+    def prepare(
+        self, rows: Rows, settings: ClientSettings, owner: tuple[str, ProducerIdAndEpoch], *, again: bool
+    ) -> None:
+        """Bring large local copies up to date before anything is written, see ``preparing``.
+
+        Args:
+            owner: transactional id, and its producer id and epoch. They change when a newer driver takes the flow over.
+        """
+        self._owner = owner[0]
+        if not self._shape.local:
+            return
+        for table in self.tables:
+            moment = table.moment(-1, Commit(-1, -1, -1), 0)
+            prepare(
+                table,
+                PrepareOrder(table.spec.without_code(), moment, settings, *owner),
+                rows.sparkSession.sparkContext,
+                again=again,
+            )
+
+    def begin(self, batch: int, producer: ProducerIdAndEpoch, now_ms: int, joined: Ends, progress: Progress) -> None:
+        """An attempt begins, under this producer id and epoch.
+
+        Args:
+            joined: at which offsets it sees the tables that the flow joins with.
+            progress: what is committed.
+        """
+        commit = Commit(batch, producer.producer_id, producer.producer_epoch)
+        self._stages, self._done = None, {}
+        for name, table in self._by_name.items():
+            until = handover.timers_until(progress, name)
+            if until is not None and handover.owes_timers(progress):
+                table.not_before(until)
+            moment = replace(table.moment(batch, commit, now_ms), joined=joined)
+            if until is not None:
+                moment = moment.limited(until, handover.unfired(progress, name))
+            self._moments[name] = moment
+            self._due[name] = frozenset(table.due(moment.now_ms) if until is None else range(table.partitions))
+
+    def place(self, rows: int) -> Placement:
+        """Where the steps of this attempt run, if tasks read its records.
+
+        Args:
+            rows: most source records that it can have.
+        """
+        self._batch = BatchFacts(rows, self._cores())
+        return placement.place(self._shape, self.learnt, self._batch)
+
+    def write(self, df: DataFrame, place: Placement, order: WriteOrder, cluster: Cluster) -> tuple[str, list[Part]]:
+        """Process rows that tasks have read, and write what comes out, fused. Returns how, as a text, and the
+        reports."""
+        (table,) = self._by_name
+        done, parts, tasks = run_fused(df, self._order(table, place.writes, order), place.steps[table], cluster)
+        self._done = {table: done}
+        return in_tasks(tasks), parts
+
+    @property
+    def written_as_is(self) -> bool:
+        """Whether the only step writes what it yields."""
+        return self._query.written_as_is
+
+    def write_fetched(
+        self, rows: FetchedRows, order: WriteOrder, cluster: Cluster, companion: Companion | None = None
+    ) -> list[Part]:
+        """Process rows of the direct engine, and write what comes out, by the driver.
+
+        Args:
+            order: of the sink. companion: what is sent beside the rows.
+        """
+        if not self.written_as_is:
+
+            def order_of(table: str) -> StateOrder:
+                state = self._order(table, "side outputs", order)
+                # With side outputs in the topic of the query, a record that names it may be a dead letter.
+                return replace(state, topic=None) if self._query.topic_has_side_outputs else state
+
+            self._done, part = in_driver.run_chain(rows, order_of, order, cluster, companion)
+            return [part]
+        (table,) = self._by_name
+        state = self._order(table, "everything", order)
+        with closing(rows.batches()) as batches:
+            done, part = in_driver.run_step(batches, state, cluster, companion)
+        self._done = {table: done}
+        return [part]
+
+    def range_tasks(self, source_partitions: Iterable[int], cores: int) -> int | None:
+        """How many tasks read, process and write a batch without moving its rows; None: they have to be moved.
+
+        Args:
+            source_partitions: partition count of every source. cores: how many tasks can run at once.
+        """
+        if self.learnt.keys_elsewhere or self.learnt.outputs_elsewhere:
+            return None
+        return task_count([*source_partitions, *(table.partitions for table in self.tables)], cores)
+
+    def write_ranges(self, rows: RangeRows, tasks: int, order: WriteOrder, cluster: Cluster) -> list[Part]:
+        """Tasks read rows, process them, and write what comes out."""
+        (table,) = self._by_name
+        state = replace(self._order(table, "everything", order), modulus=tasks, by_number=True)
+        done = rows.run(state, tasks)
+        self._done = {table: done}
+        return in_driver.parts_of(done, tasks, order, cluster, shuffled=False)
+
+    def outgoing(self, df: DataFrame, place: Placement, order: WriteOrder) -> Outgoing:
+        """The rows that the sink is to write, in two stages."""
+        stages = self._stages = Stages(self._query, place, df, lambda table: self._order(table, place.writes, order))
+        outgoing = stages.outgoing(order.flow)
+        if self._query.written_as_is or place.exchanged or self.learnt.step_seen:
+            return outgoing
+        if runs_step_once(outgoing.df):
+            self.learnt = replace(self.learnt, step_seen=True)
+            return outgoing
+        # The optimizer has removed the step, because the query needs none of its rows. Its state and its side outputs
+        # are needed.
+        self.learnt = replace(self.learnt, step_left_out=True)
+        return self.outgoing(df, placement.place(self._shape, self.learnt, self._batch), order)
+
+    def gather(self, order: WriteOrder, cluster: Cluster) -> list[Part]:
+        """Collect the reports of the stages before the sink, and write the side outputs that they have returned."""
+        if self._stages is None:
+            raise RuntimeError("no stages were put in front of the sink")
+        self._done = self._stages.reports()
+        parts = [Part(done.written, self._stages.tasks[table], True) for table, done in self._done.items()]
+        returned = [stream for done in self._done.values() for stream in done.returned]
+        if returned and not any(done.failed for done in self._done.values()):
+            parts.append(in_driver.write_returned(returned, order, cluster))
+        return parts
+
+    def audit(self) -> None:
+        """Check that one task of this attempt had each partition of each table, and the limit of dead letters."""
+        for name, table in self._by_name.items():
+            table.check(self._reports(name), self._moments[name])
+
+    def changed(self) -> bool:
+        """Whether this attempt has changed state. Without a changelog, nothing in Kafka shows it."""
+        return any(report.changed for done in self._done.values() for report in done.states)
+
+    def leaves_timers(self) -> bool:
+        """Whether more timers are due than this attempt was allowed to fire."""
+        return any(report.timers_left for done in self._done.values() for report in done.states)
+
+    def progress(self, progress: Progress) -> Progress:
+        """The progress of the batch, completed with that of the tables."""
+        changelogs = {name: dict(ends) for name, ends in progress.changelogs.items()}
+        known = dict(progress.tables)
+        for name, table in self._by_name.items():
+            ends, more = table.progress_after(self._reports(name), self._moments[name])
+            changelogs |= ends
+            known[name] = more
+        return replace(progress, changelogs=changelogs, tables=known)
+
+    def on_commit(self, summary: BatchSummary) -> None:
+        """The batch is committed. Its summary is completed."""
+        for name, table in self._by_name.items():
+            table.on_commit(self._reports(name), self._moments[name])
+        summary.dead_letters, summary.late = self._counted("dead_letters"), self._counted("late")
+        summary.duplicates = self._counted("duplicates")
+        summary.timers_fired, summary.expired = self._counted("timers_fired"), self._counted("expired")
+        summary.records = max(0, summary.records - self._counted("aside"))  # of a muted batch, nothing was written
+        summary.state_lost = sum(table.take_lost() for table in self.tables)
+
+    def on_noop(self) -> None:
+        """The batch had no effect, and was not committed."""
+        for name, table in self._by_name.items():
+            table.on_noop(self._reports(name))
+
+    def failed(self, problem: BaseException) -> bool:
+        """Learn from an attempt that has to be repeated, maybe in another way.
+
+        Returns:
+            Whether it has brought local copies up to date that the next attempt can use. This can happen only once for
+            every host and partition.
+        """
+        self.learnt = self.learnt.after(problem)
+        if isinstance(problem, NotColocatedError):
+            log.info("%s; from now on in two stages", problem.what)
+        elif isinstance(problem, NotCopartitionedError):
+            log.info("%s; from now on with a shuffle", problem.what)
+        if self._stages is not None and any(not done.written for done in self._done.values()):
+            # No task of the step has run: the optimizer has removed the step in this batch. This can happen when a
+            # filter after the step compares with the current time.
+            self.learnt = replace(self.learnt, step_left_out=True)
+        news = [self._by_name[name].prepared(done.prepared) for name, done in self._done.items()]
+        self._stages, self._done = None, {}
+        return any(news)
+
+    def settle(self, *, changed: bool = False) -> None:
+        """Apply pending changes of committed batches, if the stores are on this machine: when the flow ends, or when
+        there is time for it.
+
+        Args:
+            changed: only where the last batch has left some.
+        """
+        if not self._shape.local:
+            return
+        for name, table in self._by_name.items():
+            settle_copies(table, [each.partition for each in self._reports(name) if each.changed] if changed else None)
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _counted(self, what: str) -> int:
+        """How many records of this attempt became ``dead_letters``, were ``late``, and so on."""
+        return sum(counted(done.states, what) for done in self._done.values())
+
+    def _reports(self, table: str) -> Sequence[StateReport]:
+        return self._done.get(table, _NOTHING).states
+
+    def _order(self, table: str, writes: Writes, write: WriteOrder) -> StateOrder:
+        """The order of a step's tasks; how they get their rows is filled in when that is known."""
+        return StateOrder(
+            spec=self._by_name[table].spec,
+            moment=self._moments[table],
+            write=replace(write, topic=None, routing=BY_KEY),
+            writes=writes,
+            topic=self._query.topic,
+            modulus=1,
+            due=self._due[table],
+            owner=self._owner,
+            as_is=self._query.written_as_is,
+        )
