@@ -67,27 +67,19 @@ SERVE = {
         ),
         ([{**SERVE, "correct": "3 wrong"}], "Wrong: 3 wrong. The figures do not count."),
         (
-            [
-                {"bench": "restore", "way": "only read", "records_per_s": 1_709_688},
-                {"bench": "restore", "way": "timers", "records_per_s": 400_000},
-            ],
-            "Restores read 400,000 records/s (timers) to 1,709,688 (only read).",
-        ),
-        (
             [{"bench": "postgres, 5 columns", "contender": "onceflow", "rows_per_s": 184_841, "columns": 5,
               "ratio_to_spark_jdbc": 1.37}],
             "onceflow wrote 184,841 rows/s of 5 columns, 1.37 times Spark's JDBC sink.",
-        ),
-        (
-            [{"bench": "dedup", "ids": 1_000_000, "variant": "one in ten new", "ids_per_s": 443_186}],
-            ("De-duplication took 443,186 ids/s (one in ten new, 1,000,000 known) to 443,186 ids/s (one in ten new, "
-            "1,000,000 known)."),
         ),
         (
             [{**SERVE, "lookups_per_s_while_writing": None}],
             "One instance answered 5,006 look-ups/s with a p99 of 6.75 ms.",
         ),
         ([{"bench": "state, weaker choices: one", "figure": 1}], "Measured: state, weaker choices: one."),
+        (
+            [{"bench": "restore", "how": how, "records_per_s": 1_000} for how in ("driver", "tasks")],
+            "Restores of lost state read 1,000 records/s (driver), and 1,000 records/s (tasks).",
+        ),
         ([], "Nothing was measured."),
     ],
 )  # fmt: skip

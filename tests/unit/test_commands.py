@@ -19,7 +19,7 @@ from onceflow.cli.main import COMMANDS, SUMMARIES, cli
 
 # What these print is for people while they run; the last line of demos and of chaos is JSON without being asked, and
 # benchmarks add JSON lines to a file.
-BENCHMARKS = {f"bench {name}" for name in ("dedup", "overhead", "postgres", "serve", "sink", "state")}
+BENCHMARKS = {f"bench {name}" for name in ("overhead", "postgres", "serve", "sink", "state")}
 WITHOUT_JSON = {"chaos", "completion", "demo", "new", "table serve"} | BENCHMARKS
 
 Path_ = tuple[str, ...]

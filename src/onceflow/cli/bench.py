@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +11,8 @@ import click
 
 from onceflow.cli.bench_latency import latency
 from onceflow.cli.bench_report import (
-    bootstrap_option,
-    exit_if_wrong,
     measured,
     output_option,
-    print_tables,
     report,
     run_and_report,
 )
@@ -136,62 +132,6 @@ def state(
     parts = (only,) if only else PARTS[:3] if large else PARTS[:2]
     choices = Choices(records, accounts, rounds, often, spark_records_per_batch, keys, large_keys, parts, pandas)
     run_and_report(run, choices, output)
-
-
-@examples("onceflow bench restore", "onceflow bench restore --keys 100000 --rounds 1 --json")
-@bench.command()
-@click.option(
-    "--keys", type=click.IntRange(min=1000), default=1_000_000, show_default=True, help="Records that are restored."
-)
-@click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="How often each way is run.")
-@bootstrap_option
-@output_option
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON line for each way, and no table.")
-def restore(output: Path, as_json: bool, **given: Any) -> None:
-    """Measure how fast lost local state is restored from Kafka.
-
-    Measures every way in which that is done: by a driver, by two tasks, for tables and joined tables, with each local
-    store, and for each kind of rows. `records_per_s_of_cpu` is what one core would restore that does nothing else. The
-    figures are medians. The exit code is 1 when a restored store was wrong.
-    """
-    from onceflow.bench.restore_ways import Choices, run
-
-    given["servers"] = given.pop("bootstrap_servers")
-    results = measured(run, Choices(**given), output)
-    if as_json:
-        for result in results:
-            click.echo(json.dumps(result))
-    else:
-        print_tables(results)
-    exit_if_wrong(results)
-
-
-@examples("onceflow bench dedup --records-per-batch 20000")
-@bench.command()
-@click.option(
-    "--ids",
-    type=click.IntRange(min=10_000),
-    multiple=True,
-    default=(100_000, 1_000_000),
-    show_default=True,
-    help="How many ids are remembered; may be given several times. 10,000,000 take a minute and some GB of disk.",
-)
-@click.option(
-    "--records-per-batch",
-    type=click.IntRange(min=1000),
-    default=100_000,
-    show_default=True,
-    help="Records of one partition in a batch.",
-)
-@output_option
-def dedup(ids: tuple[int, ...], records_per_batch: int, output: Path) -> None:
-    """Measure de-duplication on one core, without Spark and Kafka, and its memory.
-
-    The exit code is 1 when a record was judged wrongly.
-    """
-    from onceflow.bench.dedup import Choices, run
-
-    run_and_report(run, Choices(ids, records_per_batch), output)
 
 
 @examples("onceflow bench overhead --rounds 3")

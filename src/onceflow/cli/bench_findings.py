@@ -48,14 +48,6 @@ def _state(found: list[Result]) -> str:
     return f"{text}; transformWithState of Spark had {others['records_per_s']:,} at least once."
 
 
-def _dedup(found: list[Result]) -> str:
-    slowest, fastest = (pick(found, key=lambda each: each["ids_per_s"]) for pick in (min, max))
-    return (
-        f"De-duplication took {slowest['ids_per_s']:,} ids/s ({slowest['variant']}, {slowest['ids']:,} known) to "
-        f"{fastest['ids_per_s']:,} ids/s ({fastest['variant']}, {fastest['ids']:,} known)."
-    )
-
-
 def _overhead(found: list[Result]) -> str:
     (summary,) = found[-1:]
     parts = []
@@ -101,21 +93,14 @@ def _latency(found: list[Result]) -> str:
 
 
 def _restore(found: list[Result]) -> str:
-    ways = [each for each in found if "way" in each]
-    if not ways:
-        return "Nothing was measured."
-    slowest, fastest = (pick(ways, key=lambda each: each["records_per_s"]) for pick in (min, max))
-    return (
-        f"Restores read {slowest['records_per_s']:,} records/s ({slowest['way']}) to {fastest['records_per_s']:,} "
-        f"({fastest['way']})."
-    )
+    ways = [f"{each['records_per_s']:,} records/s ({each['how']})" for each in found]
+    return f"Restores of lost state read {', and '.join(ways)}."
 
 
 # By the name of what was measured (a regular expression), the most telling first: a command measures several things.
 _SENTENCES: tuple[tuple[str, Callable[[list[Result]], str]], ...] = (
     ("throughput", _sink),
     ("state", _state),
-    ("dedup", _dedup),
     ("overhead", _overhead),
     ("serve_summary", _serve),
     ("postgres.*", _postgres),

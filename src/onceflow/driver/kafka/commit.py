@@ -4,8 +4,8 @@
 
 ``BatchCommit.attempt`` runs these steps; ``driver/batch/sink.py`` is what Spark calls. If a step before ``end`` fails,
 the attempt is aborted, and the batch runs again under a new epoch (``retries.py``). After ``end`` nothing can be
-undone. Weaker guarantees use the same steps without a transaction, see ``delivery.py``. A table in ``protocol/transaction.py``
-says which step may follow which.
+undone. Weaker guarantees use the same steps without a transaction, see ``delivery.py``. A table in
+``protocol/transaction.py`` says which step may follow which.
 """
 
 from __future__ import annotations
