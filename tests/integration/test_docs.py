@@ -54,8 +54,8 @@ MANIFEST = ROOT / "deploy" / "kubernetes.yaml"
 SUBMIT = "PYSPARK_SUBMIT_ARGS"
 PAGES = [
     README,
-    ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "changes/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 # What `onceflow new` writes.
