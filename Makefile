@@ -89,7 +89,7 @@ lock: setup ## renew requirements/*.txt from pyproject.toml and requirements/*.i
 
 clean: ## remove what the targets made here (downloaded jars stay in the user's cache)
 	rm -rf $(VENV) .venv-spark-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
-	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src workshop tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.packages: requirements/dev.txt
 	@echo "setup 1 of 3: pinned packages into $(VENV): one to three minutes, without further output"
@@ -98,9 +98,9 @@ $(VENV)/.packages: requirements/dev.txt
 		-r requirements/dev.txt
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.packages pyproject.toml
-	@echo "setup 2 of 3: onceflow itself"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+$(VENV)/.installed: $(VENV)/.packages pyproject.toml workshop/pyproject.toml
+	@echo "setup 2 of 3: onceflow itself, and its demos, chaos runs and benchmarks"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e ./workshop
 	@touch $@
 
 $(VENV)/.jars: $(VENV)/.installed src/onceflow/host/jars.py

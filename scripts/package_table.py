@@ -14,7 +14,7 @@ SOURCES = ROOT / "src" / "onceflow"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by scripts/package_table.py -->\n", "<!-- end -->\n"
 #: Around the product. They may import anything, and nothing of the product imports them.
-TOOLS = ("bench", "broker", "chaos", "cli", "demos", "templates", "testing")
+TOOLS = ("broker", "cli", "templates", "testing")
 
 
 def rows() -> list[tuple[str, str, str]]:

@@ -29,8 +29,8 @@ from onceflow.driver.record import progress_log
 from onceflow.protocol import progress as progress_records
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import faults, independent
-from onceflow.testing.s3 import S3Server, running_s3
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.s3 import S3Server, running_s3
 
 LONG_SECONDS = 600
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; what commands print would depend on it

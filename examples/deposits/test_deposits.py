@@ -237,9 +237,9 @@ def test_killed(run_demo: Callable[..., dict[str, Any]]) -> None:
 def test_one_cent_more_is_found(onceflow_broker: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """More kills, at other places in every run; then somebody writes to the table, and to the ledger."""
     from onceflow.client.deadline import Deadline
-    from onceflow.demos.chain import Choices
-    from onceflow.demos.deposits import Deposits
-    from onceflow.demos.display import Display
+    from onceflow_workshop.demos.chain import Choices
+    from onceflow_workshop.demos.deposits import Deposits
+    from onceflow_workshop.demos.display import Display
 
     seed = random.SystemRandom().randrange(1_000_000)
     chain = Deposits(Choices(20_000, seed, 2), onceflow_broker, tmp_path, Deadline(160, "the demo deposits"))

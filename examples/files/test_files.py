@@ -204,8 +204,8 @@ def test_a_file_of_a_gigabyte_is_never_in_memory() -> None:
     Linux hands ``ru_maxrss`` on: that of a new program begins at what the process had that started it. ``VmHWM`` is of
     the program's own memory.
     """
-    from onceflow.demos.files_big import big_bytes, big_parts
-    from onceflow.demos.files_rows import HEAD as BIG_HEAD
+    from onceflow_workshop.demos.files_big import big_bytes, big_parts
+    from onceflow_workshop.demos.files_rows import HEAD as BIG_HEAD
 
     rows = 10**9 // (big_bytes(1) - big_bytes(0))
 

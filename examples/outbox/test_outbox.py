@@ -21,9 +21,9 @@ from outbox import BusyError, DeclinedError, Intend, Pay, Watch, charge, pay_onc
 
 import onceflow
 from onceflow import Record, serdes
-from onceflow.demos.outbox_server import PaymentServer
 from onceflow.testing import independent
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow_workshop.demos.outbox_server import PaymentServer
 
 REQUEST = {"account": "acc-1", "amount": 1999, "card": "ok"}
 

@@ -9,9 +9,18 @@ import pyarrow as pa
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from onceflow.demos.audit import KINDS, Expected, Findings, Message, Origin, compare, onceflow_headers, origin_headers
-from onceflow.demos.reading import GroupLag
 from onceflow.protocol.partitioners import key_partitions
+from onceflow_workshop.demos.audit import (
+    KINDS,
+    Expected,
+    Findings,
+    Message,
+    Origin,
+    compare,
+    onceflow_headers,
+    origin_headers,
+)
+from onceflow_workshop.demos.reading import GroupLag
 
 PARTITIONS = 3
 Records = list[Message]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from onceflow.client.deadline import Deadline
-from onceflow.demos import chain
-from onceflow.demos.chain import Link
-from onceflow.demos.display import Display
-from onceflow.demos.outbox import OutboxChoices, OutboxWithoutKeys
+from onceflow_workshop.demos import chain
+from onceflow_workshop.demos.chain import Link
+from onceflow_workshop.demos.display import Display
+from onceflow_workshop.demos.outbox import OutboxChoices, OutboxWithoutKeys
 
 # Files stand for topics and offsets, one byte for each record.
 FLOWS = """

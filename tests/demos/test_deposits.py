@@ -11,12 +11,12 @@ import deposits as service
 import pytest
 
 from onceflow import Record
-from onceflow.demos import deposits_data as data
-from onceflow.demos.audit import KINDS, Headers, Message, Origin, origin_headers
-from onceflow.demos.chain import Audit, Choices
-from onceflow.demos.deposits import SERVICE, Deposits
-from onceflow.demos.harness import Death
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow_workshop.demos import deposits_data as data
+from onceflow_workshop.demos.audit import KINDS, Headers, Message, Origin, origin_headers
+from onceflow_workshop.demos.chain import Audit, Choices
+from onceflow_workshop.demos.deposits import SERVICE, Deposits
+from onceflow_workshop.demos.harness import Death
 
 SEED = 42
 ORIGIN = Origin("deposits-1a2b3c", 1, 7)
@@ -207,7 +207,7 @@ def test_the_ledger_is_compared_with_the_seed(
     found = _found(chain, "ledger")
     found[17:18] = change(found[17])
     told = [message._replace(value=(message.value or b"") + b',"balance":1,"count":1}') for message in found]
-    monkeypatch.setattr("onceflow.demos.deposits.read_topic", lambda *_: iter(told))
+    monkeypatch.setattr("onceflow_workshop.demos.deposits.read_topic", lambda *_: iter(told))
     findings = chain.compare("ledger", chain.expected()["ledger"])
     assert findings.counts == {**dict.fromkeys(KINDS, 0), kind: 1}
     assert len(chain.lines) + len(chain.problems) == findings.found
@@ -246,7 +246,7 @@ def test_wrong_dead_letters_are_problems(chain: Deposits, monkeypatch: pytest.Mo
     bad = [each for each in chain.operations if each.cause is not None]
     chain._generator.origins.update({each.id: ORIGIN for each in bad})
     dead_letters = [_dead_letter(each) for each in bad]
-    monkeypatch.setattr("onceflow.demos.deposits.read_topic", lambda *_: iter(dead_letters))
+    monkeypatch.setattr("onceflow_workshop.demos.deposits.read_topic", lambda *_: iter(dead_letters))
     assert chain.audit_dead_letters() == []
     dead_letters[3] = _dead_letter(bad[3], origin_partition="0")
     (problem,) = chain.audit_dead_letters()

@@ -19,15 +19,15 @@ from fetch import Fetch
 from files import Once
 
 from onceflow.client.deadline import Deadline
-from onceflow.demos import files_big, files_rows
-from onceflow.demos import files_data as data
-from onceflow.demos.audit import KINDS, Expected, Findings, Message, Origin, compare
-from onceflow.demos.files import Files, FilesChoices, run
-from onceflow.demos.files_data import Links
-from onceflow.demos.files_server import FilesServer, write_files
 from onceflow.errors import OptionError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow_workshop.demos import files_big, files_rows
+from onceflow_workshop.demos import files_data as data
+from onceflow_workshop.demos.audit import KINDS, Expected, Findings, Message, Origin, compare
+from onceflow_workshop.demos.files import Files, FilesChoices, run
+from onceflow_workshop.demos.files_data import Links
+from onceflow_workshop.demos.files_server import FilesServer, write_files
 
 SEED = 42
 COUNT = 70

@@ -14,18 +14,18 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from onceflow.cli.demo import demo
 from onceflow.cli.main import main
 from onceflow.client.deadline import Deadline
-from onceflow.demos import chain as chain_module
-from onceflow.demos import guarantees as module
-from onceflow.demos.audit import Findings, Message
-from onceflow.demos.chain import BATCHES_PER_LIFE, Choices
-from onceflow.demos.display import Display
-from onceflow.demos.guarantees import GUARANTEES, STEPS_ALWAYS, Guarantees, judge, plan_points, run
-from onceflow.demos.harness import Death, Kill, Service
 from onceflow.errors import OptionError
 from onceflow.protocol.partitioners import key_partitions
+from onceflow_workshop.cli.demo import demo
+from onceflow_workshop.demos import chain as chain_module
+from onceflow_workshop.demos import guarantees as module
+from onceflow_workshop.demos.audit import Findings, Message
+from onceflow_workshop.demos.chain import BATCHES_PER_LIFE, Choices
+from onceflow_workshop.demos.display import Display
+from onceflow_workshop.demos.guarantees import GUARANTEES, STEPS_ALWAYS, Guarantees, judge, plan_points, run
+from onceflow_workshop.demos.harness import Death, Kill, Service
 
 SEED = 42
 RECORDS = 1500

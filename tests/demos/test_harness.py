@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from onceflow.cli.demo import demo
-from onceflow.demos.chain import Choices
-from onceflow.demos.deposits import READ_BACK, run
-from onceflow.demos.harness import Service, _delete, plan_kills, plan_losses
 from onceflow.errors import OptionError
 from onceflow.hooks import STEPS
+from onceflow_workshop.cli.demo import demo
+from onceflow_workshop.demos.chain import Choices
+from onceflow_workshop.demos.deposits import READ_BACK, run
+from onceflow_workshop.demos.harness import Service, _delete, plan_kills, plan_losses
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import pyarrow as pa
 import pytest
 
-from onceflow.demos import deposits_data as data
-from onceflow.demos import ledger
-from onceflow.demos.audit import Message
-from onceflow.demos.deposits_data import Balance
-from onceflow.demos.ledger import Line
 from onceflow.protocol.partitioners import key_partitions
+from onceflow_workshop.demos import deposits_data as data
+from onceflow_workshop.demos import ledger
+from onceflow_workshop.demos.audit import Message
+from onceflow_workshop.demos.deposits_data import Balance
+from onceflow_workshop.demos.ledger import Line
 
 SEED = 42
 COUNT = 3_000

@@ -14,15 +14,15 @@ import moving_average as service
 import pyarrow as pa
 import pytest
 
-from onceflow.demos import moving_average as demo
-from onceflow.demos import moving_average_data as data
-from onceflow.demos.audit import Expected, Findings, Message, Origin, compare
-from onceflow.demos.moving_average import MovingAverage, MovingAverageChoices, run
-from onceflow.demos.moving_average_data import Measurement
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state.api.record import Record
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow_workshop.demos import moving_average as demo
+from onceflow_workshop.demos import moving_average_data as data
+from onceflow_workshop.demos.audit import Expected, Findings, Message, Origin, compare
+from onceflow_workshop.demos.moving_average import MovingAverage, MovingAverageChoices, run
+from onceflow_workshop.demos.moving_average_data import Measurement
 
 SEED = 42
 TOPIC = "measurements-1a2b3c"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from onceflow.client.deadline import Deadline
-from onceflow.demos import outbox_data as data
-from onceflow.demos.chain import Audit
-from onceflow.demos.display import Display
-from onceflow.demos.outbox import Outbox, OutboxChoices, OutboxWithoutKeys
-from onceflow.demos.outbox_server import Charge
+from onceflow_workshop.demos import outbox_data as data
+from onceflow_workshop.demos.chain import Audit
+from onceflow_workshop.demos.display import Display
+from onceflow_workshop.demos.outbox import Outbox, OutboxChoices, OutboxWithoutKeys
+from onceflow_workshop.demos.outbox_server import Charge
 
 SEED = 42
 

@@ -15,17 +15,17 @@ import pytest
 
 from onceflow import Record
 from onceflow.client.deadline import Deadline
-from onceflow.demos import pairs as demo
-from onceflow.demos import pairs_bad_records, pairs_events
-from onceflow.demos import pairs_data as data
-from onceflow.demos.audit import KINDS, Expected, Findings, Message, Origin, compare, origin_headers
-from onceflow.demos.chain import Audit
-from onceflow.demos.display import Display
-from onceflow.demos.pairs_bad_records import Bad
-from onceflow.demos.pairs_data import Arrival
-from onceflow.demos.pairs_events import Moment
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow_workshop.demos import pairs as demo
+from onceflow_workshop.demos import pairs_bad_records, pairs_events
+from onceflow_workshop.demos import pairs_data as data
+from onceflow_workshop.demos.audit import KINDS, Expected, Findings, Message, Origin, compare, origin_headers
+from onceflow_workshop.demos.chain import Audit
+from onceflow_workshop.demos.display import Display
+from onceflow_workshop.demos.pairs_bad_records import Bad
+from onceflow_workshop.demos.pairs_data import Arrival
+from onceflow_workshop.demos.pairs_events import Moment
 
 SEED = 42
 COUNT = 8000

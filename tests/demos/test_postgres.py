@@ -13,12 +13,12 @@ import pytest
 from ledger_table import TABLE
 
 from onceflow.client.deadline import Deadline
-from onceflow.demos import postgres_data as data
-from onceflow.demos.audit import Message, Origin
-from onceflow.demos.chain import Audit
-from onceflow.demos.postgres import Postgres, PostgresChoices
-from onceflow.demos.postgres_server import Database
 from onceflow.errors import OptionError
+from onceflow_workshop.demos import postgres_data as data
+from onceflow_workshop.demos.audit import Message, Origin
+from onceflow_workshop.demos.chain import Audit
+from onceflow_workshop.demos.postgres import Postgres, PostgresChoices
+from onceflow_workshop.demos.postgres_server import Database
 
 COUNT = 400
 
@@ -78,7 +78,7 @@ def audited(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         chain = Run(PostgresChoices(COUNT, 3, 0), "localhost:1", tmp_path, Deadline(60, "the test"))
         chain.database = database
         messages = [Message(0, 0, each.account.encode(), each.value) for each in chain.deposits()]
-        monkeypatch.setattr("onceflow.demos.postgres.read_topic", lambda *_: messages)
+        monkeypatch.setattr("onceflow_workshop.demos.postgres.read_topic", lambda *_: messages)
         found = chain.audit(Shown())  # type: ignore[arg-type]
         chain._generator._producer.purge()
         return found

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pytest
 from retry import NEVER_RETRIED, Charge
 
-from onceflow.demos import retry_data as data
-from onceflow.demos.audit import KINDS, Message, Origin, compare
-from onceflow.demos.retry import Choices, run
 from onceflow.errors import OptionError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state.api.record import Record
 from onceflow.state.engine.retry import Retry
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow_workshop.demos import retry_data as data
+from onceflow_workshop.demos.audit import KINDS, Message, Origin, compare
+from onceflow_workshop.demos.retry import Choices, run
 
 SEED = 42
 PARTITIONS = 3

@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 
-from onceflow.demos import tables_questions as questions
-from onceflow.demos.audit import Origin
-from onceflow.demos.tables import SERVICE, TablesChoices
-from onceflow.demos.tables_asking import Asker, Figures, Stream, events_of
-from onceflow.demos.tables_check import Answer, Change, Checked, Fold, StreamCheck, check
-from onceflow.demos.tables_data import Movements, wrong_rows
-from onceflow.demos.tables_questions import offsets_of, read_answer
-from onceflow.demos.tables_report import Killed, answers_table, lines, silences
 from onceflow.testing.processor_driver import ProcessorDriver
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.demos import tables_questions as questions
+from onceflow_workshop.demos.audit import Origin
+from onceflow_workshop.demos.tables import SERVICE, TablesChoices
+from onceflow_workshop.demos.tables_asking import Asker, Figures, Stream, events_of
+from onceflow_workshop.demos.tables_check import Answer, Change, Checked, Fold, StreamCheck, check
+from onceflow_workshop.demos.tables_data import Movements, wrong_rows
+from onceflow_workshop.demos.tables_questions import offsets_of, read_answer
+from onceflow_workshop.demos.tables_report import Killed, answers_table, lines, silences
 
 SEED, PARTITIONS = 7, 2
 
@@ -373,7 +373,7 @@ def test_a_line_for_each_kind() -> None:
 
 
 def test_the_defaults_of_the_command() -> None:
-    from onceflow.cli.demo import demo
+    from onceflow_workshop.cli.demo import demo
 
     defaults = {parameter.name: parameter.default for parameter in demo.commands["tables"].params}
     assert (defaults["seconds"], defaults["kills"]) == (TablesChoices.seconds, TablesChoices.kills)

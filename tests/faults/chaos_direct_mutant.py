@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from onceflow.chaos import driver
 from onceflow.direct import fetched
+from onceflow_workshop.chaos import driver
 
 
 def begins_too_early(self: Any, offset: int) -> tuple[Any, Any]:

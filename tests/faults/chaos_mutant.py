@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from onceflow.chaos import driver, external
+from onceflow_workshop.chaos import driver, external
 
 SqliteSink = external.sqlite_sink()
 commit = SqliteSink.commit

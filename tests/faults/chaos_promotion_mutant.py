@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from onceflow.chaos import driver
 from onceflow.driver.batch import retries
+from onceflow_workshop.chaos import driver
 
 broken: Any = retries.Attempt
 broken.muted = property(lambda self: False, lambda self, value: None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from onceflow.chaos import driver
 from onceflow.driver.batch import range_rows
 from onceflow.planning.range_tasks import dealt
+from onceflow_workshop.chaos import driver
 
 
 def begins_too_early(places: Iterable[tuple[str, int, int, int]], tasks: int) -> Any:

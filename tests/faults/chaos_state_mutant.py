@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from onceflow.chaos import driver
 from onceflow.state.local import catch_up
 from onceflow.state.local.format import COMMIT_RECORD, PENDING, Pending
+from onceflow_workshop.chaos import driver
 
 step = catch_up.CatchUp._step
 

@@ -46,7 +46,7 @@ from onceflow.spark.query_facts import QueryFacts
 from onceflow.spark.row_program import RowProgram
 from onceflow.task import row_writer
 from onceflow.testing import faults, recorder
-from onceflow.testing.backlogs import tasks_above
+from onceflow_workshop.testing.backlogs import tasks_above
 
 #: What runs the batches. Patches are in the driver, so with tasks that read only some of them work.
 DRIVER, BY_TASKS = "driver", "tasks"

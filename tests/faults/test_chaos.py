@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from onceflow.chaos import external, fault_kinds, run
-from onceflow.chaos.commands import Commands
-from onceflow.chaos.driver_process import DriverProcess
-from onceflow.chaos.flows import COPY, LEDGER, PLAIN, SORTER, UNLOGGED
-from onceflow.chaos.observer import LOCAL, REPLAY, VERIFY
-from onceflow.chaos.test_bed import Setup
 from onceflow.planning.engine import DRIVER, TASKS
 from onceflow.testing import history
+from onceflow_workshop.chaos import external, fault_kinds, run
+from onceflow_workshop.chaos.commands import Commands
+from onceflow_workshop.chaos.driver_process import DriverProcess
+from onceflow_workshop.chaos.flows import COPY, LEDGER, PLAIN, SORTER, UNLOGGED
+from onceflow_workshop.chaos.observer import LOCAL, REPLAY, VERIFY
+from onceflow_workshop.chaos.test_bed import Setup
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 

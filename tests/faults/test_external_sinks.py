@@ -30,7 +30,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.protocol.names import Names
 from onceflow.testing import faults, independent
-from onceflow.testing.s3 import S3Server
+from onceflow_workshop.testing.s3 import S3Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 

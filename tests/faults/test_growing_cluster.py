@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.testing import independent
 from onceflow.testing.faults import python_workers
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.chaos.spark_cluster import SparkCluster
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(600)]
 

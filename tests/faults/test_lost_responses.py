@@ -16,7 +16,7 @@ from onceflow.driver.kafka import output_writer
 from onceflow.driver.step.joins import Joins
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
-from onceflow.testing.proxy import END_TXN, Proxy, proxied_broker
+from onceflow_workshop.testing.proxy import END_TXN, Proxy, proxied_broker
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 

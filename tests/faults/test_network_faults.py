@@ -28,9 +28,9 @@ from onceflow.client.transactions import Outcome, Transactions
 from onceflow.protocol.batches import encode_single
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
-from onceflow.testing.links import Copy
-from onceflow.testing.network import ANSWER, Network, Rule
-from onceflow.testing.proxy import Proxy, proxied_broker
+from onceflow_workshop.testing.links import Copy
+from onceflow_workshop.testing.network import ANSWER, Network, Rule
+from onceflow_workshop.testing.proxy import Proxy, proxied_broker
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 

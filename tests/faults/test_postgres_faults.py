@@ -31,8 +31,8 @@ from onceflow import hooks
 from onceflow.external import postgres as postgres_sink
 from onceflow.testing import independent
 from onceflow.testing.postgres import LocalPostgres
-from onceflow.testing.postgres_proxy import PostgresProxy
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.postgres_proxy import PostgresProxy
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 

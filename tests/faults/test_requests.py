@@ -14,8 +14,8 @@ import pytest
 from onceflow import Flow, hooks
 from onceflow.broker.local import LocalBroker, free_ports
 from onceflow.testing.broker import create_topic
-from onceflow.testing.network import REQUEST, Network
-from onceflow.testing.proxy import Proxy, proxied_properties
+from onceflow_workshop.testing.network import REQUEST, Network
+from onceflow_workshop.testing.proxy import Proxy, proxied_properties
 
 pytestmark = pytest.mark.integration
 

@@ -28,12 +28,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from onceflow.broker.local import free_ports
-from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.host import jars
 from onceflow.host.java import find_java
 from onceflow.testing import independent
 from onceflow.testing.processes import descendants
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.chaos.spark_cluster import SparkCluster
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long]
 

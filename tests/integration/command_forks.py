@@ -13,9 +13,9 @@ import os
 import sys
 import traceback
 
-from onceflow.cli.main import COMMANDS, main
+from onceflow.cli.main import commands, main
 
-for target in COMMANDS.values():
+for target, _ in commands().values():
     importlib.import_module(target.partition(":")[0])
 for name in (
     "change.move", "change.progress_import", "change.repartition", "change.reset", "doctor.checks", "records.parked",

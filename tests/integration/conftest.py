@@ -19,8 +19,8 @@ from onceflow.server.formats import Format
 from onceflow.server.options import ServeOptions
 from onceflow.server.process import QueryServer
 from onceflow.testing.postgres import LocalPostgres
-from onceflow.testing.secure import Secure, secure_broker
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.secure import Secure, secure_broker
 
 Serve = Callable[..., httpx.Client]
 

@@ -21,7 +21,7 @@ from onceflow.broker.process import ProcessIdentity
 from onceflow.cli.main import cli
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.testing.broker import BACK_SOON, create_topic
-from onceflow.testing.librdkafka import admin_client
+from onceflow_workshop.testing.librdkafka import admin_client
 
 pytestmark = pytest.mark.integration
 

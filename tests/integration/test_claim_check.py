@@ -51,7 +51,7 @@ from onceflow.state.format import rows
 from onceflow.state.local.format import SNAPSHOT_KEY, snapshot
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
-from onceflow.testing.s3 import S3Server
+from onceflow_workshop.testing.s3 import S3Server
 
 pytestmark = pytest.mark.integration
 
@@ -122,7 +122,7 @@ _MEMORY = """
 import json, os, resource, sys
 from pathlib import Path
 import onceflow
-from onceflow.testing.s3 import S3Server
+from onceflow_workshop.testing.s3 import S3Server
 
 def peak():  # of this process: ru_maxrss also has what its parent had
     return next(int(l.split()[1]) * 1024 for l in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in l)
@@ -779,7 +779,7 @@ def test_a_forked_process_is_told(s3: S3Server) -> None:
     code = """
 import os, sys
 import onceflow
-from onceflow.testing.s3 import S3Server
+from onceflow_workshop.testing.s3 import S3Server
 url, store = sys.argv[1:]
 claim = onceflow.ClaimCheck(store, above=10, storage_options=S3Server(url).options)
 claim.encode(b"x" * 100)

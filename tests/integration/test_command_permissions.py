@@ -18,8 +18,8 @@ from confluent_kafka import KafkaException
 from onceflow.cli.main import cli
 from onceflow.errors import PermissionDeniedError
 from onceflow.protocol.progress import PROGRESS_TOPIC
-from onceflow.testing.secure import SECRET, Secure, admin, grant
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.secure import SECRET, Secure, admin, grant
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:

@@ -15,7 +15,7 @@ from deltalake import DeltaTable, write_deltalake
 from onceflow import DeltaSink, EnvironmentUnusableError
 from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.testing.external_sink_suite import FLOW, SCHEMA, ExternalSinkSuite, Writer
-from onceflow.testing.s3 import S3Server
+from onceflow_workshop.testing.s3 import S3Server
 
 pytestmark = pytest.mark.integration
 

@@ -12,10 +12,10 @@ import pytest
 from confluent_kafka import Producer
 
 from onceflow.client.deadline import Deadline
-from onceflow.demos.reading import Tally
-from onceflow.demos.tables_audit import Auditor
-from onceflow.demos.tables_check import Answer, Change
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.demos.reading import Tally
+from onceflow_workshop.demos.tables_audit import Auditor
+from onceflow_workshop.demos.tables_check import Answer, Change
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 

@@ -31,7 +31,7 @@ from onceflow.cli.main import cli
 from onceflow.session import submit_settings
 from onceflow.testing import independent
 from onceflow.testing.processor_driver import ProcessorDriver
-from onceflow.testing.s3 import S3Server
+from onceflow_workshop.testing.s3 import S3Server
 
 pytestmark = pytest.mark.integration
 

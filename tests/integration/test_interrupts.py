@@ -28,9 +28,9 @@ from onceflow.broker.local import LocalBroker
 from onceflow.cli.main import cli
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing import independent
-from onceflow.testing.network import REQUEST, Network
-from onceflow.testing.proxy import Proxy, proxied_broker
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.network import REQUEST, Network
+from onceflow_workshop.testing.proxy import Proxy, proxied_broker
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:

@@ -25,8 +25,8 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.spark import token_endpoint
 from onceflow.testing.broker import create_topic
-from onceflow.testing.identity import IdentityProvider
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.identity import IdentityProvider
 
 pytestmark = pytest.mark.integration
 

@@ -46,8 +46,8 @@ from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
 from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic
-from onceflow.testing.secure import Secure, grant
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.secure import Secure, grant
 
 pytestmark = pytest.mark.integration
 

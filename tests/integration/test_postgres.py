@@ -30,7 +30,7 @@ from onceflow.spark.collect import arrow_schema
 from onceflow.testing import faults, independent
 from onceflow.testing.external_sink_suite import SCHEMA, ExternalSinkSuite, Writer
 from onceflow.testing.postgres import LocalPostgres
-from onceflow.testing.postgres_proxy import PostgresProxy
+from onceflow_workshop.testing.postgres_proxy import PostgresProxy
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:

@@ -18,8 +18,8 @@ from onceflow.server.formats import Format, to_base64url
 from onceflow.server.options import Limits
 from onceflow.tables import following, share
 from onceflow.testing.broker import create_topic
-from onceflow.testing.served import numbers, write_rows
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.served import numbers, write_rows
 
 pytestmark = pytest.mark.integration
 

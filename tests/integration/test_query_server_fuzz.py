@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from onceflow.server.options import Limits
 from onceflow.server.peer_auth import HEADER, Asked, PeerSecrets
-from onceflow.testing.served import PEER_SECRET, ServerProcess, numbers, write_rows
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.served import PEER_SECRET, ServerProcess, numbers, write_rows
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(900)]
 

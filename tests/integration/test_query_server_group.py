@@ -18,8 +18,8 @@ import httpx
 import pytest
 from confluent_kafka.admin import AdminClient, ConfigResource
 
-from onceflow.testing.served import Answer, ServerProcess, Versions
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.served import Answer, ServerProcess, Versions
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 

@@ -14,7 +14,7 @@ from onceflow.protocol.position import Position
 from onceflow.server.local import LocalTable, Room
 from onceflow.server.seen import Seen
 from onceflow.tables.copies import Copy
-from onceflow.testing.served import Answer, Versions, write_rows
+from onceflow_workshop.testing.served import Answer, Versions, write_rows
 
 pytestmark = pytest.mark.integration
 

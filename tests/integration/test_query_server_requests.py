@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from onceflow.server.options import Limits
-from onceflow.testing.served import numbers, write_rows
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.served import numbers, write_rows
 
 pytestmark = pytest.mark.integration
 

@@ -16,10 +16,10 @@ import pytest
 
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
-from onceflow.testing.network import ANSWER, DELAY, Network, Rule
-from onceflow.testing.proxy import Proxy, proxied_broker
-from onceflow.testing.served import Answer, ServerProcess, Versions
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.network import ANSWER, DELAY, Network, Rule
+from onceflow_workshop.testing.proxy import Proxy, proxied_broker
+from onceflow_workshop.testing.served import Answer, ServerProcess, Versions
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 

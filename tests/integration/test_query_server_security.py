@@ -27,9 +27,9 @@ from onceflow.errors import PermissionDeniedError
 from onceflow.server.members import _Assignor
 from onceflow.server.peer_auth import PeerSecrets
 from onceflow.testing.broker import create_topic
-from onceflow.testing.secure import SECRET, Secure, grant
-from onceflow.testing.served import ServerProcess, numbers, write_rows
 from onceflow.testing.waiting import WaitedInVainError, wait_until
+from onceflow_workshop.testing.secure import SECRET, Secure, grant
+from onceflow_workshop.testing.served import ServerProcess, numbers, write_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:

@@ -18,8 +18,8 @@ from pyspark.sql import functions as F
 from onceflow import Flow, Processor, ProcessorError, Record, Table, serdes
 from onceflow.direct import backlog, by_tasks
 from onceflow.testing import independent
-from onceflow.testing.backlogs import tasks_above
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.backlogs import tasks_above
 
 pytestmark = pytest.mark.integration
 

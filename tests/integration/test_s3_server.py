@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onceflow.testing.processes import descendants
-from onceflow.testing.s3 import S3Server, running_s3
+from onceflow_workshop.testing.s3 import S3Server, running_s3
 
 
 def test_an_object_is_created_only_if_it_is_missing(s3: S3Server) -> None:

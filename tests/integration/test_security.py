@@ -34,8 +34,8 @@ from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
-from onceflow.testing.secure import SCRAM, SECRET, Secure, connected, grant
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.secure import SCRAM, SECRET, Secure, connected, grant
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:

@@ -13,8 +13,8 @@ from onceflow.broker.local import free_ports
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.batch import watching
 from onceflow.testing import independent
-from onceflow.testing.proxy import Proxy
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.testing.proxy import Proxy
 
 pytestmark = pytest.mark.integration
 

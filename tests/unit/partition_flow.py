@@ -19,7 +19,7 @@ from onceflow.state.local.format import (
 )
 from onceflow.state.local.opening import Opened, open_partition, set_pending, settle
 from onceflow.state.stores.base import Store
-from onceflow.testing.columns import ReadsColumns
+from onceflow_workshop.testing.columns import ReadsColumns
 
 HOUR = 3_600_000
 NOW = 1_700_000_000_000

@@ -14,7 +14,7 @@ import onceflow
 
 ROOT = Path(onceflow.__file__).parent
 #: Around the product: they may import anything, and nothing of the product imports them.
-TOOLS = ("bench", "broker", "chaos", "cli", "demos", "templates", "testing")
+TOOLS = ("broker", "cli", "templates", "testing")
 #: Its names are loaded when they are asked for: whoever imports a module of the package imports nothing else with it.
 LAZY = "onceflow"
 MAX_MODULE_LINES, MAX_FUNCTION_LINES = 1000, 50
@@ -258,6 +258,12 @@ def test_nothing_imports_the_tools_around_it() -> None:
         for other in ours(tree)
         if other.partition(".")[0] in TOOLS
     ]
+    assert wrong == []
+
+
+def test_nothing_imports_the_workshop() -> None:
+    """Demos, chaos runs and benchmarks are another distribution, which users need not have."""
+    wrong = [file for file in ROOT.rglob("*.py") if re.search(r"onceflow_workshop", file.read_text())]
     assert wrong == []
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = Path(onceflow.__file__).parent
 PAGE = ROOT / "docs" / "architecture.md"
 #: Around the product.
-TOOLS = ("bench", "broker", "chaos", "cli", "demos", "templates", "testing")
+TOOLS = ("broker", "cli", "templates", "testing")
 
 
 @cache

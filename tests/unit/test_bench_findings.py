@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onceflow.cli.bench_findings import finding
+from onceflow_workshop.cli.bench_findings import finding
 
 SINK = [
     {"bench": "throughput", "contender": "spark", "guarantee": "at_least_once", "rows_per_s": 75_330},

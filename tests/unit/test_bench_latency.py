@@ -18,18 +18,18 @@ import orjson
 import pytest
 from click.testing import CliRunner, Result
 
-from onceflow.bench import latency_plot, latency_runs
-from onceflow.bench.balances import Balance
-from onceflow.bench.latency import Plan, Probed, _Probe, percentile, percentile_of_sorted
-from onceflow.bench.latency_records import WORKLOADS, Balances, Copies, records_of
-from onceflow.bench.latency_runs import Choices, Measured, Setting, labels_of, settings_of
-from onceflow.bench.processes import Usage
-from onceflow.cli import bench_latency
 from onceflow.cli.main import cli
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.planning import engine
 from onceflow.state.api.record import Record
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.bench import latency_plot, latency_runs
+from onceflow_workshop.bench.balances import Balance
+from onceflow_workshop.bench.latency import Plan, Probed, _Probe, percentile, percentile_of_sorted
+from onceflow_workshop.bench.latency_records import WORKLOADS, Balances, Copies, records_of
+from onceflow_workshop.bench.latency_runs import Choices, Measured, Setting, labels_of, settings_of
+from onceflow_workshop.bench.processes import Usage
+from onceflow_workshop.cli import bench_latency
 
 # ---- records --------------------------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ class Outputs:
 def test_what_comes_out_is_counted(
     lost: set[int], doubled: set[int], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("onceflow.bench.latency._DRAIN_SECONDS", 1.0)
-    monkeypatch.setattr("onceflow.bench.latency._DOUBLES_SECONDS", 0.05)
+    monkeypatch.setattr("onceflow_workshop.bench.latency._DRAIN_SECONDS", 1.0)
+    monkeypatch.setattr("onceflow_workshop.bench.latency._DOUBLES_SECONDS", 0.05)
     probe = _Probe(Plan("nowhere", "in", "out", 100, 0.1, 0.2, value_bytes=8))
     begun = time.monotonic()
     probe._at.extend(begun + number / 100 for number in range(40))  # a record every 10 ms, the last one at 390 ms
@@ -219,7 +219,7 @@ def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(EnvironmentUnusableError, match="matplotlib") as failed:
         latency_plot.module("figure")
-    assert "onceflow[bench]" in str(failed.value)
+    assert "pip install matplotlib" in str(failed.value)
 
 
 # ---- the command ----------------------------------------------------------------------------------------

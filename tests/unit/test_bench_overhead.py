@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from onceflow.bench import overhead_runs
-from onceflow.bench.latency import percentile
-from onceflow.bench.overhead_figures import (
+from onceflow_workshop.bench import overhead_runs
+from onceflow_workshop.bench.latency import percentile
+from onceflow_workshop.bench.overhead_figures import (
     Commit,
     chosen_bound,
     commits_of,

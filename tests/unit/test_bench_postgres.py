@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from onceflow.bench import postgres as bench
-from onceflow.bench.postgres import Bench, Choices, Columns
+from onceflow_workshop.bench import postgres as bench
+from onceflow_workshop.bench.postgres import Bench, Choices, Columns
 
 
 def test_wide_tables_have_the_same_kinds_of_columns() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from onceflow.bench import service
-from onceflow.bench.service_process import ended, process
-from onceflow.bench.service_process import service as service_process
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.bench import service
+from onceflow_workshop.bench.service_process import ended, process
+from onceflow_workshop.bench.service_process import service as service_process
 
 
 class KnownFlow:
@@ -109,7 +109,7 @@ def test_the_users_own_variables_choose_no_engine(monkeypatch: pytest.MonkeyPatc
         known.append(given["env"])
         return SimpleNamespace(terminate=lambda: None, wait=lambda seconds: 0)
 
-    monkeypatch.setattr("onceflow.bench.service_process.subprocess.Popen", popen)
+    monkeypatch.setattr("onceflow_workshop.bench.service_process.subprocess.Popen", popen)
     with service_process({"B_NAME": "f"}, tmp_path / "log"):
         pass
     assert (known[0]["B_ENGINE"], known[0]["B_NAME"], known[0]["B_PARENT"]) == ("", "f", str(os.getpid()))

@@ -11,9 +11,9 @@ import orjson
 import pyarrow as pa
 import pytest
 
-from onceflow.bench import balance_runs, processes, restore, state
-from onceflow.bench.balances import Balance, ColumnBalance, expected, payments, problem_of, row_of
 from onceflow.state.api.record import Record
+from onceflow_workshop.bench import balance_runs, processes, restore, state
+from onceflow_workshop.bench.balances import Balance, ColumnBalance, expected, payments, problem_of, row_of
 
 SENT = list(payments(500, 20))
 

@@ -17,16 +17,6 @@ import pytest
 from click.testing import CliRunner
 
 from onceflow import DeltaSink, ExternalSink
-from onceflow.chaos import external
-from onceflow.chaos.driver_process import Engines
-from onceflow.chaos.fault_kinds import FAULT_KINDS
-from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, Choices, Names
-from onceflow.chaos.replacing import replaceable
-from onceflow.chaos.run import Injected, Report
-from onceflow.chaos.test_bed import SETUPS, Setup
-from onceflow.chaos.topic_changes import growing
-from onceflow.chaos.verify import Findings, check_copy, check_rows, check_unlogged, verify_external
-from onceflow.cli.chaos import chaos
 from onceflow.errors import OptionError
 from onceflow.external.sink import BatchAttempt
 from onceflow.planning.engine import AUTO, DRIVER, TASKS
@@ -34,6 +24,16 @@ from onceflow.testing import history
 from onceflow.testing.independent import Seen
 from onceflow.testing.processes import descendants
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.chaos import external
+from onceflow_workshop.chaos.driver_process import Engines
+from onceflow_workshop.chaos.fault_kinds import FAULT_KINDS
+from onceflow_workshop.chaos.flows import COPY, JOINER, LEDGER, SORTER, Choices, Names
+from onceflow_workshop.chaos.replacing import replaceable
+from onceflow_workshop.chaos.run import Injected, Report
+from onceflow_workshop.chaos.test_bed import SETUPS, Setup
+from onceflow_workshop.chaos.topic_changes import growing
+from onceflow_workshop.chaos.verify import Findings, check_copy, check_rows, check_unlogged, verify_external
+from onceflow_workshop.cli.chaos import chaos
 
 
 def test_equal_multisets_are_no_anomaly() -> None:

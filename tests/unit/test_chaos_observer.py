@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from onceflow.admin.verify.replayed_processor import load
-from onceflow.chaos import observer as module
-from onceflow.chaos.flows import COPY, SORTER, Ledger, Names, Sorter
-from onceflow.chaos.observer import LOCAL, REPLAY, STATUS, TRANSACTIONS, VERIFY, Observer
-from onceflow.chaos.verify import Findings
 from onceflow.testing.history import Final, Reads
+from onceflow_workshop.chaos import observer as module
+from onceflow_workshop.chaos.flows import COPY, SORTER, Ledger, Names, Sorter
+from onceflow_workshop.chaos.observer import LOCAL, REPLAY, STATUS, TRANSACTIONS, VERIFY, Observer
+from onceflow_workshop.chaos.verify import Findings
 
 FLOW, SOURCE = "chaos-copy", "chaos-in"
 COMMITTED = {1: {0: 10, 1: 12}, 2: {0: 20, 1: 22}, 3: {0: 30, 1: 32}}

@@ -86,7 +86,7 @@ def test_errors_of_other_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OptionError("as a test has it")
 
-    monkeypatch.setitem(entry.COMMANDS, "trial", "of the test")
+    monkeypatch.setitem(entry.COMMANDS, "trial", ("of the test", ""))
     for kind, code in ((click.Command, 1), (Check, 2)):
         command = kind("trial", callback=fail)
         monkeypatch.setattr(entry.LazyGroup, "get_command", lambda self, ctx, name, command=command: command)

@@ -1,8 +1,9 @@
-"""What is built for others: a wheel has the example services, from the checkout and from the source archive alike."""
+"""What is built for others: the wheel of onceflow, and that of its demos, chaos runs and benchmarks (the workshop)."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -34,7 +35,7 @@ def build(root: Path, target: str, folder: Path) -> Path:
     """The archive that the build backend makes of a source tree."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
     subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=120)
-    (built,) = folder.glob("onceflow-*")
+    (built,) = folder.glob("onceflow*")
     return built
 
 
@@ -49,13 +50,31 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
-def test_a_wheel_has_the_package_and_the_example_services(wheel: Path) -> None:
-    found = {name: text for name, text in contents(wheel).items() if not name.startswith("onceflow-")}
-    package = [file for file in (ROOT / "src").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
-    expected = {file.relative_to(ROOT / "src").as_posix(): file.read_bytes() for file in package}
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT / "workshop", "wheel", tmp_path_factory.mktemp("workshop"))
+
+
+def files_of(sources: Path) -> dict[str, bytes]:
+    files = [file for file in sources.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    return {file.relative_to(sources).as_posix(): file.read_bytes() for file in files}
+
+
+def without_metadata(wheel: Path) -> dict[str, bytes]:
+    return {name: text for name, text in contents(wheel).items() if ".dist-info/" not in name}
+
+
+def test_a_wheel_has_the_package_alone(wheel: Path) -> None:
+    found = without_metadata(wheel)
+    assert found == files_of(ROOT / "src")
+    assert not [name for name in found if re.search(r"/(bench|chaos|demos)/", name)]
+
+
+def test_the_wheel_of_the_workshop_has_the_example_services(workshop: Path) -> None:
+    expected = files_of(ROOT / "workshop" / "src")
     assert len(EXAMPLES) >= 9
-    expected |= {f"onceflow/demos/{file.relative_to(ROOT).as_posix()}": file.read_bytes() for file in EXAMPLES}
-    assert found == expected
+    expected |= {f"onceflow_workshop/demos/{file.relative_to(ROOT).as_posix()}": file.read_bytes() for file in EXAMPLES}
+    assert without_metadata(workshop) == expected
 
 
 def test_the_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
@@ -86,22 +105,26 @@ def test_the_image_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
 def test_an_editable_install_has_no_copies(tmp_path: Path) -> None:
     """A copy would be out of date with the next change in the checkout."""
     code = "import sys; from hatchling.build import build_editable; build_editable(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (built,) = tmp_path.glob("onceflow-*.whl")
-    files = [name for name in contents(built) if ".dist-info/" not in name]
-    assert [Path(name).suffix for name in files] == [".pth"]
+    for root in (ROOT, ROOT / "workshop"):
+        folder = tmp_path / root.name
+        folder.mkdir()
+        subprocess.run(
+            [sys.executable, "-c", code, str(folder)], cwd=root, check=True, capture_output=True, timeout=120
+        )
+        (built,) = folder.glob("onceflow*.whl")
+        assert [Path(name).suffix for name in without_metadata(built)] == [".pth"]
 
 
 @pytest.mark.parametrize("installed", ["wheel", pytest.param("editable", marks=pytest.mark.long)])
-def test_the_demos_find_their_services(wheel: Path, tmp_path: Path, installed: str) -> None:
+def test_the_demos_find_their_services(workshop: Path, tmp_path: Path, installed: str) -> None:
     """As installed from a wheel, and from a checkout: the files are there."""
-    place, folder = ROOT / "src", ROOT
+    place, folder = ROOT / "workshop" / "src", ROOT
     if installed == "wheel":
-        place, folder = tmp_path / "site", tmp_path / "site" / "onceflow" / "demos"
-        with zipfile.ZipFile(wheel) as archive:
+        place, folder = tmp_path / "site", tmp_path / "site" / "onceflow_workshop" / "demos"
+        with zipfile.ZipFile(workshop) as archive:
             archive.extractall(place)
     code = (
-        "from onceflow.demos import deposits, files, guarantees, moving_average, pairs, retry\n"
+        "from onceflow_workshop.demos import deposits, files, guarantees, moving_average, pairs, retry\n"
         "print(deposits.SERVICE, files.SERVICE, guarantees.COPY_SERVICE, moving_average.SERVICE, sep='\\n')\n"
         "print(pairs.SERVICE, pairs.SPARK_SERVICE, retry.SERVICE, sep='\\n')\n"
     )
@@ -112,7 +135,7 @@ def test_the_demos_find_their_services(wheel: Path, tmp_path: Path, installed: s
     scripts = [Path(line) for line in answer.stdout.splitlines()]
     names = ["deposits/deposits", "files/files", "moving-average/moving_average", "pairs/pairs", "pairs/pairs_spark"]
     expected = [folder / "examples" / f"{name}.py" for name in (*names, "retry/retry")]
-    assert sorted(scripts) == sorted([*expected, place / "onceflow" / "demos" / "copy_service.py"])
+    assert sorted(scripts) == sorted([*expected, place / "onceflow_workshop" / "demos" / "copy_service.py"])
     assert all(script.is_file() for script in scripts)
     # The one that imports files beside it.
     command = [sys.executable, str(folder / "examples" / "files" / "files.py"), "--help"]
@@ -129,8 +152,8 @@ def test_the_repository_has_no_symbolic_links() -> None:
     assert links == []
 
 
-#: Parts that need the extra `testing`.
-TOOLS = ("bench", "chaos", "demos", "testing")
+#: What needs the extra `testing`.
+TOOLS = ("testing",)
 _WITHOUT = """
 import importlib, sys
 sys.modules["confluent_kafka"] = None  # an import of it fails
@@ -152,8 +175,27 @@ def test_flows_and_commands_need_no_client_of_librdkafka() -> None:
     assert loaded.returncode == 0, loaded.stderr
 
 
-def test_a_tool_says_which_extra_it_needs() -> None:
-    code = _WITHOUT + "from onceflow.cli.main import main; main(['demo', 'deposits'])"
+@pytest.mark.parametrize("command", ["bench", "chaos", "demo"])
+def test_a_command_of_the_workshop_says_what_to_install(command: str) -> None:
+    code = (
+        "import importlib.metadata as m; m.entry_points = lambda **_: []\n"
+        f"from onceflow.cli.main import main; main([{command!r}])"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert ran.returncode == 1
-    assert ran.stderr == "onceflow: this command needs confluent-kafka: pip install 'onceflow[testing]'\n"
+    assert ran.returncode == 2
+    assert "is a command of the package onceflow-workshop: pip install ./workshop in a checkout" in ran.stderr
+
+
+def test_commands_of_other_packages_do_not_break_those_of_onceflow() -> None:
+    code = (
+        "import importlib.metadata as m\n"
+        "broken = m.EntryPoint('broken', 'no_such_package:COMMANDS', 'onceflow.commands')\n"
+        "hers = m.EntryPoint('hers', 'json:JSONDecoder', 'onceflow.commands')\n"
+        "m.entry_points = lambda **_: [broken, hers]\n"
+        "from onceflow.cli.main import main; main(['--help'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert ran.returncode == 0
+    assert "verify" in ran.stdout
+    assert "the commands of 'no_such_package:COMMANDS' cannot be loaded" in ran.stderr
+    assert "the commands of 'json:JSONDecoder' cannot be loaded" in ran.stderr

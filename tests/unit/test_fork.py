@@ -30,7 +30,7 @@ from onceflow.protocol.progress import (
     decode,
     encode,
 )
-from onceflow.testing.columns import ReadsColumns
+from onceflow_workshop.testing.columns import ReadsColumns
 
 OLD, NEW = Names("balances"), Names("next")
 

@@ -22,7 +22,7 @@ from onceflow.state.stores import disk_space, rocksdb_store
 from onceflow.state.stores.base import Store, StoreCorruptError
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
-from onceflow.testing.columns import ReadsColumns
+from onceflow_workshop.testing.columns import ReadsColumns
 
 FEW = {b"v%03d" % n: b"1" for n in range(200)}
 MANY = {b"w%06d" % n: b"2" * 50 for n in range(9_000)}

@@ -29,7 +29,7 @@ from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import DATA, RocksdbStore
 from onceflow.task.join_task import JoinTask
-from onceflow.testing.columns import ReadsColumns
+from onceflow_workshop.testing.columns import ReadsColumns
 
 
 class InjectedError(OnceflowError):

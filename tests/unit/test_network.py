@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from onceflow import OptionError
-from onceflow.testing.network import ACTIONS, ANSWER, API_KEYS, REQUEST, Network, Rule, api_name
+from onceflow_workshop.testing.network import ACTIONS, ANSWER, API_KEYS, REQUEST, Network, Rule, api_name
 
 PRODUCE, END_TXN, FETCH = API_KEYS["Produce"], API_KEYS["EndTxn"], API_KEYS["Fetch"]
 

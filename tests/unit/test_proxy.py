@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from onceflow.broker.config import Cluster, Node, server_properties
-from onceflow.testing.network import ANSWER, API_KEYS, DIRECTIONS, REQUEST, Network, Rule
-from onceflow.testing.proxy import END_TXN, Proxies, Proxy, proxied_node_properties
+from onceflow_workshop.testing.network import ANSWER, API_KEYS, DIRECTIONS, REQUEST, Network, Rule
+from onceflow_workshop.testing.proxy import END_TXN, Proxies, Proxy, proxied_node_properties
 
 PRODUCE, FETCH = API_KEYS["Produce"], API_KEYS["Fetch"]
 PATIENCE_S = 20.0

@@ -51,7 +51,7 @@ from onceflow.protocol.progress import LocalTable, Progress, TableProgress
 from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion
 from onceflow.state.format import rows
 from onceflow.task.state_run import StateRun
-from onceflow.testing.columns import ReadsColumns
+from onceflow_workshop.testing.columns import ReadsColumns
 
 # ---- the processor ---------------------------------------------------------------------------------------
 

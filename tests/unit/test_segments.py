@@ -18,7 +18,7 @@ from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow.state.stores.stamped_view import StampedView
-from onceflow.testing.columns import ReadsColumns
+from onceflow_workshop.testing.columns import ReadsColumns
 
 Ids = dict[bytes, bytes]
 

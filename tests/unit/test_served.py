@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onceflow.testing.served import Answer, Versions
+from onceflow_workshop.testing.served import Answer, Versions
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow.task.state_run import StateRun
-from onceflow.testing.columns import ReadsColumns
+from onceflow_workshop.testing.columns import ReadsColumns
 
 PARTITIONS = 2
 Row = tuple[bytes, "bytes | None"]

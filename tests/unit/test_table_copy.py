@@ -18,7 +18,7 @@ from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.tables import copies, health
 from onceflow.tables.copies import Copy, Followed
 from onceflow.tables.opening import OpenedTable
-from onceflow.testing.columns import ReadsColumns
+from onceflow_workshop.testing.columns import ReadsColumns
 
 
 class Log(ReadsColumns):

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import functools
 import importlib
+import importlib.metadata
 import io
 import os
 import select
@@ -24,83 +26,67 @@ from onceflow.cli.interrupts import INTERRUPTED
 from onceflow.client.interrupts import CommitInterruptedError, interrupts_kept
 from onceflow.errors import OnceflowError
 
-# Each command is imported when it is called. Otherwise every call would import Spark and the Kafka clients.
+# By name: where the command is, and its line in `onceflow --help`. Each command is imported when it is called, or every
+# call would import Spark and the Kafka clients.
 COMMANDS = {
-    "bench": "onceflow.cli.bench:bench",
-    "broker": "onceflow.cli.broker:broker",
-    "chaos": "onceflow.cli.chaos:chaos",
-    "claim-check": "onceflow.cli.claim_check:claim_check",
-    "compare": "onceflow.cli.compare:compare",
-    "completion": "onceflow.cli.completion:completion",
-    "consume": "onceflow.cli.consume:consume",
-    "demo": "onceflow.cli.demo:demo",
-    "doctor": "onceflow.cli.doctor:doctor",
-    "fork": "onceflow.cli.fork:fork",
-    "new": "onceflow.cli.new:new",
-    "parked": "onceflow.cli.parked:parked",
-    "peek": "onceflow.cli.peek:peek",
-    "produce": "onceflow.cli.produce:produce",
-    "progress": "onceflow.cli.progress_file:progress",
-    "promote": "onceflow.cli.promote:promote",
-    "reset": "onceflow.cli.reset:reset",
-    "setup": "onceflow.cli.setup:setup",
-    "status": "onceflow.cli.status:status",
-    "table": "onceflow.cli.table:table",
-    "topic": "onceflow.cli.topic:topic",
-    "transactions": "onceflow.cli.transactions:transactions",
-    "verify": "onceflow.cli.verify:verify",
+    "broker": ("onceflow.cli.broker:broker", "Run a real Apache Kafka on this machine."),
+    "claim-check": ("onceflow.cli.claim_check:claim_check", "Delete stored values that no record refers to any more."),
+    "compare": ("onceflow.cli.compare:compare", "Compare what a flow and its copy have written."),
+    "completion": ("onceflow.cli.completion:completion", "Print the script with which a shell completes commands."),
+    "consume": ("onceflow.cli.consume:consume", "Show the committed records of a topic."),
+    "doctor": ("onceflow.cli.doctor:doctor", "Check this machine, the cluster, and what a flow needs there."),
+    "fork": ("onceflow.cli.fork:fork", "Copy a running flow, to try a new version beside it."),
+    "new": ("onceflow.cli.new:new", "Write a small project to start from."),
+    "parked": ("onceflow.cli.parked:parked", "List, show, retry and drop parked records; replay dead letters."),
+    "peek": ("onceflow.cli.peek:peek", "Show the newest committed records of a topic."),
+    "produce": ("onceflow.cli.produce:produce", "Write the lines of standard input to a topic."),
+    "progress": ("onceflow.cli.progress_file:progress", "Export and import the progress of a flow."),
+    "promote": ("onceflow.cli.promote:promote", "Let a new version take the place of the running one."),
+    "reset": ("onceflow.cli.reset:reset", "Delete a flow's progress, or move it to other offsets."),
+    "setup": ("onceflow.cli.setup:setup", "Download the jars for Spark and for the local broker."),
+    "status": ("onceflow.cli.status:status", "Show where flows are, and how far behind."),
+    "table": ("onceflow.cli.table:table", "Look into tables, serve them over HTTP, maintain those of flows."),
+    "topic": ("onceflow.cli.topic:topic", "Create, list, describe and delete topics."),
+    "transactions": ("onceflow.cli.transactions:transactions", "List, describe and abort open transactions."),
+    "verify": ("onceflow.cli.verify:verify", "Check what a flow has committed, record by record."),
 }
+#: Further commands, of other packages: an entry point of this group names such a mapping.
+ENTRY_POINTS = "onceflow.commands"
+#: Commands of a package that users do not need.
+WORKSHOP = ("bench", "chaos", "demo")
 
-# For `onceflow --help`, which must not import the commands only to learn their first lines.
-SUMMARIES = {
-    "bench": "Measure throughput and latency on this machine.",
-    "broker": "Run a real Apache Kafka on this machine.",
-    "chaos": "Inject faults around running flows, and check what they wrote.",
-    "claim-check": "Delete stored values that no record refers to any more.",
-    "compare": "Compare what a flow and its copy have written.",
-    "completion": "Print the script with which a shell completes commands.",
-    "consume": "Show the committed records of a topic.",
-    "demo": "Run an example service, crash it, and check its outputs.",
-    "doctor": "Check this machine, the cluster, and what a flow needs there.",
-    "fork": "Copy a running flow, to try a new version beside it.",
-    "new": "Write a small project to start from.",
-    "parked": "List, show, retry and drop parked records; replay dead letters.",
-    "peek": "Show the newest committed records of a topic.",
-    "produce": "Write the lines of standard input to a topic.",
-    "progress": "Export and import the progress of a flow.",
-    "promote": "Let a new version take the place of the running one.",
-    "reset": "Delete a flow's progress, or move it to other offsets.",
-    "setup": "Download the jars for Spark and for the local broker.",
-    "status": "Show where flows are, and how far behind.",
-    "table": "Look into tables, serve them over HTTP, maintain those of flows.",
-    "topic": "Create, list, describe and delete topics.",
-    "transactions": "List, describe and abort open transactions.",
-    "verify": "Check what a flow has committed, record by record.",
-}
-
-
-#: A package that only demos, chaos runs and benchmarks need.
-_TOOLS_NEED = "confluent_kafka"
 #: What a write to standard output says if a disk is full, or has failed.
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 #: As of a program that SIGPIPE has ended.
 _BROKEN_PIPE = 141
 
 
+@functools.cache
+def commands() -> dict[str, tuple[str, str]]:
+    """All commands, with those of other packages that are installed. A package that cannot be loaded is named."""
+    found: dict[str, tuple[str, str]] = {}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            found |= {str(name): (str(target), str(line)) for name, (target, line) in point.load().items()}
+        except Exception as error:  # whatever its code raises: the other commands work
+            click.echo(f"onceflow: the commands of {point.value!r} cannot be loaded: {error}", err=True)
+    return found | COMMANDS
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(COMMANDS)
+        return sorted(commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        target = COMMANDS.get(cmd_name)
+        target = (COMMANDS if cmd_name in COMMANDS else commands()).get(cmd_name)
         if target is None:
             return None
-        module, _, attribute = target.partition(":")
+        module, _, attribute = target[0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         if not isinstance(command, click.Command):
-            raise TypeError(f"{target} is not a click command")
+            raise TypeError(f"{target[0]} is not a click command")
         return command
 
     def resolve_command(
@@ -108,15 +94,19 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Click looks for similar names among commands that are imported, of which this group has none."""
         name = args[0]
-        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
-            similar = difflib.get_close_matches(name, COMMANDS, 1)
+        if name not in COMMANDS and name not in commands() and not name.startswith("-") and not ctx.resilient_parsing:
+            if name in WORKSHOP:
+                raise click.UsageError(
+                    f"{name!r} is a command of the package onceflow-workshop: pip install ./workshop in a checkout", ctx
+                )
+            similar = difflib.get_close_matches(name, commands(), 1)
             meant = f" Did you mean {similar[0]!r}?" if similar else ""
             raise click.UsageError(f"No such command {name!r}.{meant}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, SUMMARIES[name]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, commands()[name][1]) for name in self.list_commands(ctx)])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -156,9 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _NO_OUTPUT and error.filename is None:
             _cannot_write(error)
-            sys.exit(errors.exit_code)
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == _TOOLS_NEED:
-            click.echo("onceflow: this command needs confluent-kafka: pip install 'onceflow[testing]'", err=True)
             sys.exit(errors.exit_code)
         if errors.exit_code == FINDING:
             raise  # Python ends with 1

