@@ -1,7 +1,7 @@
 """Build hook: a wheel carries the example services, because ``onceflow demo`` runs them.
 
-They lie in ``examples/`` in the checkout, beside this folder, and in ``onceflow_workshop/demos/examples/`` in a wheel. An
-editable install gets no copies: ``onceflow_workshop.demos.service_files`` finds the files in the checkout.
+They lie in ``examples/`` in the checkout, beside this folder, and in ``onceflow_workshop/demos/examples/`` in a wheel.
+An editable install gets no copies: ``onceflow_workshop.demos.service_files`` finds the files in the checkout.
 """
 
 from __future__ import annotations

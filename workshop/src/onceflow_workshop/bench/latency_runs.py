@@ -1,6 +1,6 @@
 """Latency, processor time and memory of a running service, at a steady rate: ``onceflow bench latency``.
 
-The service is a process of its own (``onceflow_workshop.bench.service``). Records are sent to it from its start on. Those that
+The service is a process of its own (``service.py``). Records are sent to it from its start on. Those that
 are sent after the warm-up count. Then nothing is sent any more, and what the idle service takes is measured.
 """
 

@@ -1,5 +1,6 @@
-"""A driver to be killed: some flows in one SparkSession, until SIGTERM. ``python -m onceflow_workshop.chaos.driver JSON``.
+"""A driver to be killed: some flows in one SparkSession, until SIGTERM.
 
+``python -m onceflow_workshop.chaos.driver JSON`` starts it.
 It writes a JSON line to stdout for the start of every flow, for every committed batch, and for the error that ends it.
 All that the checker needs is written to the history files before (see ``onceflow.testing.recorder``).
 """

@@ -1,6 +1,6 @@
 """Faults of the network between clients and brokers: rules, a seeded plan, a log. It has no sockets and no threads.
 
-``onceflow_workshop.testing.proxy`` asks a ``Network`` about every frame, and does what the answer says. A rule in JSON::
+``proxy.py`` asks a ``Network`` about every frame, and does what the answer says. A rule in JSON::
 
     {"action": "drop", "apis": ["EndTxn"], "direction": "answer", "probability": 0.2, "first": 3, "count": 10}
 

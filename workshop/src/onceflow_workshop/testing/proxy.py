@@ -5,7 +5,7 @@ A broker must advertise the proxy's port on a listener of its own, or clients wo
     with proxied_broker(folder) as (direct, through, proxy):
         proxy.faults(Network(seed, rules))
 
-``onceflow_workshop.testing.network`` decides what happens to which frame. Listeners must be plaintext: frames inside TLS cannot
+``network.py`` decides what happens to which frame. Listeners must be plaintext: frames inside TLS cannot
 be read, and with SASL a request that is sent again on another connection would not be authenticated there. Traffic
 between brokers does not pass the proxy.
 """
