@@ -176,8 +176,9 @@ class Flow:
         with fenced_ends_program(), self._runs.lock:
             self._runs.check_readable(topic)
             queries.check_connector(self._spark, self.name)
-            offsets = self._runs.startup.add_source(given)
-            ends = self._runs.startup.until.get(topic)
+            takeover = self._runs.startup.takeover
+            offsets = takeover.add_source(given)
+            ends = takeover.until.get(topic)
         options_of_source = source_options(given, offsets, self.name)
         return load_source(self._spark, self._settings, options_of_source, ends, partitions=len(offsets))
 
@@ -379,7 +380,7 @@ class Flow:
         """
         with self._runs.lock:
             startup = self._runs.startup
-            startup.known_progress()
+            startup.takeover.known_progress()
             checked = joins.checked_table(table, own=startup.table_names, flow=self.name)
             queries.check_query(df, self.name, checkpoint=True, columns=False)  # `write` knows of checkpoints
             spec = startup.find_join(checked.topic, checked, local=is_local(self._spark))
@@ -429,7 +430,7 @@ class Flow:
         """
         with self._runs.lock:
             startup = self._runs.startup
-            startup.known_progress()
+            startup.takeover.known_progress()
             facts = queries.check_query(df, self.name, checkpoint=True, columns=False)  # `write` knows of checkpoints
             check_no_dead_letters(facts, "Flow.map", self.name)
             rows_map, columns = maps.map_of(
@@ -664,7 +665,7 @@ class Flow:
                 flow=self.name,
                 next_step="give the second flow a name of its own, or leave sink_flow out",
             )
-        if self._runs.startup.until and not once:
+        if self._runs.startup.takeover.until and not once:
             raise OptionError(
                 "A read with until= ends the first flow of a chain, and with it the second one, which may be behind",
                 flow=self.name,
@@ -720,12 +721,12 @@ class Flow:
         with fenced_ends_program(), self._runs.lock:
             startup = self._runs.startup
             checked = process.check_options(
-                options, processor, flow=self.name, sources=startup.sources, tables=startup.steps
+                options, processor, flow=self.name, sources=startup.takeover.sources, tables=startup.steps
             )
             # Pickled here only so that an error is raised at this line of user code. For the tasks it is pickled again
             # at the start: by then the processor may have changed, and names that it uses may have been defined.
             pickled(checked, flow=self.name)
-            startup.known_progress()
+            startup.takeover.known_progress()
             table, own = options.table, startup.table_names
             joins.check_not_joined(table, startup.joins, self.name)
             joined = joins.checked_tables(tables, own=own | {table, table + INTERNAL_SUFFIX}, flow=self.name)
@@ -733,7 +734,8 @@ class Flow:
             check_order(caller, facts, self.name)
             check_no_dead_letters(facts, caller, self.name)
             # The output rows of another step do not come from a topic.
-            one_topic = next(iter(startup.sources)) if len(startup.sources) == 1 and not facts.has_step else None
+            sources = startup.takeover.sources
+            one_topic = next(iter(sources)) if len(sources) == 1 and not facts.has_step else None
             rows = columns(one_topic=one_topic is not None)
             local = is_local(self._spark)
             specs = [startup.find_join(*each, local=local, state_dir=options.state_dir) for each in joined.items()]

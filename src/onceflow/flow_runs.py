@@ -74,7 +74,7 @@ class FlowRuns:
         """
         self.check_may_run()
         if self._is_running() and interactive.is_interactive():
-            self.startup.check_source(topic)  # before that query is stopped
+            self.startup.takeover.check_source(topic)  # before that query is stopped
             interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)
         if self._is_running():
             raise OptionError(
@@ -106,7 +106,7 @@ class FlowRuns:
 
             try:
                 times = functools.partial(SourceTimes, self._settings)
-                startup.commit()
+                startup.takeover.commit()
                 engine = run.start()
                 reason = run.report.engine_reason
                 self._running = query = FlowQuery(engine, run.sink, ended, run.until, times, run.report, reason)
@@ -142,6 +142,6 @@ class FlowRuns:
     def _release(self, startup: Startup) -> None:
         """Close the connections of one run. Connections of a newer start of this flow stay open."""
         with self.lock:
-            startup.close()
+            startup.takeover.close()
             if self._startup is startup:
                 self._startup = self._new_startup()

@@ -63,9 +63,9 @@ def test_a_build_that_does_not_cap_progress_is_found_out(make_pipe: Any, monkeyp
     pipe = make_pipe(partitions=2)
     pipe.fill(2500)
 
-    def to_the_end(startup: Any, starts: Any, deadline: Any) -> Any:
+    def to_the_end(takeover: Any, starts: Any, deadline: Any) -> Any:
         wanted = {topic: sorted(offsets) for topic, offsets in starts.items()}
-        return list_offsets(startup.session.cluster, wanted, LATEST, deadline)
+        return list_offsets(takeover.session.cluster, wanted, LATEST, deadline)
 
     with monkeypatch.context() as mutant:
         mutant.setattr(direct_run, "_end_of_run", to_the_end)

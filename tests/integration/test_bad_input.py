@@ -311,7 +311,7 @@ def made_up() -> Iterator[Callable[[str], MadeUp]]:
 
 
 def test_broker_without_transactions(pipe: Any, made_up: Callable[[str], MadeUp], monkeypatch: Any) -> None:
-    monkeypatch.setattr("onceflow.driver.start.startup.START_SECONDS", 5.0)
+    monkeypatch.setattr("onceflow.driver.start.takeover.START_SECONDS", 5.0)
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=made_up("127.0.0.1").servers)
     with pytest.raises(onceflow.BrokerUnsupportedError, match=r"(?s)transactions.*2\.8 or later"):
         flow.read(pipe.source)

@@ -108,16 +108,16 @@ class Pair:
         """A start of a flow, up to its progress."""
         startup = Startup(Names(flow), ClientSettings(self.bootstrap), refused_s=15)
         try:
-            startup.connect(seconds())
-            startup.fence({}, seconds())
+            startup.takeover.connect(seconds())
+            startup.takeover.fence({}, seconds())
             yield startup
         finally:
-            startup.close()
+            startup.takeover.close()
 
     def found(self, flow: str) -> Progress | None:
         """The progress that a start of a flow finds."""
         with self.started(flow) as startup:
-            return startup.found
+            return startup.takeover.found
 
 
 @pytest.fixture
@@ -239,9 +239,9 @@ def test_killed_and_nothing_else_is_started(make_pair: Callable[..., Pair]) -> N
     before = pair.progress(pair.copy)
     pair.kill_at("progress")
     startup = Startup(Names(pair.copy), ClientSettings(pair.bootstrap), refused_s=15)
-    startup.connect(startup.deadline())
-    assert startup.fence({}, startup.deadline()) == before
-    startup.close()
+    startup.takeover.connect(startup.takeover.deadline())
+    assert startup.takeover.fence({}, startup.takeover.deadline()) == before
+    startup.takeover.close()
 
 
 def test_a_flow_that_has_become_another_one(make_pair: Callable[..., Pair], call: Call) -> None:

@@ -349,7 +349,7 @@ def test_the_status_of_a_flow_names_missing_permissions(secure: Secure, pipe: An
 def test_wrong_credentials(
     secure: Secure, pipe: Any, monkeypatch: pytest.MonkeyPatch, mechanism: str, user: str, password: str
 ) -> None:
-    monkeypatch.setattr("onceflow.driver.start.startup.START_SECONDS", 90.0)
+    monkeypatch.setattr("onceflow.driver.start.takeover.START_SECONDS", 90.0)
     options = secure.options(mechanism, user, password)
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=options)
     with pytest.raises(onceflow.AuthenticationFailedError, match="refused the credentials") as caught:
@@ -359,7 +359,7 @@ def test_wrong_credentials(
 
 @pytest.mark.long
 def test_plain_connection_to_a_tls_listener(secure: Secure, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onceflow.driver.start.startup.START_SECONDS", 4.0)
+    monkeypatch.setattr("onceflow.driver.start.takeover.START_SECONDS", 4.0)
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers)
     with pytest.raises(onceflow.BrokerUnreachableError, match="did not complete the Kafka handshake as PLAINTEXT"):
         flow.read(pipe.source)

@@ -1,4 +1,4 @@
-"""docs/architecture.md is true of the code: its table of packages is theirs, and what it names exists."""
+"""docs/architecture.md is true of the code: its list of packages is theirs, and what it names exists."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def section(title: str) -> str:
     return found[1]
 
 
-def test_the_table_of_packages_is_that_of_their_docstrings() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "package_table.py"))
-    assert PAGE.read_text() == script["page"](PAGE.read_text()), "run scripts/package_table.py"
+def test_the_list_of_packages_is_that_of_their_docstrings() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "package_list.py"))
+    assert PAGE.read_text() == script["page"](PAGE.read_text()), "run scripts/package_list.py"
     assert len(script["rows"]()) > 30
     assert all(all(row) for row in script["rows"]())
 

@@ -154,11 +154,11 @@ def started(
     monkeypatch.setattr(external_run, "commit_progress", lambda session, progress, *_: followed.append(progress))
     cluster = SimpleNamespace(cluster_id=lambda deadline: "c")
     source = SourceTopic("a", "id-a", {0: 0}, {0: 100}, epoch_ends)
-    startup = SimpleNamespace(
+    takeover = SimpleNamespace(
         flow="f", names=Names("f"), session=SimpleNamespace(cluster=cluster), sources={"a": source}
     )
     write = SimpleNamespace(sink=sink, dead_letter_topic=None)
-    return external_run._take_over(write, startup, kafka, Deadline(10, "a test")), followed  # type: ignore[arg-type]
+    return external_run._take_over(write, takeover, kafka, Deadline(10, "a test")), followed  # type: ignore[arg-type]
 
 
 def row_of(progress: Progress) -> ProgressRow:

@@ -10,7 +10,7 @@ import pytest
 
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.start import source_offsets
-from onceflow.driver.start import startup as module
+from onceflow.driver.start import takeover as module
 from onceflow.driver.start.startup import Startup
 from onceflow.errors import (
     BrokerUnsupportedError,
@@ -79,6 +79,7 @@ class Start:
         monkeypatch.setattr(module, "commit_progress", self._commit)
         monkeypatch.setattr(module, "warn_of_similar", lambda *_: None)
         self.startup = Startup(Names("orders"), ClientSettings("localhost:9092", {}), refused_s=15.0)
+        self.takeover = self.startup.takeover
 
     def _find(self, cluster: Any, named: dict[str, str], deadline: Any) -> dict[str, Any]:
         return {name: source_offsets.TopicInfo(name, f"id of {name}", {0: 1}, False) for name in named}
@@ -90,7 +91,7 @@ class Start:
         self.committed.append(progress)
 
     def read(self, topic: str) -> dict[int, int]:
-        return self.startup.add_source(ReadOptions(topic, "earliest", None, True, False))
+        return self.takeover.add_source(ReadOptions(topic, "earliest", None, True, False))
 
 
 def test_several_topics_are_read_after_one_fence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,11 +99,11 @@ def test_several_topics_are_read_after_one_fence(monkeypatch: pytest.MonkeyPatch
     assert start.read("in") == {0: 3}
     assert start.read("other") == {0: 3}
     assert start.calls == ["connect", "fence", "read progress"]
-    start.startup.commit()
-    start.startup.commit()
+    start.takeover.commit()
+    start.takeover.commit()
     assert start.calls == ["connect", "fence", "read progress", "commit"]
     assert [progress.offsets for progress in start.committed] == [{"in": {0: 3}, "other": {0: 3}}]
-    assert start.startup.known_progress() is start.committed[-1]
+    assert start.takeover.known_progress() is start.committed[-1]
 
 
 def test_progress_names_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,17 +112,17 @@ def test_progress_names_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Start(monkeypatch, Progress("orders", 7, {"in": {0: 3}}, {"in": "id of in"}, 0, driver=older))
     monkeypatch.setattr(module, "clock_ms", lambda: 1_700_000_000_000)
     assert start.read("in") == {0: 3}
-    assert start.startup.known_progress().driver == older, "nothing is committed yet"
+    assert start.takeover.known_progress().driver == older, "nothing is committed yet"
     start.read("other")
-    start.startup.commit()
+    start.takeover.commit()
     ours = DriverProcess(socket.gethostname(), os.getpid(), 1_700_000_000_000)
-    assert start.startup.driver == start.committed[-1].driver == start.startup.known_progress().driver == ours
+    assert start.takeover.driver == start.committed[-1].driver == start.takeover.known_progress().driver == ours
 
 
 def test_what_is_committed_already_is_not_committed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Start(monkeypatch, Progress("orders", 7, {"in": {0: 3}}, {"in": "id of in"}, 0))
     assert start.read("in") == {0: 3}
-    start.startup.commit()
+    start.takeover.commit()
     assert start.calls == ["connect", "fence", "read progress"]
 
 
@@ -132,9 +133,9 @@ def test_after_an_error_the_next_call_fences_again(monkeypatch: pytest.MonkeyPat
     with pytest.raises(DeadlineExceededError) as caught:
         start.read("in")
     assert (caught.value.flow, caught.value.topic) == ("orders", "in")
-    assert not start.startup.is_fenced
+    assert not start.takeover.is_fenced
     with pytest.raises(OptionError, match="Nothing was read yet"):
-        start.startup.known_progress()
+        start.takeover.known_progress()
     start.calls.clear()
     assert start.read("in") == {0: 3}
     assert start.calls == ["fence", "read progress"]
@@ -146,18 +147,18 @@ def test_what_was_read_before_an_error_holds_if_nobody_has_moved_the_flow(
 ) -> None:
     start = Start(monkeypatch)
     start.read("in")
-    start.startup.session.give_up()  # a later read has failed
+    start.takeover.session.give_up()  # a later read has failed
     if is_moved:
-        start.startup.session._progress = Progress("orders", 7, {"in": {0: 3}}, {"in": "id of in"}, 0)  # type: ignore[attr-defined]
+        start.takeover.session._progress = Progress("orders", 7, {"in": {0: 3}}, {"in": "id of in"}, 0)  # type: ignore[attr-defined]
         with pytest.raises(ProgressConflictError, match="Another driver has moved flow 'orders'"):
             start.read("other")
         assert start.read("in") == {0: 3}
-        assert start.startup.known_progress().batch_id == 7
+        assert start.takeover.known_progress().batch_id == 7
     else:
         start.read("other")
-        assert start.startup.known_progress().offsets == {"in": {0: 3}, "other": {0: 3}}
+        assert start.takeover.known_progress().offsets == {"in": {0: 3}, "other": {0: 3}}
     assert start.calls.count("fence") == (3 if is_moved else 2)
-    start.startup.commit()
+    start.takeover.commit()
     assert len(start.committed) == (0 if is_moved else 1)
 
 
@@ -166,9 +167,9 @@ def test_a_commit_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     start.read("in")
     start.problems["commit"] = DeadlineExceededError("no answer")
     with pytest.raises(DeadlineExceededError) as caught:
-        start.startup.commit()
+        start.takeover.commit()
     assert caught.value.flow == "orders"
-    start.startup.commit()
+    start.takeover.commit()
     assert [progress.offsets for progress in start.committed] == [{"in": {0: 3}}]
 
 
@@ -177,19 +178,19 @@ def test_a_run_without_topics_fences_again_when_progress_could_not_be_read(monke
     start = Start(monkeypatch, before)
     start.problems["read progress"] = DeadlineExceededError("no answer")
     with pytest.raises(DeadlineExceededError):
-        start.startup.prepare_run(start.startup.deadline())
-    assert start.startup.prepare_run(start.startup.deadline()) is before, "a run never begins with unread progress"
+        start.startup.prepare_run(start.takeover.deadline())
+    assert start.startup.prepare_run(start.takeover.deadline()) is before, "a run never begins with unread progress"
     assert start.calls == ["connect", "fence", "read progress", "fence", "read progress"]
 
 
 def test_a_start_serves_one_query(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Start(monkeypatch)
     start.read("in")
-    assert start.startup.is_fenced
-    start.startup.used()
-    assert not start.startup.is_fenced
+    assert start.takeover.is_fenced
+    start.takeover.used()
+    assert not start.takeover.is_fenced
     with pytest.raises(OptionError, match="Nothing was read yet"):
-        start.startup.known_progress()
+        start.takeover.known_progress()
 
 
 def test_brokers_that_cannot_be_used_are_left_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +200,8 @@ def test_brokers_that_cannot_be_used_are_left_and_tried_again(monkeypatch: pytes
         start.read("in")
     assert start.calls == ["connect", "close"]
     with pytest.raises(OptionError, match="Nothing was read yet"):
-        _ = start.startup.session
+        _ = start.takeover.session
     assert start.read("in") == {0: 3}
     assert start.calls[2:] == ["connect", "fence", "read progress"]
-    start.startup.close()
+    start.takeover.close()
     assert start.calls[-1] == "close"

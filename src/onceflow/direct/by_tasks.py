@@ -41,7 +41,7 @@ def range_source(
     plan, program = query.planned()
     return RangeSource(
         flow=startup.flow,
-        settings=startup.settings,
+        settings=startup.takeover.settings,
         topic_ids=topic_ids,
         plan=plan,
         program=program,

@@ -24,6 +24,7 @@ from onceflow.driver.start.report import StartReport, report
 from onceflow.driver.start.run import PreparedQuery, RunOfEngine, batch_commit, watch_sources
 from onceflow.driver.start.startup import Startup
 from onceflow.driver.start.streamed_query import StreamedQuery
+from onceflow.driver.start.takeover import Takeover
 from onceflow.planning.engine import EngineChoice
 from onceflow.planning.ownership import check_source_partitions
 from onceflow.protocol.progress import Progress
@@ -79,16 +80,16 @@ class RunParts:
         """
         startup, query, starts = self.startup, self.query, self.starts
         plan, program = query.planned()
-        deadline = startup.deadline()
-        topic_ids = {topic: startup.sources[topic].topic_id for topic in starts}
+        deadline = startup.takeover.deadline()
+        topic_ids = {topic: startup.takeover.sources[topic].topic_id for topic in starts}
         reader = SourceReader(
-            startup.settings,
+            startup.takeover.settings,
             plan.reads,
             starts,
             topic_ids=topic_ids,
             epochs=self.progress.epochs,
             flow=startup.flow,
-            refused_s=startup.refused_s,
+            refused_s=startup.takeover.refused_s,
         )
         try:
             sink = batches()
@@ -98,25 +99,25 @@ class RunParts:
                 spark=self.spark,
                 trigger_s=query.options.trigger_s,
                 records_per_batch={t: s.max_records for t, s in plan.reads.items() if s.max_records is not None},
-                until=_end_of_run(startup, starts, deadline) if query.options.once else None,
+                until=_end_of_run(startup.takeover, starts, deadline) if query.options.once else None,
                 backlog=backlog_of(self.spark, startup, query, self.choice, self.imports),
                 tasks=range_source(self.spark, startup, query, self.choice, topic_ids, self.programs),
                 programs=self.programs,
             )
             found = told()
-            startup.used()
+            startup.takeover.used()
         except BaseException:
             reader.close()
             raise
         return DirectRun(
             loop=loop,
             described=lambda extended: described(plan, program, extended=extended),
-            settings=startup.settings,
+            settings=startup.takeover.settings,
             programs=self.programs,
             sink=sink,
             state=query.state,
             watch=watch_sources(startup, sink),
-            until=startup.until,
+            until=startup.takeover.until,
             report=found,
         )
 
@@ -131,8 +132,8 @@ def direct_run(prepared: PreparedQuery) -> DirectRun:
     with closed_if_failed(prepared.programs):
         plan, _ = query.planned()
         if options.partitioner == "source":
-            targets = load_targets(startup.session.cluster, options.topic, startup.deadline())
-            check_source_partitions(options.topic, targets, startup.sources_read.partitions)
+            targets = load_targets(startup.takeover.session.cluster, options.topic, startup.takeover.deadline())
+            check_source_partitions(options.topic, targets, startup.takeover.sources_read.partitions)
         parts = RunParts(
             spark=prepared.spark,
             startup=startup,
@@ -190,10 +191,10 @@ def closed_if_failed(programs: RowPrograms) -> Iterator[None]:
         raise
 
 
-def _end_of_run(startup: Startup, starts: TopicOffsets, deadline: Deadline) -> TopicOffsets:
+def _end_of_run(takeover: Takeover, starts: TopicOffsets, deadline: Deadline) -> TopicOffsets:
     """Where the sources end now, or the reads of them."""
-    bounds = startup.until
+    bounds = takeover.until
     if bounds:  # then all reads have one; what was read before it was given may be behind it
         return {t: {n: max(start, bounds[t].get(n, 0)) for n, start in each.items()} for t, each in starts.items()}
     wanted = {topic: sorted(offsets) for topic, offsets in starts.items()}
-    return list_offsets(startup.session.cluster, wanted, LATEST, deadline)
+    return list_offsets(takeover.session.cluster, wanted, LATEST, deadline)

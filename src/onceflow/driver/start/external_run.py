@@ -26,6 +26,7 @@ from onceflow.driver.start.run import check_read_now, functions_of_run, sources_
 from onceflow.driver.start.source_offsets import ends_of_epochs
 from onceflow.driver.start.startup import Startup
 from onceflow.driver.start.streamed_query import StreamedQuery, whole
+from onceflow.driver.start.takeover import Takeover
 from onceflow.errors import OnceflowError, OptionError, ProgressConflictError, ProtocolError, located
 from onceflow.messages import Target
 from onceflow.planning import source_starts
@@ -68,14 +69,16 @@ class PreparedExternal:
 
     def commit(self) -> ExternalCommit:
         """The steps of the batches of the run."""
-        startup, sink, letters = self.startup, self.write.sink, self.write.dead_letter_topic
-        refused = RefusedRows(letters, self.write.max_dead_letters, self.targets, target=sink.target, flow=startup.flow)
+        takeover, sink, letters = self.startup.takeover, self.write.sink, self.write.dead_letter_topic
+        refused = RefusedRows(
+            letters, self.write.max_dead_letters, self.targets, target=sink.target, flow=takeover.flow
+        )
         return ExternalCommit(
             sink,
             self.owned,
-            startup.session,
-            driver=startup.driver,
-            sources=startup.sources_read,
+            takeover.session,
+            driver=takeover.driver,
+            sources=takeover.sources_read,
             refused=refused,
             targets=self.targets,
             cores=current_cores(self.spark),
@@ -91,8 +94,8 @@ def prepare_external(spark: SparkSession, startup: Startup, write: ExternalWrite
     Raises:
         OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
     """
-    flow, sink = startup.flow, write.sink
-    options = bounded(write.options, startup.sources, startup.until, flow)
+    flow, sink, takeover = startup.flow, write.sink, startup.takeover
+    options = bounded(write.options, takeover.sources, takeover.until, flow)
     # The sink is the user's, who may give it to another flow, too: with other columns, or without dead letters.
     sink = copy.copy(sink)
     write = replace(write, options=options, sink=sink)
@@ -100,7 +103,7 @@ def prepare_external(spark: SparkSession, startup: Startup, write: ExternalWrite
     programs = RowPrograms(spark)
     with contextlib.ExitStack() as unless_used:
         unless_used.callback(programs.close)
-        deadline = startup.deadline()
+        deadline = takeover.deadline()
         with located(flow=flow):
             kafka = startup.prepare_run(deadline)
             _check_not_promoted(kafka)
@@ -114,9 +117,9 @@ def prepare_external(spark: SparkSession, startup: Startup, write: ExternalWrite
             if choice.place == TASKS:
                 imports.at_start()
             at_start(lambda: sink.check(schema), deadline, sink.target, flow)
-            startup.commit()  # what the other system is told refers to it
-            owned, starts, targets = _take_over(write, startup, startup.progress_now or kafka, deadline)
-            startup.session.transactions.renew(deadline)
+            takeover.commit()  # what the other system is told refers to it
+            owned, starts, targets = _take_over(write, takeover, takeover.progress_now or kafka, deadline)
+            takeover.session.transactions.renew(deadline)
         unless_used.pop_all()
     followed = owned.progress if owned.progress.batch_id > kafka.batch_id else None
     return PreparedExternal(spark, startup, write, query, choice, owned, starts, targets, imports, programs, followed)
@@ -163,21 +166,21 @@ class _Decided:
 
 
 def _take_over(
-    write: ExternalWrite, startup: Startup, kafka: Progress, deadline: Deadline
+    write: ExternalWrite, takeover: Takeover, kafka: Progress, deadline: Deadline
 ) -> tuple[Ownership, Mapping[str, dict[int, int]], dict[str, Target]]:
     """Fence older drivers in the external system, and let Kafka's progress follow if the last one could not.
 
     Returns:
         What was found, where topics are read from, and the topics of dead letters.
     """
-    flow, sink, session = startup.flow, write.sink, startup.session
-    identity, owner = startup.names.identity(session.cluster.cluster_id(deadline)), uuid4().hex
+    flow, sink, session = takeover.flow, write.sink, takeover.session
+    identity, owner = takeover.names.identity(session.cluster.cluster_id(deadline)), uuid4().hex
     seen = at_start(lambda: sink.progress_row(identity), deadline, sink.target, flow)
     before = None if seen is None else seen.progress
-    decided = _decided(write, startup, kafka, before, identity, deadline)
+    decided = _decided(write, takeover, kafka, before, identity, deadline)
     opened = at_start(lambda: sink.open(identity, owner, None), deadline, sink.target, flow)
     if opened.progress != before:  # the last driver has committed a batch in between
-        decided = _decided(write, startup, kafka, opened.progress, identity, deadline)
+        decided = _decided(write, takeover, kafka, opened.progress, identity, deadline)
     start = decided.start
     if start.warning:
         log.warning("flow %s: %s", flow, start.warning)
@@ -190,7 +193,7 @@ def _take_over(
         named = replace(start.progress, external=sink.target)
         if opened.progress is None:  # it tells a row that follows this progress from one that follows a later reset
             named = replace(named, external_commit=new_commit())
-        commit_progress(session, named, startup.sources, deadline, left)
+        commit_progress(session, named, takeover.sources, deadline, left)
         start = replace(start, progress=named)
     letters = letter_topics({}, [write.dead_letter_topic])
     progress = replace(start.progress, letters=letters, external=sink.target)
@@ -199,7 +202,7 @@ def _take_over(
 
 
 def _decided(
-    write: ExternalWrite, startup: Startup, kafka: Progress, text: str | None, identity: str, deadline: Deadline
+    write: ExternalWrite, takeover: Takeover, kafka: Progress, text: str | None, identity: str, deadline: Deadline
 ) -> _Decided:
     """Decide where the flow is. Nothing is changed.
 
@@ -209,17 +212,17 @@ def _decided(
     Raises:
         OnceflowError: the flow cannot continue there.
     """
-    flow, target = startup.flow, write.sink.target
+    flow, target = takeover.flow, write.sink.target
     row, letters = (None, None) if text is None else _parsed(kafka.flow, text, target, identity)
-    start = plan_external(kafka, row, startup.sources, target=target, flow=flow, identity=identity)
+    start = plan_external(kafka, row, takeover.sources, target=target, flow=flow, identity=identity)
     try:
-        starts = _starts(startup, start.progress, flow, deadline if start.follows else None)
+        starts = _starts(takeover, start.progress, flow, deadline if start.follows else None)
     except OnceflowError as error:
         raise (of_row(error, target, identity) if start.follows else error) from None
     topics = {write.dead_letter_topic}
     if letters is not None and start.owes_letters:
         topics |= {*letters["topic"].to_pylist()}
-    return _Decided(start, starts, letters, _targets(startup, topics, kafka, deadline))
+    return _Decided(start, starts, letters, _targets(takeover, topics, kafka, deadline))
 
 
 def _parsed(flow_key: str, text: str, target: str, identity: str) -> tuple[Progress, pa.Table]:
@@ -234,7 +237,7 @@ def _parsed(flow_key: str, text: str, target: str, identity: str) -> tuple[Progr
 
 
 def _targets(
-    startup: Startup, topics: Collection[str | None], kafka: Progress, deadline: Deadline
+    takeover: Takeover, topics: Collection[str | None], kafka: Progress, deadline: Deadline
 ) -> dict[str, Target]:
     """Topics of dead letters. What the last batch has left undecided in them is decided.
 
@@ -244,19 +247,19 @@ def _targets(
     named = {topic: "dead letter" for topic in topics if topic is not None}
     if not named:
         return {}
-    session = startup.session
+    session = takeover.session
     cluster = session.cluster
     found = find_topics(cluster, named, deadline)
     limits = topic_limits(cluster, named, deadline)
-    warn_of_settings(cluster, [*named], deadline, flow=startup.flow)
+    warn_of_settings(cluster, [*named], deadline, flow=takeover.flow)
     session.decide(named, kafka, deadline)
     targets = {name: Target(found[name].partitions, *limits[name]) for name in named}
-    check_letter_topics(cluster, named, targets, deadline, flow=startup.flow)
+    check_letter_topics(cluster, named, targets, deadline, flow=takeover.flow)
     return targets
 
 
 def _starts(
-    startup: Startup, progress: Progress, flow: str, deadline: Deadline | None = None
+    takeover: Takeover, progress: Progress, flow: str, deadline: Deadline | None = None
 ) -> Mapping[str, dict[int, int]]:
     """Where each topic is read from.
 
@@ -266,9 +269,9 @@ def _starts(
     Raises:
         DataLossError, ProgressConflictError: it cannot be read from there.
     """
-    sources = startup.sources
+    sources = takeover.sources
     if deadline is not None:
-        cluster = startup.session.cluster
+        cluster = takeover.session.cluster
         ends = {name: ends_of_epochs(cluster, name, progress.epochs.get(name, {}), deadline) for name in sources}
         sources = {name: replace(topic, epoch_ends=ends[name]) for name, topic in sources.items()}
     return {

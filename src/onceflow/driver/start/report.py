@@ -180,12 +180,12 @@ def report(
         outputs: topics that are written, as far as they are known. They may include those of tables.
         followed: progress as the external system has it, if Kafka's was behind and has followed.
     """
-    session = startup.session
-    found, now = (followed or startup.found), (followed or startup.progress_now)
+    session = startup.takeover.session
+    found, now = (followed or startup.takeover.found), (followed or startup.takeover.progress_now)
     # at_least_once with state writes under the transactional id, too (see `driver/kafka/delivery.py`).
     owns = options.guarantee == EXACTLY_ONCE or bool(startup.steps) or sink is not None
     identity = session.transactions.identity
-    read = {} if now is None else {topic: now.offsets.get(topic, {}) for topic in startup.sources}
+    read = {} if now is None else {topic: now.offsets.get(topic, {}) for topic in startup.takeover.sources}
     changelogs = {} if found is None else found.changelogs
     tables: dict[str, tuple[int, int | None]] = {}
     for name, step in startup.steps.items():
@@ -195,7 +195,7 @@ def report(
     return StartReport(
         flow=startup.flow,
         guarantee=options.guarantee,
-        transactional_id=startup.names.transactional_id,
+        transactional_id=startup.takeover.names.transactional_id,
         producer=(identity.producer_id, identity.producer_epoch) if owns else None,
         earlier=_earlier(session.earlier),
         batch=None if found is None else found.batch_id,
@@ -203,11 +203,11 @@ def report(
         committed_by=None if found is None else found.driver,
         sources={
             topic: SourceStart(offsets, sum(max(0, end - offsets.get(n, 0)) for n, end in source.latest.items()))
-            for (topic, offsets), source in zip(read.items(), startup.sources.values(), strict=True)
+            for (topic, offsets), source in zip(read.items(), startup.takeover.sources.values(), strict=True)
         },
         tables=tables,
         outputs=[topic for topic in outputs if topic not in startup.own_topics.tables],
-        kafka=f"kafka://{parse_servers(startup.settings.bootstrap_servers)[0]}",
+        kafka=f"kafka://{parse_servers(startup.takeover.settings.bootstrap_servers)[0]}",
         target=None if sink is None else sink.target,
         dataset=None if sink is None else sink.dataset,
         checkpoint=checkpoint,

@@ -131,10 +131,10 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
     """
     logs.silence_py4j()  # the session may be one of the user's own
     flow = startup.flow
-    options = bounded(write.sink, startup.sources, startup.until, flow)
+    options = bounded(write.sink, startup.takeover.sources, startup.takeover.until, flow)
     write = replace(write, sink=options)
     imports = _check_query(spark, startup, write)
-    deadline = startup.deadline()
+    deadline = startup.takeover.deadline()
     with located(flow=flow):
         letters = process.letter_topics(startup.steps, (order.dead_letter_topic for order in startup.calls))
         progress = replace(startup.prepare_run(deadline), letters=letters)
@@ -158,7 +158,7 @@ def _divided(
         startup.steps,
         progress,
         flow=startup.flow,
-        source_partitions=startup.source_partitions,
+        source_partitions=startup.takeover.source_partitions,
         functions=functions_of_run(startup, programs if write.sink.checkpoint is None else None),
     )
     plan, used = sources_used(query.plan, startup)
@@ -188,9 +188,9 @@ def functions_of_run(startup: Startup, programs: RowPrograms | None) -> Function
 def sources_used(plan: DirectPlan | str, startup: Startup) -> tuple[DirectPlan | str, Collection[str]]:
     """The plan, or why there is none; and the topics that the query uses. The flow may have read others, too."""
     if isinstance(plan, str):
-        return plan, startup.sources
+        return plan, startup.takeover.sources
     used = set(plan.reads)
-    old = sorted(used - startup.sources.keys())
+    old = sorted(used - startup.takeover.sources.keys())
     return (f"topic {old[0]} was read for an earlier run of the flow" if old else plan), used
 
 
@@ -208,7 +208,7 @@ def spark_run(prepared: PreparedQuery) -> Run:
     told = report(
         startup, spark, options, outputs=prepared.written, checkpoint=location.address, choice=prepared.choice
     )
-    startup.used()
+    startup.takeover.used()
     return Run(
         flow=flow,
         spark=spark,
@@ -216,7 +216,7 @@ def spark_run(prepared: PreparedQuery) -> Run:
         sink=sink,
         state=None,
         watch=watch_sources(startup, sink),
-        until=startup.until,
+        until=startup.takeover.until,
         report=told,
     )
 
@@ -228,14 +228,14 @@ def check_read_now(startup: Startup, facts: QueryFacts) -> None:
         UnsupportedQueryError: it was read before an earlier run, or with another ``until=`` than the last
             ``Flow.read`` of the topic.
     """
-    if facts.topics and not startup.is_fenced:
+    if facts.topics and not startup.takeover.is_fenced:
         raise UnsupportedQueryError(
             "The DataFrame was read before an earlier run of this flow; its offsets are out of date",
             flow=startup.flow,
             next_step="call Flow.read again before starting the flow again",
         )
     for topic, ends in facts.ends_of_reads(startup.flow):
-        until = startup.until.get(topic)
+        until = startup.takeover.until.get(topic)
         if ends != (None if until is None else tuple(until.get(n, 0) for n in range(max(until) + 1))):
             raise UnsupportedQueryError(
                 "The DataFrame was read with another until= than that of the last Flow.read of the topic",
@@ -248,8 +248,8 @@ def check_read_now(startup: Startup, facts: QueryFacts) -> None:
 def watch_sources(startup: Startup, sink: Batches) -> Watch:
     """Log what prevents the query from reading its sources."""
     return Watch(
-        startup.settings,
-        startup.source_partitions,
+        startup.takeover.settings,
+        startup.takeover.source_partitions,
         flow=startup.flow,
         over=lambda: sink.over or sink.failure is not None,
     )
@@ -284,11 +284,11 @@ def batch_commit(prepared: PreparedQuery, options: SinkOptions, location: Checkp
         location: of the checkpoint from which ranges are read; None: the engine knows them itself.
     """
     startup, query, progress = prepared.startup, prepared.query, prepared.progress
-    session = startup.session
+    session = startup.takeover.session
     return BatchCommit(
         state=query.state,
-        names=startup.names,
-        settings=startup.settings,
+        names=startup.takeover.names,
+        settings=startup.takeover.settings,
         cluster=session.cluster,
         delivery=delivery(
             options.guarantee,
@@ -297,15 +297,15 @@ def batch_commit(prepared: PreparedQuery, options: SinkOptions, location: Checkp
             with_state=None if query.state is None else query.state.opened(progress),
         ),
         progress=progress,
-        driver=startup.driver,
+        driver=startup.takeover.driver,
         options=options,
         columns=prepared.write.columns,
         cores=current_cores(prepared.spark),
         checkpoint=None if location is None else location.folder,
         numbering=None if location is None else location.numbering,
-        sources=startup.sources_read,
+        sources=startup.takeover.sources_read,
         calls=RowCalls(startup.calls, options.transaction_timeout_s),
-        joins=Joins(startup.joins, session.cluster, progress, settings=startup.settings, flow=startup.flow),
+        joins=Joins(startup.joins, session.cluster, progress, settings=startup.takeover.settings, flow=startup.flow),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from onceflow import hooks
 from onceflow.clock import clock_ms
 from onceflow.driver.kafka import commit
-from onceflow.driver.start import startup
+from onceflow.driver.start import takeover
 from onceflow.errors import OnceflowError
 from onceflow.session import session
 from onceflow.testing.faults import InjectedFaultError
@@ -72,7 +72,7 @@ def _shift_clock(file: Path) -> None:
         except (OSError, ValueError):
             return clock_ms()
 
-    for module in (commit, startup):  # they set the time of a batch
+    for module in (commit, takeover):  # they set the time of a batch
         vars(module)[clock_ms.__name__] = shifted_ms
 
 

@@ -1,18 +1,19 @@
-"""Writes the table of packages into docs/architecture.md, from the packages' docstrings.
+"""Writes the list of packages into docs/architecture.md, from the packages' docstrings.
 
-Run it with ``python scripts/package_table.py`` when a docstring has changed.
+Run it with ``python scripts/package_list.py`` when a docstring has changed.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "onceflow"
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- made by scripts/package_table.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- made by scripts/package_list.py -->\n", "<!-- end -->\n"
 #: Around the product. They may import anything, and nothing of the product imports them.
 TOOLS = ("broker", "cli", "templates", "testing")
 
@@ -31,9 +32,11 @@ def rows() -> list[tuple[str, str, str]]:
     return found
 
 
-def table() -> str:
-    lines = ["| Package | What it owns | Start with |", "|---|---|---|"]
-    lines += [f"| `{package}` | {owns} | `{start}` |" for package, owns, start in rows()]
+def listed() -> str:
+    """The rows as a list."""
+    lines = []
+    for package, owns, start in rows():
+        lines += textwrap.wrap(f"- `{package}`: {owns} Start with `{start}`.", 140, subsequent_indent="  ")
     return "\n".join(lines) + "\n"
 
 
@@ -41,7 +44,7 @@ def page(text: str) -> str:
     """The page with the table as it is now."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + "\n" + table() + "\n" + END + after
+    return before + BEGIN + "\n" + listed() + "\n" + END + after
 
 
 if __name__ == "__main__":
