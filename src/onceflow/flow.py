@@ -19,7 +19,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
 from onceflow.direct.run import DirectRun, direct_run, external_run
 from onceflow.driver.start.external_run import prepare_external
-from onceflow.driver.start.run import Run, prepare_query, spark_run
+from onceflow.driver.start.run import MicroBatchRun, prepare_query, spark_run
 from onceflow.driver.start.startup import Startup
 from onceflow.driver.step.joins import join_frame, join_order
 from onceflow.engine_query import DIRECT
@@ -222,7 +222,7 @@ class Flow:
         tables: Mapping[str, str | JoinTable] | None = None,
         changelog: bool = True,
     ) -> DataFrame:
-        """Run user code with state per key over a stream. The state is kept in the compacted topic ``table``.
+        """MicroBatchRun user code with state per key over a stream. The state is kept in the compacted topic ``table``.
 
         Each row is processed in the table partition that Kafka's default partitioner chooses for its key. Changes of
         the state are written to that topic in the transaction of the batch. A local store caches the topic. Write the
@@ -743,6 +743,6 @@ class Flow:
             startup.joins += specs
             return step_query.step_frame(rows, table, checked)
 
-    def _prepared(self, startup: Startup, write: CheckedWrite) -> Run | DirectRun:
+    def _prepared(self, startup: Startup, write: CheckedWrite) -> MicroBatchRun | DirectRun:
         prepared = prepare_query(self._spark, startup, write)
         return direct_run(prepared) if prepared.choice.engine == DIRECT else spark_run(prepared)

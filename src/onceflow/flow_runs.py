@@ -11,7 +11,7 @@ from onceflow import hooks, interactive
 from onceflow.client.settings import ClientSettings
 from onceflow.direct.run import DirectRun
 from onceflow.driver.batch.source_times import SourceTimes
-from onceflow.driver.start.run import Run
+from onceflow.driver.start.run import MicroBatchRun
 from onceflow.driver.start.startup import Startup
 from onceflow.errors import OptionError
 from onceflow.logs import log_context
@@ -83,7 +83,7 @@ class FlowRuns:
                 next_step="call read before write(...).start(), or stop the query first",
             )
 
-    def start(self, prepare: Callable[[Startup], Run | DirectRun]) -> FlowQuery:
+    def start(self, prepare: Callable[[Startup], MicroBatchRun | DirectRun]) -> FlowQuery:
         """Start a query.
 
         Args:

@@ -3,7 +3,8 @@
 *Orders* are sent to the tasks: a `WriteOrder` to write outputs, a `StateOrder` to run a process step, a `PrepareOrder`
 to prepare a local copy for a batch. They contain secrets (``settings``), so they are sent only with the tasks' code,
 never in a local property of Spark or in a log. An order describes a table by a `ProcessSpec` (the same for the whole
-query) and a `Moment` (of this batch). Both are in ``state/spec.py``, because ``state`` does not depend on this file.
+query) and an `AttemptContext` (of this attempt of a batch). Both are in ``state/spec.py``, because ``state`` does not
+depend on this file.
 
 *Reports* are sent to the driver: one `TaskReport` for each task, whatever it has done. Its encoding is always the same,
 but there are two ways to send it. A task that returns no output rows yields the report as its only row. A task of a
@@ -35,7 +36,7 @@ from onceflow.user_code import cut
 if TYPE_CHECKING:  # so that tasks that only write do not load ``state``
     from onceflow.state.joins.spec import JoinSpec
     from onceflow.state.prepare import Prepared
-    from onceflow.state.spec import Moment, ProcessSpec, StateReport
+    from onceflow.state.spec import AttemptContext, ProcessSpec, StateReport
 
 #: A property of a batch: at which offsets the batch sees the tables that the flow joins with. It has no secrets.
 JOINED_PROPERTY = "onceflow.joined"
@@ -95,7 +96,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Target:
+class OutputTopic:
     """An output topic as the driver saw it when the batch began; every task uses the same numbers.
 
     Args: see `TopicRules`.
@@ -135,7 +136,7 @@ class WriteOrder:
     producer: ProducerIdAndEpoch
     compression: str
     topic: str | None
-    targets: Mapping[str, Target]
+    targets: Mapping[str, OutputTopic]
     routing: Routing
     transaction_version: int
     deadline_s: float
@@ -166,7 +167,7 @@ class StateOrder:
     """
 
     spec: ProcessSpec
-    moment: Moment
+    moment: AttemptContext
     write: WriteOrder
     writes: Writes
     topic: str | None
@@ -194,7 +195,7 @@ class PrepareOrder:
     """
 
     spec: ProcessSpec
-    moment: Moment
+    moment: AttemptContext
     settings: ClientSettings
     transactional_id: str
     producer: ProducerIdAndEpoch

@@ -286,7 +286,7 @@ def next_attempt_continues(patch: Patch) -> None:
     """An attempt that failed is not aborted: the next one goes on in its transaction, under its epoch."""
 
     def abort(self: Any, deadline: Deadline) -> None:
-        self.machine.standing = GIVEN
+        self.machine.state = GIVEN
 
     patch.setattr(ExactlyOnce, "abort", abort)
 
@@ -298,7 +298,7 @@ def abort_keeps_the_epoch(patch: Patch) -> None:
         identity = self.identity
         self.end(deadline, commit=False)
         self._identity = identity
-        self.machine.standing = self.machine.standing._replace(epoch=Epoch.FRESH)
+        self.machine.state = self.machine.state._replace(epoch=Epoch.FRESH)
 
     patch.setattr(Transactions, "abort", abort)
 

@@ -14,7 +14,7 @@ import pytest
 from onceflow import FencedError, ProgressConflictError, TransactionTimeoutError
 from onceflow.admin.verify.audit import Audit, Outputs
 from onceflow.admin.verify.identity import identity_of
-from onceflow.admin.verify.tally import Tally
+from onceflow.admin.verify.tally import RecordComparison
 from onceflow.client.cluster import Cluster
 from onceflow.client.settings import ClientSettings
 from onceflow.protocol.names import Names
@@ -141,7 +141,7 @@ def audit(pipe: Any) -> Any:
     """What `onceflow verify FLOW --id record --partitioner any` finds: it knows nothing of the runs."""
     settings = ClientSettings(pipe.bootstrap, {})
     outputs = Outputs(identity_of("record"), (pipe.target,), by_key=False)
-    with contextlib.closing(Cluster(settings)) as cluster, Tally(pipe.tmp_path) as tally:
+    with contextlib.closing(Cluster(settings)) as cluster, RecordComparison(pipe.tmp_path) as tally:
         return Audit(cluster, Names(pipe.flow), outputs, limit=5, tell=lambda text, done, total: None).run(tally)
 
 

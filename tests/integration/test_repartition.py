@@ -44,7 +44,7 @@ from onceflow.protocol.progress import DriverProcess, Progress, TableProgress
 from onceflow.server.formats import Format
 from onceflow.state.changelog import topics
 from onceflow.state.format import rows
-from onceflow.state.local.format import SNAPSHOT_KEY, Commit, Goal, partition_folder, snapshot
+from onceflow.state.local.format import SNAPSHOT_KEY, CommitId, Goal, partition_folder, snapshot
 from onceflow.state.local.opening import Opened, open_partition
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.testing import faults, independent
@@ -187,7 +187,7 @@ class State:
     def stores(self, *, snapshot_per_partition: bool = False) -> tuple[dict[bytes, bytes], list[str]]:
         """All rows of local stores that are brought up to progress as a flow does, and how they came there."""
         now = self.committed()
-        last = Commit(now.batch_id, now.producer_id, now.producer_epoch)
+        last = CommitId(now.batch_id, now.producer_id, now.producer_epoch)
         found: dict[bytes, bytes] = {}
         how = []
         with connected(self.bootstrap) as (cluster, _):

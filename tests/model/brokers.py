@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from onceflow.protocol.transaction import START, Standing
+from onceflow.protocol.transaction import START, TransactionState
 
 Next = Iterable[tuple[str, "State"]]
 
@@ -126,7 +126,7 @@ class Driver(NamedTuple):
     """A driver and its tasks.
 
     Args:
-        standing: where its transactional id stands, by the table of ``onceflow.protocol.transaction``.
+        transaction_state: where its transactional id stands, by the table of ``onceflow.protocol.transaction``.
         at, end: its range; ``at`` is progress as it knows it.
         tag: the attempt it runs. waiting: requests of it that are not acknowledged.
         bad: a task has failed, or is a second attempt.
@@ -137,7 +137,7 @@ class Driver(NamedTuple):
     name: int
     phase: str
     epoch: int = NONE
-    standing: Standing = START
+    transaction_state: TransactionState = START
     at: int = 0
     end: int = 0
     tag: int = 0

@@ -67,7 +67,7 @@ from onceflow.protocol.transaction import (
     Mode,
     Phase,
     ProgressState,
-    Standing,
+    TransactionState,
     find,
     rules_of,
 )
@@ -94,36 +94,38 @@ class Model(Kafka):
     def mode(self) -> Mode:
         return Mode.BATCH_V2 if self.v2 else Mode.BATCH_V1
 
-    def on(self, standing: Standing, *events: Event) -> Standing:
+    def on(self, transaction_state: TransactionState, *events: Event) -> TransactionState:
         """What a driver reports to the table of ``onceflow.protocol.transaction``, which raises where the code would.
 
         A variant that does what the table does not allow goes on as if it did.
         """
         for event in events:
-            after = find(standing, event, self.mode)
+            after = find(transaction_state, event, self.mode)
             if after is None and self.follows_the_table:
-                raise IllegalEventError(f"{event.name} at: {standing}")
+                raise IllegalEventError(f"{event.name} at: {transaction_state}")
             if after is None:
                 rule = rules_of(event, self.mode)[0]
-                phase, epoch, progress_state = standing
-                after = Standing(
+                phase, epoch, progress_state = transaction_state
+                after = TransactionState(
                     rule.phases.get(phase) or next(iter(rule.phases.values())),
                     rule.epochs.get(epoch) or next(iter(rule.epochs.values()), epoch),
                     rule.progress_states.get(progress_state)
                     or next(iter(rule.progress_states.values()), progress_state),
                 )
-            self.events.add((standing, event, after))
-            standing = after
-        return standing
+            self.events.add((transaction_state, event, after))
+            transaction_state = after
+        return transaction_state
 
     def noted(self, s: State, n: int, *events: Event) -> State:
         """The state with a driver's events reported."""
         d = s.drivers[n]
-        return self.moved(s, n, d, standing=self.on(d.standing, *events))
+        return self.moved(s, n, d, transaction_state=self.on(d.transaction_state, *events))
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.events: set[tuple[Standing, Event, Standing]] = set()  # transitions of the table that were taken
+        self.events: set[tuple[TransactionState, Event, TransactionState]] = (
+            set()
+        )  # transitions of the table that were taken
 
     @property
     def looks_why(self) -> bool:
@@ -169,7 +171,7 @@ class Model(Kafka):
                 known = {
                     "at": progress.at,
                     "last": progress.epoch,
-                    "standing": self.on(d.standing, Event.PROGRESS_READ),
+                    "transaction_state": self.on(d.transaction_state, Event.PROGRESS_READ),
                 }
                 moved = self.moved(s, n, d, phase=after, **known)
                 yield f"driver {d.name}: reads that progress is at {progress.at}", moved
@@ -178,7 +180,9 @@ class Model(Kafka):
         answer, c = self.init_producer_id(s.coordinator, NONE)
         what = f"driver {d.name}: InitProducerId, "
         if answer == "ok" or not self.waits_for_decision:
-            fenced = d._replace(phase=phase, epoch=c.epoch, standing=self.on(d.standing, Event.INITIALIZED))
+            fenced = d._replace(
+                phase=phase, epoch=c.epoch, transaction_state=self.on(d.transaction_state, Event.INITIALIZED)
+            )
             newest = (*s.drivers[:n], *s.drivers[n + 1 :], fenced)
             yield what + f"epoch {c.epoch} is its own", self.decided(s._replace(drivers=newest), c)
         elif c is not s.coordinator:
@@ -206,8 +210,8 @@ class Model(Kafka):
             epoch = c.epoch + (1 if self.v2 or commits else 3)
             parts = tuple(Log(epoch, 0, log.open) if log.unmarked else log for log in s.parts)
             after = s._replace(parts=parts, visible=visible, progress=progress)
-            standing = self.completed(self.settled(d.standing), commits)
-            after = self.moved(after, n, d, epoch=epoch, standing=standing)
+            transaction_state = self.completed(self.settled(d.transaction_state), commits)
+            after = self.moved(after, n, d, epoch=epoch, transaction_state=transaction_state)
             if self.v2:
                 now = Coordinator(COMPLETE_ABORT, epoch, c.epoch, 0, False)
             elif commits:
@@ -216,17 +220,23 @@ class Model(Kafka):
                 now = Coordinator(EMPTY, epoch, epoch - 1, 0, False)
             yield what + "written now", self.decided(after, now)
 
-    def completed(self, standing: Standing, commits: bool) -> Standing:
+    def completed(self, transaction_state: TransactionState, commits: bool) -> TransactionState:
         """Markers._write, Markers.confirm."""
-        if standing.epoch is Epoch.USED:
-            standing = self.on(standing, Event.EPOCH_BUMPED)
+        if transaction_state.epoch is Epoch.USED:
+            transaction_state = self.on(transaction_state, Event.EPOCH_BUMPED)
         if commits:
-            return self.on(standing, Event.COMPLETE_COMMIT, Event.COMMIT, Event.COMMIT_DONE, Event.MARKERS_CONFIRMED)
+            return self.on(
+                transaction_state, Event.COMPLETE_COMMIT, Event.COMMIT, Event.COMMIT_DONE, Event.MARKERS_CONFIRMED
+            )
         done = Event.ABORT_DONE if self.v2 else Event.EPOCH_BUMPED
-        return self.on(standing, Event.COMPLETE_ABORT, Event.ABORT, done, Event.MARKERS_CONFIRMED)
+        return self.on(transaction_state, Event.COMPLETE_ABORT, Event.ABORT, done, Event.MARKERS_CONFIRMED)
 
-    def settled(self, standing: Standing) -> Standing:
-        return self.on(standing, Event.SETTLE) if standing.phase is Phase.COMMITTED else standing
+    def settled(self, transaction_state: TransactionState) -> TransactionState:
+        return (
+            self.on(transaction_state, Event.SETTLE)
+            if transaction_state.phase is Phase.COMMITTED
+            else transaction_state
+        )
 
     def settle(self, s: State) -> Next:
         """BatchCommit.settle; of local state CatchUp._step of state/local/catch_up.py, as far as the driver knows."""
@@ -245,8 +255,8 @@ class Model(Kafka):
                     continue
                 elif store.at < d.at:
                     how, store = ": the copy reads what is committed", Store(d.at)
-            ready = self.settled(d.standing)
-            after = self.moved(s._replace(store=store), n, d, phase=READY, last=NONE, standing=ready)
+            ready = self.settled(d.transaction_state)
+            after = self.moved(s._replace(store=store), n, d, phase=READY, last=NONE, transaction_state=ready)
             yield f"driver {d.name}{how}", after
 
     def applies(self, d: Driver, store: Store) -> bool:
@@ -276,7 +286,7 @@ class Model(Kafka):
                 continue  # Markers.confirm: only what is open after that is left out
             if d.phase == PLANNED and self.missing_markers(s):
                 yield from self.confirm(s, n, d)
-            elif d.phase == PLANNED and d.standing.epoch is Epoch.USED:
+            elif d.phase == PLANNED and d.transaction_state.epoch is Epoch.USED:
                 yield from self.renewed(s, n, d, self.begun)
             elif d.phase == PLANNED:
                 after = self.begun(s, n, d.epoch)
@@ -284,8 +294,8 @@ class Model(Kafka):
 
     def begun(self, s: State, n: int, epoch: int) -> State:
         d = s.drivers[n]
-        standing = self.on(d.standing, Event.MARKERS_CONFIRMED, Event.BEGIN)
-        return self.moved(s, n, d, phase=BEGUN, epoch=epoch, standing=standing, tag=self.free_tag(s))
+        transaction_state = self.on(d.transaction_state, Event.MARKERS_CONFIRMED, Event.BEGIN)
+        return self.moved(s, n, d, phase=BEGUN, epoch=epoch, transaction_state=transaction_state, tag=self.free_tag(s))
 
     def renewed(self, s: State, n: int, d: Driver, then: Callable[[State, int, int], State]) -> Next:
         """Transactions.renew: InitProducerId that names the driver's own epoch."""
@@ -314,7 +324,9 @@ class Model(Kafka):
         if self.has_moved(s, d):
             yield what + "progress has moved, it stops", self.decided(self.stopped(s, n), c)
             return
-        d = d._replace(standing=self.on(d.standing, Event.PRODUCER_ID_REPLACED, Event.OWNERSHIP_VERIFIED))
+        d = d._replace(
+            transaction_state=self.on(d.transaction_state, Event.PRODUCER_ID_REPLACED, Event.OWNERSHIP_VERIFIED)
+        )
         newest = self.decided(s._replace(drivers=(*s.drivers[:n], *s.drivers[n + 1 :], d)), c)
         after = then(newest, len(s.drivers) - 1, c.epoch)
         yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
@@ -370,10 +382,10 @@ class Model(Kafka):
             if d.phase == WRITING and d.bad:
                 yield f"driver {d.name}: attempt {d.tag} is refused", self.has_failed(s, n, d)
             elif d.phase == WRITING and self.answered(s, d):
-                standing = self.on(d.standing, Event.ROWS_AUDITED)
+                transaction_state = self.on(d.transaction_state, Event.ROWS_AUDITED)
                 yield (
                     f"driver {d.name}: attempt {d.tag} is whole",
-                    self.moved(s, n, d, phase=AUDITED, standing=standing),
+                    self.moved(s, n, d, phase=AUDITED, transaction_state=transaction_state),
                 )
 
     def move_progress(self, s: State) -> Next:
@@ -409,15 +421,17 @@ class Model(Kafka):
         return self.commit(s, n, d)
 
     def commit(self, s: State, n: int, d: Driver) -> Next:
-        if d.standing.phase is not Phase.COMMITTING:
-            d = d._replace(standing=self.on(d.standing, Event.PROGRESS_WRITTEN))
-        d = d._replace(standing=self.on(d.standing, Event.COMMIT))
+        if d.transaction_state.phase is not Phase.COMMITTING:
+            d = d._replace(transaction_state=self.on(d.transaction_state, Event.PROGRESS_WRITTEN))
+        d = d._replace(transaction_state=self.on(d.transaction_state, Event.COMMIT))
         answer, c = self.end_txn(s.coordinator, d.epoch, True)
         what = f"driver {d.name}: EndTxn(commit), epoch {d.epoch}: "
         if answer == "ok":
             if c is not s.coordinator:  # decided now
                 c = c._replace(
-                    late=any(newer.standing.progress_state is ProgressState.READ for newer in s.drivers[n + 1 :])
+                    late=any(
+                        newer.transaction_state.progress_state is ProgressState.READ for newer in s.drivers[n + 1 :]
+                    )
                 )
                 if left := self.spent(s, "lost"):
                     waits = self.moved(s._replace(left=left), n, d, phase=ENDING)
@@ -438,8 +452,10 @@ class Model(Kafka):
         changes = {"tag": 0, "waiting": 0, "attempt": 0, "at": d.end, "last": d.epoch if self.config.local else NONE}
         phase = TO_SETTLE if self.progress_in_transaction else OUTSIDE
         epoch = c.epoch if self.v2 else d.epoch
-        standing = self.on(d.standing, Event.COMMIT_DONE)
-        return self.decided(self.moved(s, n, d, phase=phase, epoch=epoch, standing=standing, **changes), c)
+        transaction_state = self.on(d.transaction_state, Event.COMMIT_DONE)
+        return self.decided(
+            self.moved(s, n, d, phase=phase, epoch=epoch, transaction_state=transaction_state, **changes), c
+        )
 
     # ---- when it goes wrong: hooks.ABORTED ---------------------------------------------------------------
 
@@ -467,7 +483,7 @@ class Model(Kafka):
                 if answer == "forgotten" and self.has_moved(s, d):
                     yield what + "forgotten, and progress has moved: it stops", self.stopped(s, n)
                     continue
-                d = d._replace(standing=self.on(d.standing, Event.ABORT))
+                d = d._replace(transaction_state=self.on(d.transaction_state, Event.ABORT))
                 if c is not s.coordinator and (left := self.spent(s, "lost")):
                     lost = self.has_failed(s._replace(left=left), n, d)
                     yield what + "aborted, the answer is lost", self.decided(lost, c)
@@ -476,15 +492,15 @@ class Model(Kafka):
                 if answer == "ok" and self.v2:
                     after = self.rerun(after, n, c.epoch)
                 elif answer != "forgotten" and not self.new_epoch_after_abort:
-                    unused = after.drivers[n].standing._replace(epoch=Epoch.FRESH)
-                    after = self.rerun(self.moved(after, n, after.drivers[n], standing=unused), n, d.epoch)
+                    unused = after.drivers[n].transaction_state._replace(epoch=Epoch.FRESH)
+                    after = self.rerun(self.moved(after, n, after.drivers[n], transaction_state=unused), n, d.epoch)
                 yield what + "aborted" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
             elif d.phase == RENEWING:
                 yield from self.renewed(s, n, d, self.rerun)
 
     def look(self, s: State, n: int, d: Driver) -> Next:
-        """Version 1, Transactions._standing: DescribeTransactions. Only the abort of a transaction of this very driver
-        leaves the epoch after its own with nobody, as aborted: here nobody sends EndTxn(abort)."""
+        """Version 1, Transactions._coordinator_state: DescribeTransactions. Only the abort of a transaction of this very
+        driver leaves the epoch after its own with nobody, as aborted: here nobody sends EndTxn(abort)."""
         c = s.coordinator
         what = f"driver {d.name}: looks at the coordinator: "
         aborting = () if d.phase == LOOKING else (Event.ABORT,)
@@ -493,7 +509,7 @@ class Model(Kafka):
         elif c.epoch == d.epoch + 1 and c.state in (PREPARE_ABORT, *self.aborted_states):
             failed = d.bad or d.phase != LOOKING
             # A commit that was refused: Transactions._was_aborted. The abort that follows it has nothing to abort.
-            events = (Event.TIMED_OUT, Event.ABORT) if d.standing.phase is Phase.COMMITTING else aborting
+            events = (Event.TIMED_OUT, Event.ABORT) if d.transaction_state.phase is Phase.COMMITTING else aborting
             yield what + "its transaction was aborted", self.has_failed(s, n, d, CONTINUING, bad=failed, events=events)
         else:
             yield what + "fenced, it stops", self.stopped(s, n)
@@ -529,8 +545,8 @@ class Model(Kafka):
         self, s: State, n: int, d: Driver, phase: str = FAILED, *, bad: bool = False, events: tuple[Event, ...] = ()
     ) -> State:
         """Its tasks are nobody's any more."""
-        standing = self.on(d.standing, *events)
-        return self.moved(s, n, d, phase=phase, tag=0, waiting=0, bad=bad, standing=standing)
+        transaction_state = self.on(d.transaction_state, *events)
+        return self.moved(s, n, d, phase=phase, tag=0, waiting=0, bad=bad, transaction_state=transaction_state)
 
     def rerun(self, s: State, n: int, epoch: int) -> State:
         """The batch again, under a new epoch; a driver that has tried often enough gives up."""

@@ -109,8 +109,13 @@ class LostAnswerIsAnAbort(Model):
         answer, c = self.init_producer_id(s.coordinator, NONE)
         if answer == "ok":
             what = f"driver {d.name}: takes it for an abort, InitProducerId, epoch {c.epoch}"
-            standing = self.on(d.standing, Event.INITIALIZED)
-            yield what, self.decided(self.moved(s, n, d, phase=PLANNED, epoch=c.epoch, standing=standing, tag=0), c)
+            transaction_state = self.on(d.transaction_state, Event.INITIALIZED)
+            yield (
+                what,
+                self.decided(
+                    self.moved(s, n, d, phase=PLANNED, epoch=c.epoch, transaction_state=transaction_state, tag=0), c
+                ),
+            )
 
 
 class InitInsteadOfRepeating(Model):

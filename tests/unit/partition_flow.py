@@ -12,7 +12,7 @@ from onceflow.state.format import rows
 from onceflow.state.local.format import (
     COMMIT_RECORD,
     Chunk,
-    Commit,
+    CommitId,
     CommitRecord,
     Goal,
     snapshot,
@@ -119,7 +119,7 @@ class Flow:
         for topic, end in self.topics.ends.items():
             self.topics.ends[topic] = end + (end > before[topic])  # the marker's offset
         ends = self.topics.ends
-        commit = Commit(self.batch, 9, 1)
+        commit = CommitId(self.batch, 9, 1)
         self.goal = replace(self.goal, table_end=ends["table"], internal_end=ends["table-internal"], last=commit)
         return self.goal
 

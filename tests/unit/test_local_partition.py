@@ -31,7 +31,7 @@ from onceflow.state.local.format import (
     COMMIT_RECORD,
     PENDING,
     Chunk,
-    Commit,
+    CommitId,
     CommitRecord,
     Goal,
     default_state_dir,
@@ -149,13 +149,13 @@ def test_an_aborted_batch_is_dropped(opener: type[Store], folder: Path) -> None:
     flow.run(folder, opener)
     opened = flow.open(folder, opener)
     goal = flow.goal
-    for commit in (Commit(99, 9, 1), Commit(flow.batch + 1, 9, 1)):
+    for commit in (CommitId(99, 9, 1), CommitId(flow.batch + 1, 9, 1)):
         # The second is the batch that is committed below, but of another epoch.
         set_pending(opened.store, goal, commit, flow.changes(), goal.table_end + 5, goal.internal_end + 3)
     opened.store.close()
     assert flow.open(folder, opener).how == "in sync"
     flow.commit(flow.changes())
-    flow.goal = replace(flow.goal, last=Commit(flow.batch, 9, 2))
+    flow.goal = replace(flow.goal, last=CommitId(flow.batch, 9, 2))
     opened = flow.open(folder, opener)
     assert opened.how == "caught up"
     assert opened.store.blob(PENDING) is None
@@ -171,7 +171,7 @@ def test_pending_is_applied_only_between_its_own_offsets(opener: type[Store], fo
     goal = flow.commit(changes)
     assert goal.last is not None
     base = replace(before, table_end=before.table_end - 1) if torn == "base" else before
-    other = Commit(goal.last.batch, goal.last.producer_id + 1, goal.last.producer_epoch)
+    other = CommitId(goal.last.batch, goal.last.producer_id + 1, goal.last.producer_epoch)
     commit = other if torn == "last" else goal.last
     wrong: Changes = [(b"vwrong", rows.pack(b""))]
     set_pending(opened.store, base, commit, wrong, goal.table_end + (torn == "ends"), goal.internal_end)
@@ -183,11 +183,11 @@ def test_pending_is_applied_only_between_its_own_offsets(opener: type[Store], fo
 
 @pytest.mark.parametrize(
     "late, wins",
-    [(Commit(1, 9, 1), False), (Commit(1, 9, 2), True), (Commit(1, 9, 3), True), (Commit(1, 8, 7), True)],
+    [(CommitId(1, 9, 1), False), (CommitId(1, 9, 2), True), (CommitId(1, 9, 3), True), (CommitId(1, 8, 7), True)],
     ids=["a zombie", "the same attempt", "a later attempt", "another producer id"],
 )
 def test_a_zombie_leaves_the_only_copy_of_later_changes_alone(
-    opener: type[Store], folder: Path, late: Commit, wins: bool
+    opener: type[Store], folder: Path, late: CommitId, wins: bool
 ) -> None:
     """Without a changelog. The zombie has opened the copy first, and runs on after a later attempt has ended."""
     none = Goal("flow", "table", 3, "id", "", 0, 0, changelog=False)
@@ -196,7 +196,7 @@ def test_a_zombie_leaves_the_only_copy_of_later_changes_alone(
     def at(goal: Goal) -> Opened:
         return open_partition(folder, opener, goal, topics, verify=False, now_ms=NOW)
 
-    opened, attempt = at(none), Commit(1, 9, 2)
+    opened, attempt = at(none), CommitId(1, 9, 2)
     for commit, value in ((attempt, b"new"), (late, b"old")):
         set_pending(opened.store, none, commit, [(b"vkey", rows.pack(value))], 1, 0)
     opened.store.close()
@@ -208,7 +208,7 @@ def test_a_zombie_leaves_the_only_copy_of_later_changes_alone(
 
 def test_settling_at_the_end_of_a_flow(opener: type[Store], folder: Path) -> None:
     flow = Flow()
-    assert not settle(folder, opener, Commit(1, 9, 1))
+    assert not settle(folder, opener, CommitId(1, 9, 1))
     assert not opener.exists(folder)
     flow.run(folder, opener, settled=True)
     assert flow.goal.last is not None
@@ -217,7 +217,7 @@ def test_settling_at_the_end_of_a_flow(opener: type[Store], folder: Path) -> Non
     assert (opened.how, opened.records) == ("in sync", 0)
     flow.check(opened)
     flow.run(folder, opener)
-    assert not settle(folder, opener, Commit(flow.batch, 9, 2))
+    assert not settle(folder, opener, CommitId(flow.batch, 9, 2))
     assert flow.open(folder, opener).how == "settled"
 
 
@@ -568,10 +568,10 @@ def test_a_local_table_shows_values_of_all_partitions(opener: type[Store], tmp_p
             (b"vc" + name, rows.pack(b"later", NOW + 1, 7)),
             (rows.map_key(b"a", b"m", b"e"), rows.pack(b"internal")),
         ]
-        set_pending(opened.store, goal, Commit(1, 1, 1), changes, 3, 1)
+        set_pending(opened.store, goal, CommitId(1, 1, 1), changes, 3, 1)
         opened.store.close()
         assert table.get(b"a" + name) is None  # pending is not committed
-        assert settle(folder, opener, Commit(1, 1, 1))
+        assert settle(folder, opener, CommitId(1, 1, 1))
     assert table.get(b"a10") == b"value 10"
     assert table.get(b"b0") is None
     assert table.get(b"c1") == b"later"
@@ -673,12 +673,12 @@ def test_another_process_reads_a_local_table_while_a_flow_writes(opener: type[St
         for turn in range(3):
             opened = open_partition(folder, opener, goal, Topics(), verify=False, now_ms=NOW)
             value = b"%d" % turn
-            set_pending(opened.store, goal, Commit(turn, 1, 1), [(b"va", rows.pack(value))], goal.table_end + 2, 0)
+            set_pending(opened.store, goal, CommitId(turn, 1, 1), [(b"va", rows.pack(value))], goal.table_end + 2, 0)
             before = f"{str(turn - 1).encode()} [b'a']" if turn else "None []"
             assert seen() == before
-            goal = replace(goal, table_end=goal.table_end + 2, last=Commit(turn, 1, 1))
+            goal = replace(goal, table_end=goal.table_end + 2, last=CommitId(turn, 1, 1))
             opened.store.close()
-            assert settle(folder, opener, Commit(turn, 1, 1))
+            assert settle(folder, opener, CommitId(turn, 1, 1))
             assert seen() == f"{value!r} [b'a']"
         assert process.stdin is not None
         process.stdin.close()
@@ -777,8 +777,8 @@ def test_flipped_bytes_anywhere_end_in_the_right_rows(tmp_path: Path, first: int
     flow = damaged_flow()
     folder = tmp_path / "whole"
     opened = open_partition(folder, LmdbStore, flow.goal, flow.topics, verify=False, now_ms=NOW)
-    set_pending(opened.store, flow.goal, Commit(99, 1, 1), flow.changes(100), 10**6, 0)
-    set_pending(opened.store, flow.goal, Commit(99, 1, 1), flow.changes(300), 10**6, 0)
+    set_pending(opened.store, flow.goal, CommitId(99, 1, 1), flow.changes(100), 10**6, 0)
+    set_pending(opened.store, flow.goal, CommitId(99, 1, 1), flow.changes(300), 10**6, 0)
     opened.store.close()
     forget(folder)
     shutil.copy(folder / "data.mdb", tmp_path / "pristine")

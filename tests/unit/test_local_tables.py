@@ -25,7 +25,7 @@ from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
 from onceflow.state.changelog.topics import TableTopics, without_topics
 from onceflow.state.local.catch_up import IN_SYNC, LOST, SETTLED
-from onceflow.state.local.format import Commit, CommitRecord
+from onceflow.state.local.format import CommitId, CommitRecord
 from onceflow.state.local.opening import settle
 from onceflow.state.prepare import lacks, prepare_partition
 from onceflow.state.spec import ProcessSpec, StateReport
@@ -83,7 +83,7 @@ class Flow:
         """An attempt of the next batch, in one task; it opens the partitions of its keys."""
         self.epoch += 1
         batch = self.progress.batch_id + 1
-        moment = self.table.moment(batch, Commit(batch, 9, self.epoch), 0)
+        moment = self.table.moment(batch, CommitId(batch, 9, self.epoch), 0)
         kafka: Any = NoKafka()
         run = StateRun(self.spec, moment, source=kafka, changelog=kafka, emit=lambda rows, partition: None)
         try:
@@ -300,10 +300,10 @@ def test_random_lives(tmp_path: Path, seed: int) -> None:
 def test_only_large_copies_are_prepared_and_nothing_is_read(tmp_path: Path) -> None:
     flow = Flow(tmp_path)
     flow.attempt(KEYS)
-    moment = flow.table.moment(2, Commit(2, 9, 9), 0)
+    moment = flow.table.moment(2, CommitId(2, 9, 9), 0)
     assert lacks(flow.spec, moment, 0) == 0
     flow.restart(tmp_path)
-    moment = flow.table.moment(2, Commit(2, 9, 9), 0)
+    moment = flow.table.moment(2, CommitId(2, 9, 9), 0)
     assert lacks(flow.spec, moment, 0) is None
     kafka: Any = NoKafka()
     flow.table.prepared([prepare_partition(flow.spec, moment, 0, kafka)])
@@ -316,7 +316,7 @@ def test_only_large_copies_are_prepared_and_nothing_is_read(tmp_path: Path) -> N
 def applied_before_the_commit(patch: pytest.MonkeyPatch) -> None:
     """The store has the changes of a batch before the batch is committed."""
 
-    def write(store: Store, goal: Any, commit: Commit, changes: Any, *ends: Any, lost: bool) -> None:
+    def write(store: Store, goal: Any, commit: CommitId, changes: Any, *ends: Any, lost: bool) -> None:
         store.write(changes, index=True)
 
     patch.setattr(run_module, "set_pending", write)

@@ -14,7 +14,7 @@ from onceflow.client.markers import Markers
 from onceflow.client.producers import OpenTransaction
 from onceflow.errors import DataLossError
 from onceflow.protocol.batches import ProducerIdAndEpoch
-from onceflow.protocol.transaction import Epoch, Mode, Phase, ProgressState, Standing, Transaction
+from onceflow.protocol.transaction import Epoch, Mode, Phase, ProgressState, Transaction, TransactionState
 
 OLD, NEW, SOMEBODY = 1, 2, 9
 PLACE = ("out", 0)
@@ -44,7 +44,7 @@ def left_open(monkeypatch: pytest.MonkeyPatch) -> list[OpenTransaction]:
 def confirm(transactions: Any, *, committed: bool) -> None:
     one = Markers(SimpleNamespace(), transactions, "f")  # type: ignore[arg-type]
     phase = Phase.COMMITTED if committed else Phase.ABORTED
-    transactions.machine.standing = Standing(phase, Epoch.FRESH, ProgressState.READ)
+    transactions.machine.state = TransactionState(phase, Epoch.FRESH, ProgressState.READ)
     one.ended({PLACE: None})
     transactions.identity = ProducerIdAndEpoch(NEW, 0)  # the flow was idle
     one.confirm(Deadline(5, "a test"))
@@ -77,7 +77,7 @@ def test_markers_that_come_late_when_the_epochs_of_the_producer_id_are_used_up(
 ) -> None:
     """With version 2, the answer to EndTxn has another producer id, and comes before the markers are written."""
     one = Markers(SimpleNamespace(), transactions, "f")  # type: ignore[arg-type]
-    transactions.machine.standing = Standing(Phase.COMMITTED, Epoch.FRESH, ProgressState.READ)
+    transactions.machine.state = TransactionState(Phase.COMMITTED, Epoch.FRESH, ProgressState.READ)
     one.ended({})  # an earlier batch
     one.confirm(Deadline(5, "a test"))
     left_open.append(OpenTransaction(OLD, 32_766, 10, 0))
@@ -91,7 +91,7 @@ def test_markers_that_come_late_when_the_epochs_of_the_producer_id_are_used_up(
 
     monkeypatch.setattr(markers, "describe_transaction", state)
     phase = Phase.COMMITTED if committed else Phase.ABORTED
-    transactions.machine.standing = Standing(phase, Epoch.FRESH, ProgressState.READ)
+    transactions.machine.state = TransactionState(phase, Epoch.FRESH, ProgressState.READ)
     transactions.identity = ProducerIdAndEpoch(NEW, 0)
     one.ended({PLACE: None})
     one.confirm(Deadline(5, "a test"))

@@ -11,7 +11,7 @@ import pytest
 from onceflow.admin.change.move_plan import DELETE, KEEP, PartitionMove, check_state, meaning, plan_move, without_state
 from onceflow.admin.change.progress_file import export, parse
 from onceflow.admin.change.progress_import import TableTopic, plan_import
-from onceflow.admin.change.target import BEGINNING, EARLIEST, LATEST, OFFSETS, TIMESTAMP, Target, parse_target
+from onceflow.admin.change.target import BEGINNING, EARLIEST, LATEST, OFFSETS, TIMESTAMP, OffsetSpec, parse_target
 from onceflow.errors import DataLossError, OptionError, ProgressConflictError
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names
@@ -35,16 +35,19 @@ SAME = {
 @pytest.mark.parametrize(
     "text, target",
     [
-        ("earliest", Target(EARLIEST)),
-        (" Latest ", Target(LATEST)),
-        ("beginning", Target(BEGINNING)),
-        ("timestamp=1738310400000", Target(TIMESTAMP, 1_738_310_400_000)),
-        ("timestamp=2025-01-31T08:00:00Z", Target(TIMESTAMP, 1_738_310_400_000)),
-        ("offsets=a.b-c_d:0=1, a.b-c_d:1=22,e:0=0", Target(OFFSETS, offsets={"a.b-c_d": {0: 1, 1: 22}, "e": {0: 0}})),
-        ('offsets={"a": {"0": 1, "11": 2}}', Target(OFFSETS, offsets={"a": {0: 1, 11: 2}})),
+        ("earliest", OffsetSpec(EARLIEST)),
+        (" Latest ", OffsetSpec(LATEST)),
+        ("beginning", OffsetSpec(BEGINNING)),
+        ("timestamp=1738310400000", OffsetSpec(TIMESTAMP, 1_738_310_400_000)),
+        ("timestamp=2025-01-31T08:00:00Z", OffsetSpec(TIMESTAMP, 1_738_310_400_000)),
+        (
+            "offsets=a.b-c_d:0=1, a.b-c_d:1=22,e:0=0",
+            OffsetSpec(OFFSETS, offsets={"a.b-c_d": {0: 1, 1: 22}, "e": {0: 0}}),
+        ),
+        ('offsets={"a": {"0": 1, "11": 2}}', OffsetSpec(OFFSETS, offsets={"a": {0: 1, 11: 2}})),
     ],
 )
-def test_targets(text: str, target: Target) -> None:
+def test_targets(text: str, target: OffsetSpec) -> None:
     assert parse_target(text) == target
 
 
@@ -65,7 +68,7 @@ def test_what_is_no_target(text: str) -> None:
         parse_target(text)
 
 
-def moves(target: Target, at_time: Any = None, before: Progress = FLOW) -> dict[int, tuple[int, int, int]]:
+def moves(target: OffsetSpec, at_time: Any = None, before: Progress = FLOW) -> dict[int, tuple[int, int, int]]:
     """By partition: where it goes, offsets that are read again, and those that are skipped."""
     found = plan_move(before, {"in": IN}, target, {"in": at_time or {}})
     assert found.gone == ("gone",)
@@ -73,11 +76,11 @@ def moves(target: Target, at_time: Any = None, before: Progress = FLOW) -> dict[
 
 
 def test_where_it_goes() -> None:
-    assert moves(Target(EARLIEST)) == {0: (10, 30, 0), 1: (0, 7, 0), 2: (0, 0, 0)}
-    assert moves(Target(LATEST)) == {0: (50, 0, 10), 1: (7, 0, 0), 2: (3, 0, 3)}
-    assert moves(Target(TIMESTAMP, 5), {0: 45, 1: -1, 2: 9}) == {0: (45, 0, 5), 1: (7, 0, 0), 2: (3, 0, 3)}
-    assert moves(Target(OFFSETS, offsets={"in": {1: 5}})) == {0: (40, 0, 0), 1: (5, 2, 0), 2: (0, 0, 0)}
-    after = plan_move(FLOW, {"in": IN}, Target(EARLIEST), {}).after(FLOW)
+    assert moves(OffsetSpec(EARLIEST)) == {0: (10, 30, 0), 1: (0, 7, 0), 2: (0, 0, 0)}
+    assert moves(OffsetSpec(LATEST)) == {0: (50, 0, 10), 1: (7, 0, 0), 2: (3, 0, 3)}
+    assert moves(OffsetSpec(TIMESTAMP, 5), {0: 45, 1: -1, 2: 9}) == {0: (45, 0, 5), 1: (7, 0, 0), 2: (3, 0, 3)}
+    assert moves(OffsetSpec(OFFSETS, offsets={"in": {1: 5}})) == {0: (40, 0, 0), 1: (5, 2, 0), 2: (0, 0, 0)}
+    after = plan_move(FLOW, {"in": IN}, OffsetSpec(EARLIEST), {}).after(FLOW)
     assert after == replace(FLOW, offsets={"in": {0: 10, 1: 0, 2: 0}, "gone": {0: 1}})
 
 
@@ -94,14 +97,14 @@ def test_expired_records_are_not_skipped_by_the_move() -> None:
 
 def test_a_topic_that_was_created_again_has_no_position() -> None:
     before = replace(FLOW, topic_ids={"in": "older"})
-    found = plan_move(before, {"in": IN}, Target(LATEST), {})
+    found = plan_move(before, {"in": IN}, OffsetSpec(LATEST), {})
     assert [each.before for each in found.moves] == [None] * 3
     assert found.after(before).topic_ids == {"in": "id-in"}
 
 
 def test_where_it_cannot_go() -> None:
     with pytest.raises(DataLossError, match="the log starts at 10"):
-        moves(Target(BEGINNING))
+        moves(OffsetSpec(BEGINNING))
     for offsets, why in (
         ({"in": {0: 9}}, "out of range: the log holds 10 to 50"),
         ({"in": {0: 51}}, "out of range"),
@@ -109,9 +112,9 @@ def test_where_it_cannot_go() -> None:
         ({"out": {0: 0}}, "does not read out"),
     ):
         with pytest.raises(OptionError, match=why):
-            moves(Target(OFFSETS, offsets=offsets))
+            moves(OffsetSpec(OFFSETS, offsets=offsets))
     with pytest.raises(ProgressConflictError, match=r"(?s)no source.*gone, in"):
-        plan_move(FLOW, {}, Target(LATEST), {})
+        plan_move(FLOW, {}, OffsetSpec(LATEST), {})
 
 
 def test_state_is_chosen() -> None:

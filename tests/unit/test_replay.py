@@ -41,7 +41,7 @@ from onceflow.admin.verify.replay_trial import dependences
 from onceflow.admin.verify.replayed_processor import load
 from onceflow.admin.verify.report import Report
 from onceflow.admin.verify.table_contents import Position, WrittenLater, differences, rows_of
-from onceflow.admin.verify.tally import Tally
+from onceflow.admin.verify.tally import RecordComparison
 from onceflow.client.committed import Chunk
 from onceflow.client.log_reader import LogRecord
 from onceflow.errors import OptionError, ProcessorError
@@ -651,7 +651,7 @@ def yielded(topic: str | None = None, headers: Any = None) -> pa.RecordBatch:
 
 def test_outputs_are_compared_by_topic_key_value_and_headers(tmp_path: Path) -> None:
     header = [{"key": "h", "value": b"1"}]
-    with Tally(tmp_path) as tally, ReplayOutputs(tally, ["o", "p"], "o", "dead", tmp_path, "f") as outputs:
+    with RecordComparison(tmp_path) as tally, ReplayOutputs(tally, ["o", "p"], "o", "dead", tmp_path, "f") as outputs:
         for batch in (yielded(), yielded("p"), yielded("o", header), yielded("dead", header)):
             outputs.yielded(batch, 0)
         chunk = Chunk([b"k", b"k", b"k"], [b"v", b"v", b"w"], {1: [("h", b"1")]}, 3, [], [np.arange(3)])
@@ -671,7 +671,7 @@ def test_outputs_are_compared_by_topic_key_value_and_headers(tmp_path: Path) -> 
     (("onceflow.error.class", b"ValueError"), False),
 ])  # fmt: skip
 def test_letters_that_depend_on_what_topics_take_are_noticed(tmp_path: Path, header: Any, counts: bool) -> None:
-    with Tally(tmp_path) as tally, ReplayOutputs(tally, ["o"], "o", "dead", tmp_path, "f") as outputs:
+    with RecordComparison(tmp_path) as tally, ReplayOutputs(tally, ["o"], "o", "dead", tmp_path, "f") as outputs:
         chunk = Chunk([b"k", b"k"], [b"v", b"v"], {1: [header]}, 2, [], [np.arange(2)])
         outputs.there(chunk, "o", 0, letter=False)
         assert not outputs.sizes_counted
@@ -682,7 +682,7 @@ def test_letters_that_depend_on_what_topics_take_are_noticed(tmp_path: Path, hea
 @pytest.mark.parametrize("topic, default", [(None, None), ("other", "o"), (None, "other")])
 def test_a_topic_that_is_not_known(tmp_path: Path, topic: str | None, default: str | None) -> None:
     with (
-        Tally(tmp_path) as tally,
+        RecordComparison(tmp_path) as tally,
         ReplayOutputs(tally, ["o"], default, None, tmp_path, "f") as outputs,
         pytest.raises(OptionError, match=r"not known where|not among the outputs") as raised,
     ):
@@ -691,7 +691,7 @@ def test_a_topic_that_is_not_known(tmp_path: Path, topic: str | None, default: s
 
 
 def test_late_records_are_not_those_of_a_topic_named_late(tmp_path: Path) -> None:
-    with Tally(tmp_path) as tally, ReplayOutputs(tally, ["late"], None, None, tmp_path, "f") as outputs:
+    with RecordComparison(tmp_path) as tally, ReplayOutputs(tally, ["late"], None, None, tmp_path, "f") as outputs:
         outputs.yielded(yielded("late"), 0)
         outputs.yielded(yielded(LATE), 0)
         outputs.there(Chunk([b"k"], [b"v"], {}, 1, [], [np.arange(1)]), "late", 0, letter=False)

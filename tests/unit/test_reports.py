@@ -6,7 +6,7 @@ import pytest
 
 from onceflow.errors import BatchAbortedError, OnceflowError
 from onceflow.messages import MAX_TEXT, Report, TaskReport, decoded, encoded, from_rows, report_row
-from onceflow.state.local.format import Commit
+from onceflow.state.local.format import CommitId
 from onceflow.state.prepare import Prepared
 from onceflow.state.spec import StateReport
 
@@ -64,7 +64,7 @@ def test_an_error_with_a_very_long_text_is_cut() -> None:
 def test_all_of_several_tasks() -> None:
     """In the order that they were taken in; nothing of any task is left out."""
     state, copy = (
-        StateReport("t", 1, "h", Commit(1, 2, 3), "restored", 5, 0.1, 7, None, {("in", 0): 9}),
+        StateReport("t", 1, "h", CommitId(1, 2, 3), "restored", 5, 0.1, 7, None, {("in", 0): 9}),
         Prepared("t", 2, "h", "restored", 5, 0.1),
     )
     one = TaskReport((report(None),), (state,), (copy,), (b"rows",))

@@ -22,7 +22,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import TopicLimits
 from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError, BatchAbortedError, FencedError, ProtocolError, UnknownTopicError
-from onceflow.messages import REPORT_SCHEMA, Report, Routing, Target, TaskPlace, WriteOrder, from_rows
+from onceflow.messages import REPORT_SCHEMA, OutputTopic, Report, Routing, TaskPlace, WriteOrder, from_rows
 from onceflow.protocol.batches import EncodedBatch, ProducerIdAndEpoch
 from onceflow.protocol.timestamps import ANY_TIME, AcceptedTimes
 from onceflow.task import row_writer
@@ -124,7 +124,7 @@ ORDER = WriteOrder(
     producer=PRODUCER,
     compression="none",
     topic="out",
-    targets={"out": Target(4, 1_000_000)},
+    targets={"out": OutputTopic(4, 1_000_000)},
     routing=Routing("key", tasks=1, hash_key=False),
     deadline_s=30.0,
 )
@@ -205,7 +205,7 @@ def test_timestamps_that_the_topic_refuses(recorder: Recorder, caplog: pytest.Lo
     now = clock_ms()
     times = [now, now + 7_200_000, now * 1000, 2**63 - 1, 5, -1, None]
     headers: list[Any] = [None, [{"key": "h", "value": b"x"}], *[None] * 5]
-    write = writer(targets={"out": Target(4, 1_000_000, AcceptedTimes(86_400_000, 3_600_000))})
+    write = writer(targets={"out": OutputTopic(4, 1_000_000, AcceptedTimes(86_400_000, 3_600_000))})
     write.write(rows([0] * 7, timestamp=times, headers=headers))
     write.write(rows([1], timestamp=[now + 7_200_000]))
     assert caplog.text.count("topic out does not accept the timestamps of 4 records") == 1
@@ -233,7 +233,7 @@ def test_a_topic_that_accepts_every_timestamp(recorder: Recorder) -> None:
 
 
 def test_sequences_over_many_batches(recorder: Recorder) -> None:
-    write = writer(targets={"out": Target(3, 300)})
+    write = writer(targets={"out": OutputTopic(3, 300)})
     for step in range(20):
         write.write(rows([n % 3 for n in range(90)], first=90 * step))
     assert len(recorder.sent) > 60, "the size limit did not split anything"
@@ -287,7 +287,7 @@ def test_partition_that_does_not_exist(
 @pytest.mark.parametrize("routing", [Routing("key", 8, False), Routing("key", 8, True)], ids=["no keys", "null keys"])
 def test_partition_that_does_not_exist_in_a_task_that_owns_none(recorder: Recorder, routing: Routing) -> None:
     """The shuffle brings such a row anywhere; the user must hear of the row, not of a bug."""
-    write = writer(owner_of("a", 5, 8), topic=None, targets={"a": Target(2, 1_000_000)}, routing=routing)
+    write = writer(owner_of("a", 5, 8), topic=None, targets={"a": OutputTopic(2, 1_000_000)}, routing=routing)
     with pytest.raises(BadRecordError, match="asks for partition 5 of topic a"):
         write.write(rows([5], key=[None], topic=["a"]))
 
@@ -323,7 +323,7 @@ def test_partition_column_goes_before_the_key(recorder: Recorder) -> None:
 def test_null_keys_stay_with_the_task(recorder: Recorder) -> None:
     """The shuffle has brought them here: any other partition has another writer."""
     for batch in range(8):
-        writer(2, batch=batch, targets={"out": Target(12, 1_000)}, routing=Routing("key", 5, True)).write(
+        writer(2, batch=batch, targets={"out": OutputTopic(12, 1_000)}, routing=Routing("key", 5, True)).write(
             rows(key=[None, None])
         )
     assert {one.partition for one in recorder.sent} == {2, 7}
@@ -340,22 +340,24 @@ def test_source_partitions(recorder: Recorder) -> None:
 
 def test_record_that_is_too_large_says_where(recorder: Recorder) -> None:
     with pytest.raises(BadRecordError) as caught:
-        writer(targets={"out": Target(4, 80)}).write(rows([2], key=[b"k" * 100]))
+        writer(targets={"out": OutputTopic(4, 80)}).write(rows([2], key=[b"k" * 100]))
     assert (caught.value.flow, caught.value.batch, caught.value.topic) == ("orders", 8, "out-2")
 
 
 def test_the_size_that_the_broker_stores_counts(recorder: Recorder) -> None:
     large: dict[str, Any] = {"key": [b"k" * 5_000]}
-    writer(targets={"out": Target(4, 1_000)}, compression="gzip").write(rows([2], **large))
+    writer(targets={"out": OutputTopic(4, 1_000)}, compression="gzip").write(rows([2], **large))
     (sent,) = recorder.sent
     assert sent.rows[0] == (b"k" * 5_000, b"0")
     with pytest.raises(BadRecordError, match=r"takes 50\d\d bytes in a batch of its own"):
-        writer(targets={"out": Target(4, 1_000, stored="uncompressed")}, compression="gzip").write(rows([2], **large))
+        writer(targets={"out": OutputTopic(4, 1_000, stored="uncompressed")}, compression="gzip").write(
+            rows([2], **large)
+        )
     assert len(recorder.sent) == 1
 
 
 def test_a_compacted_topic_needs_keys(recorder: Recorder) -> None:
-    compacted = {"out": Target(4, 1_000, compacted=True)}
+    compacted = {"out": OutputTopic(4, 1_000, compacted=True)}
     writer(targets=compacted).write(rows([2], key=[b"k"]))
     for given in ({"key": [b"k", None]}, {}):
         with pytest.raises(
@@ -368,7 +370,7 @@ def test_a_compacted_topic_needs_keys(recorder: Recorder) -> None:
 
 # ---- rows that name their topic ----------------------------------------------------------------------
 
-TARGETS = {"a": Target(2, 1_000_000), "b": Target(3, 1_000_000)}
+TARGETS = {"a": OutputTopic(2, 1_000_000), "b": OutputTopic(3, 1_000_000)}
 
 
 def test_topic_column(recorder: Recorder) -> None:
@@ -459,7 +461,7 @@ def test_rows_without_key_fill_exactly_the_partitions_a_task_owns(
             task,
             topic=order_topic,
             routing=Routing("key", tasks_count, False),
-            targets={"out": Target(partitions, 1_000_000)},
+            targets={"out": OutputTopic(partitions, 1_000_000)},
         )
         for step in range(20):
             write.write(rows(first=step, key=[b"k"], topic=["out"]))
@@ -543,7 +545,7 @@ def test_version_1_enrols_a_partition_before_it_is_written(monkeypatch: pytest.M
 
 
 def test_nothing_is_kept_after_it_was_sent(recorder: Recorder) -> None:
-    write = writer(targets={"out": Target(4, 5_000)})
+    write = writer(targets={"out": OutputTopic(4, 5_000)})
     inputs = []
     for step in range(5):
         batch = rows([n % 4 for n in range(4000)], first=4000 * step)

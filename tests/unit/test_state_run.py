@@ -34,7 +34,7 @@ from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
 from onceflow.state.changelog.topics import TableTopics
 from onceflow.state.joins.copies import InexactCopyError
-from onceflow.state.local.format import Commit
+from onceflow.state.local.format import CommitId
 from onceflow.state.prepare import lacks, prepare_partition
 from onceflow.state.spec import ProcessSpec, StateReport
 from onceflow.state.stores import rocksdb_store
@@ -115,7 +115,7 @@ class Flow:
     def run(self, keys: Sequence[str] = (), *, now_ms: int = 0) -> list[StateReport]:
         """One batch in one task that has all partitions."""
         self.batch += 1
-        moment = self.table.moment(self.batch, Commit(self.batch, 9, self.batch), now_ms)
+        moment = self.table.moment(self.batch, CommitId(self.batch, 9, self.batch), now_ms)
         run = StateRun(
             self.spec,
             moment,
@@ -390,7 +390,7 @@ def test_progress_tells_whether_there_were_timers_in_processing_time(tmp_path: P
         ends, table = flow.told
         progress = Progress("flow", 1, {}, {}, 0, ends, tables={"table": replace(table, processing_timers=known)})
         again = TableState(flow.spec, progress, source_partitions=[], lateness_ms=None, idle_s=30)
-        moment = again.moment(2, Commit(2, 9, 2), 0)
+        moment = again.moment(2, CommitId(2, 9, 2), 0)
         assert again.progress_after([], moment)[1].processing_timers is known
 
 
@@ -405,7 +405,7 @@ def test_progress_tells_how_far_event_time_is_in_each_partition(tmp_path: Path) 
 
     def ran(table: TableState, latest: dict[Any, int]) -> TableProgress:
         table.planned(latest, {})
-        moment = table.moment(2, Commit(2, 9, 2), 0)
+        moment = table.moment(2, CommitId(2, 9, 2), 0)
         report = StateReport("table", 0, "", moment.commit, "", 0, 0.0, None, None, max_event_ms=latest)
         progress = Progress("flow", 2, {}, {}, 0, tables={"table": table.progress_after([report], moment)[1]})
         return decode(*encode(progress)).tables["table"]
@@ -444,7 +444,7 @@ def test_a_restart_knows_how_far_the_step_before_was(tmp_path: Path) -> None:
         if again:
             table = started()
         table.planned([("in", 0)], {})
-        moment = table.moment(2, Commit(2, 9, 2), 0)
+        moment = table.moment(2, CommitId(2, 9, 2), 0)
         times: dict[Any, int] = {(None, partition): ms for partition, ms in latest.items()}
         report = StateReport("table", 0, "", moment.commit, "", 0, 0.0, None, None, max_event_ms=times)
         last = clock_ms()
@@ -464,7 +464,7 @@ def test_the_time_without_a_flow_is_no_silence_if_a_start_has_committed_since(tm
     def ran(progress: Progress, latest: dict[Any, int]) -> Progress:
         table = TableState(spec, progress, source_partitions=[], lateness_ms=0, idle_s=30)
         table.planned([("in", 0)], {})
-        moment = table.moment(2, Commit(2, 9, 2), 0)
+        moment = table.moment(2, CommitId(2, 9, 2), 0)
         report = StateReport("table", 0, "", moment.commit, "", 0, 0.0, None, None, max_event_ms=latest)
         told = {"table": table.progress_after([report], moment)[1]}
         return decode(*encode(Progress("flow", 2, {}, {}, clock_ms(), ends, tables=told)))
@@ -549,7 +549,7 @@ def test_a_prepared_partition_is_in_sync_when_the_batch_begins(tmp_path: Path, s
     flow.run(KEYS)
     records = flow.kafka.read_records
     elsewhere = replace(flow.spec, state_dir=tmp_path / "elsewhere")
-    moment = flow.table.moment(0, Commit(-1, -1, -1), 0)
+    moment = flow.table.moment(0, CommitId(-1, -1, -1), 0)
     ends = [len(flow.kafka.committed["table", partition]) - 1 for partition in range(PARTITIONS)]
     assert [lacks(elsewhere, moment, partition) for partition in range(PARTITIONS)] == ends
     found = [prepare_partition(elsewhere, moment, partition, flow.kafka) for partition in range(PARTITIONS)]
@@ -567,7 +567,7 @@ def test_what_a_copy_lacks_is_known_before_it_is_opened(tmp_path: Path, store: t
     flow = Flow(tmp_path, store)
 
     def lacking(partition: int) -> int | None:
-        return lacks(flow.spec, flow.table.moment(0, Commit(-1, -1, -1), 0), partition)
+        return lacks(flow.spec, flow.table.moment(0, CommitId(-1, -1, -1), 0), partition)
 
     assert lacking(0) == 0
     flow.run(KEYS)
@@ -597,7 +597,7 @@ def test_a_folder_that_cannot_be_looked_at_is_told_with_its_host(tmp_path: Path,
     (tmp_path / "file").touch()
     flow = Flow(tmp_path / below)
     with pytest.raises(EnvironmentUnusableError, match="on host"):
-        prepare_partition(flow.spec, flow.table.moment(0, Commit(-1, -1, -1), 0), 0, flow.kafka)
+        prepare_partition(flow.spec, flow.table.moment(0, CommitId(-1, -1, -1), 0), 0, flow.kafka)
 
 
 def test_a_joined_table_that_cannot_be_seen_leaves_no_store_open(

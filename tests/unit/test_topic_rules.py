@@ -20,7 +20,7 @@ from onceflow.clock import clock_ms
 from onceflow.driver.external.refused_rows import RefusedRows
 from onceflow.driver.kafka import targets
 from onceflow.external.sink import RefusedRow
-from onceflow.messages import Target
+from onceflow.messages import OutputTopic
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.progress import Progress
 from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP, AcceptedTimes
@@ -457,7 +457,7 @@ def test_letters_late_records_and_duplicates_are_fitted_by_every_engine() -> Non
 
 
 def test_a_row_that_another_system_refuses_has_a_letter_that_fits() -> None:
-    refused = RefusedRows("failed", None, {"failed": Target(1, LIMIT)}, target="ledger", flow="f")
+    refused = RefusedRows("failed", None, {"failed": OutputTopic(1, LIMIT)}, target="ledger", flow="f")
     rows = [RefusedRow({"text": "x" * length}, "UniqueViolation", "no", {"key": b"k"}) for length in (5, 3 * LIMIT)]
     refused.set(Progress("f", 1, {"in": {0: 1}}, {"in": "id"}, 0), rows, 2)
     small, large = refused.letters.to_pylist()
@@ -468,7 +468,7 @@ def test_a_row_that_another_system_refuses_has_a_letter_that_fits() -> None:
 
 
 def test_the_letter_of_a_row_is_json_whatever_its_numbers_are() -> None:
-    refused = RefusedRows("failed", None, {"failed": Target(1, LIMIT)}, target="ledger", flow="f")
+    refused = RefusedRows("failed", None, {"failed": OutputTopic(1, LIMIT)}, target="ledger", flow="f")
     row = {"a": float("nan"), "b": [float("inf"), 1.5, {"c": float("-inf")}], "d": 2**70, "e": None}
     refused.set(Progress("f", 1, {"in": {0: 1}}, {"in": "id"}, 0), [RefusedRow(row, "CheckViolation", "no", {})], 1)
     (letter,) = refused.letters.to_pylist()
@@ -522,14 +522,14 @@ def test_a_letter_that_is_too_large_to_wait_is_parked() -> None:
 
 
 @pytest.mark.parametrize("target, operations, error, said", [
-    (Target(1, 100_000), ["READ", "WRITE"], None, ""),
-    (Target(1, 100_000), None, None, ""),
-    (Target(1, 100_000, compacted=True), None, OptionError, "the dead letter topic failed, which is compacted"),
-    (Target(1, 7_999), None, OptionError, "which takes at most 7999 bytes"),
-    (Target(1, 100_000), ["READ"], PermissionDeniedError, "may not write to the dead letter topic failed"),
+    (OutputTopic(1, 100_000), ["READ", "WRITE"], None, ""),
+    (OutputTopic(1, 100_000), None, None, ""),
+    (OutputTopic(1, 100_000, compacted=True), None, OptionError, "the dead letter topic failed, which is compacted"),
+    (OutputTopic(1, 7_999), None, OptionError, "which takes at most 7999 bytes"),
+    (OutputTopic(1, 100_000), ["READ"], PermissionDeniedError, "may not write to the dead letter topic failed"),
 ])  # fmt: skip
 def test_topics_that_cannot_take_letters_are_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, target: Target, operations: Any, error: Any, said: str
+    monkeypatch: pytest.MonkeyPatch, target: OutputTopic, operations: Any, error: Any, said: str
 ) -> None:
     answer = type("Answer", (), {"name": "failed", "authorized_operations": operations})
     monkeypatch.setattr(targets.allowed, "describe_topics", lambda *_: [answer])

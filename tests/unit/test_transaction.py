@@ -18,8 +18,8 @@ from onceflow.protocol.transaction import (
     Mode,
     Phase,
     ProgressState,
-    Standing,
     Transaction,
+    TransactionState,
     after,
     diagram,
     epochs_diagram,
@@ -34,14 +34,14 @@ WHOLE = (*OPENED, Event.ROWS_AUDITED, Event.PROGRESS_WRITTEN, Event.COMMIT, Even
 batch_modes = pytest.mark.parametrize("mode", BATCH, ids=lambda mode: mode.value)
 
 
-def at(mode: Mode, *events: Event, start: Standing = START) -> Standing:
+def at(mode: Mode, *events: Event, start: TransactionState = START) -> TransactionState:
     machine = Transaction(mode, start)
     for event in events:
         machine.on(event)
-    return machine.standing
+    return machine.state
 
 
-def standings(mode: Mode) -> dict[Standing, dict[Event, Standing]]:
+def transaction_states(mode: Mode) -> dict[TransactionState, dict[Event, TransactionState]]:
     return reachable(mode, GIVEN if mode in (*WEAKER, Mode.EXTERNAL) else START)
 
 
@@ -91,28 +91,36 @@ def test_a_batch_of_an_external_sink() -> None:
     # Until its outcome is known, and Kafka's progress has followed, it is neither aborted nor run again.
     committing = at(mode, *written, Event.COMMIT, start=GIVEN)
     assert not Transaction(mode, committing).may_abort
-    assert standings(mode)[committing].keys() == {Event.COMMIT_DONE, Event.COMMIT_REFUSED, Event.FENCED}
+    assert transaction_states(mode)[committing].keys() == {Event.COMMIT_DONE, Event.COMMIT_REFUSED, Event.FENCED}
     assert at(mode, *written, Event.COMMIT, Event.COMMIT_REFUSED, Event.ABORT, *whole, start=GIVEN)
 
 
 def test_a_start_is_possible_from_everywhere() -> None:
     for mode in (*BATCH, Mode.PLAIN_V2, Mode.PLAIN_V1):
-        for standing, events in standings(mode).items():
-            assert events[Event.INITIALIZED] == (Phase.IDLE, Epoch.FRESH, ProgressState.UNREAD), standing
+        for transaction_state, events in transaction_states(mode).items():
+            assert events[Event.INITIALIZED] == (Phase.IDLE, Epoch.FRESH, ProgressState.UNREAD), transaction_state
             assert events[Event.FENCED].phase is Phase.FENCED
 
 
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
 def test_nothing_is_a_dead_end_but_fencing(mode: Mode) -> None:
-    """From every standing a batch can still be committed, by a new start at the latest."""
-    edges = standings(mode)
-    goal = {standing for standing in edges if standing.phase is Phase.COMMITTED}
+    """From every state a batch can still be committed, by a new start at the latest."""
+    edges = transaction_states(mode)
+    goal = {transaction_state for transaction_state in edges if transaction_state.phase is Phase.COMMITTED}
     grown = True
     while grown:
-        more = {standing for standing, events in edges.items() if standing not in goal and goal & {*events.values()}}
+        more = {
+            transaction_state
+            for transaction_state, events in edges.items()
+            if transaction_state not in goal and goal & {*events.values()}
+        }
         goal, grown = goal | more, bool(more)
     # The weaker guarantees fence nobody. With an external sink the machine is that of a run.
-    fenced = {standing for standing in edges if mode is Mode.EXTERNAL and standing.phase is Phase.FENCED}
+    fenced = {
+        transaction_state
+        for transaction_state in edges
+        if mode is Mode.EXTERNAL and transaction_state.phase is Phase.FENCED
+    }
     assert goal | fenced == edges.keys()
 
 
@@ -122,16 +130,16 @@ def test_nothing_is_a_dead_end_but_fencing(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
 def test_an_illegal_event_raises_and_changes_nothing(mode: Mode) -> None:
     refused = 0
-    for standing, events in standings(mode).items():
+    for transaction_state, events in transaction_states(mode).items():
         for event in Event:
-            machine = Transaction(mode, standing)
+            machine = Transaction(mode, transaction_state)
             if event in events:
                 machine.on(event)
-                assert machine.standing == events[event]
+                assert machine.state == events[event]
                 continue
             with pytest.raises(IllegalEventError, match=event.name):
                 machine.on(event)
-            assert machine.standing == standing
+            assert machine.state == transaction_state
             refused += 1
     assert refused > 20
 
@@ -139,8 +147,10 @@ def test_an_illegal_event_raises_and_changes_nothing(mode: Mode) -> None:
 @batch_modes
 def test_no_batch_begins_before_progress_was_read(mode: Mode) -> None:
     """I6: fence, then read, then write."""
-    for standing, events in standings(mode).items():
-        assert (Event.BEGIN in events) == (standing == (Phase.IDLE, Epoch.FRESH, ProgressState.READ)), standing
+    for transaction_state, events in transaction_states(mode).items():
+        assert (Event.BEGIN in events) == (transaction_state == (Phase.IDLE, Epoch.FRESH, ProgressState.READ)), (
+            transaction_state
+        )
     with pytest.raises(IllegalEventError):
         at(mode, Event.PROGRESS_READ)
 
@@ -148,19 +158,19 @@ def test_no_batch_begins_before_progress_was_read(mode: Mode) -> None:
 @batch_modes
 def test_nothing_is_written_twice_under_an_epoch(mode: Mode) -> None:
     """I3: between two transactions the epoch is another one."""
-    for standing, events in standings(mode).items():
+    for transaction_state, events in transaction_states(mode).items():
         for event in (Event.BEGIN, Event.COMPLETE_COMMIT, Event.COMPLETE_ABORT):
             if event in events:
-                assert standing.epoch is Epoch.FRESH
+                assert transaction_state.epoch is Epoch.FRESH
                 assert events[event].epoch is Epoch.USED
 
 
 @batch_modes
 def test_a_commit_has_every_row_and_progress(mode: Mode) -> None:
     """I1."""
-    for standing, events in standings(mode).items():
+    for transaction_state, events in transaction_states(mode).items():
         if Event.COMMIT in events:
-            assert standing.phase in (Phase.SEALED, Phase.COMMITTING, Phase.COMPLETING_COMMIT)
+            assert transaction_state.phase in (Phase.SEALED, Phase.COMMITTING, Phase.COMPLETING_COMMIT)
     leads = {
         rule.event
         for rule in RULES
@@ -174,7 +184,7 @@ def test_a_commit_has_every_row_and_progress(mode: Mode) -> None:
 def test_a_commit_without_an_answer_is_not_aborted(mode: Mode) -> None:
     """I2: only its answer, or a new start, leads on."""
     committing = at(mode, *WHOLE[:-1])
-    allowed = {event for event, target in standings(mode)[committing].items() if target != committing}
+    allowed = {event for event, target in transaction_states(mode)[committing].items() if target != committing}
     answers = {Event.COMMIT_DONE, Event.COMMIT_REFUSED, Event.TIMED_OUT}
     assert allowed == {*answers, Event.INITIALIZED, Event.FENCED, Event.GIVEN_UP}
     assert not Transaction(mode, committing).may_abort
@@ -182,24 +192,24 @@ def test_a_commit_without_an_answer_is_not_aborted(mode: Mode) -> None:
 
 @batch_modes
 def test_where_an_abort_would_decide_something_there_is_none(mode: Mode) -> None:
-    for standing, events in standings(mode).items():
-        if standing.phase in NOT_ABORTABLE:
+    for transaction_state, events in transaction_states(mode).items():
+        if transaction_state.phase in NOT_ABORTABLE:
             assert Event.ABORT not in events
 
 
 @batch_modes
 def test_no_transaction_begins_before_the_last_one_is_decided_everywhere(mode: Mode) -> None:
-    for standing, events in standings(mode).items():
-        if standing.phase in (Phase.COMMITTED, Phase.SETTLED, Phase.ABORTED, Phase.TIMED_OUT):
+    for transaction_state, events in transaction_states(mode).items():
+        if transaction_state.phase in (Phase.COMMITTED, Phase.SETTLED, Phase.ABORTED, Phase.TIMED_OUT):
             assert Event.BEGIN not in events
 
 
 def test_missing_markers_end_as_the_transaction_did() -> None:
     for mode in BATCH:
-        for standing, events in standings(mode).items():
-            if standing.phase in (Phase.COMMITTED, Phase.SETTLED):
+        for transaction_state, events in transaction_states(mode).items():
+            if transaction_state.phase in (Phase.COMMITTED, Phase.SETTLED):
                 assert Event.COMPLETE_ABORT not in events
-            if standing.phase is Phase.ABORTED:
+            if transaction_state.phase is Phase.ABORTED:
                 assert Event.COMPLETE_COMMIT not in events
 
 
@@ -208,9 +218,9 @@ def test_events_are_expected_before_requests_are_sent() -> None:
     machine.on(Event.INITIALIZED)
     with pytest.raises(IllegalEventError, match="BEGIN"):
         machine.expect(Event.BEGIN)
-    machine.standing = Standing(Phase.IDLE, Epoch.USED, ProgressState.READ)  # an epoch can still be had
+    machine.state = TransactionState(Phase.IDLE, Epoch.USED, ProgressState.READ)  # an epoch can still be had
     machine.expect(Event.BEGIN)
-    assert machine.standing.phase is Phase.IDLE
+    assert machine.state.phase is Phase.IDLE
 
 
 # ---- the table and the page ------------------------------------------------------------------------------
@@ -219,10 +229,10 @@ def test_events_are_expected_before_requests_are_sent() -> None:
 def test_every_rule_is_of_use() -> None:
     for rule in RULES:
         used = {
-            standing
+            transaction_state
             for mode in rule.modes
-            for standing, events in standings(mode).items()
-            if rule.event in events and standing.phase in rule.phases
+            for transaction_state, events in transaction_states(mode).items()
+            if rule.event in events and transaction_state.phase in rule.phases
         }
         assert used, rule
 

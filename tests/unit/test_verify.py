@@ -14,7 +14,7 @@ from onceflow.admin.verify import tally as tallies
 from onceflow.admin.verify.identity import identity_of
 from onceflow.admin.verify.progress_history import breaks
 from onceflow.admin.verify.readings import readings
-from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Place, Reordered, Tally, digest_of
+from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Place, RecordComparison, Reordered, digest_of
 from onceflow.client.log_reader import LogRecord
 from onceflow.errors import OptionError
 from onceflow.protocol import progress as records
@@ -22,8 +22,8 @@ from onceflow.protocol.progress import Progress
 from onceflow.protocol.succession import HandOver
 
 
-def tally(folder: Path, sides: dict[tuple[int, str], Sequence[int]]) -> Tally:
-    made = Tally(folder)
+def tally(folder: Path, sides: dict[tuple[int, str], Sequence[int]]) -> RecordComparison:
+    made = RecordComparison(folder)
     for (side, topic), ids in sides.items():
         made.add(side, topic, 0, [(offset, digest_of(str(each).encode())) for offset, each in enumerate(ids)])
     return made
@@ -80,7 +80,7 @@ def test_many_records_with_a_few_mistakes(tmp_path: Path, monkeypatch: pytest.Mo
 
 def ordered(folder: Path, source: Sequence[tuple[int, str]], output: Sequence[tuple[int, str]]) -> list[Reordered]:
     """What is out of order, of records with an id and a key each."""
-    with Tally(folder) as made:
+    with RecordComparison(folder) as made:
         for side, topic, records_ in ((SOURCE, "s", source), (OUTPUT, "o", output)):
             found = [(offset, digest_of(str(each).encode())) for offset, (each, _) in enumerate(records_)]
             made.add(side, topic, 0, found, [key.encode() if key else None for _, key in records_])
@@ -127,7 +127,7 @@ def test_order_of_many_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_order_is_of_partitions_and_topics(tmp_path: Path) -> None:
     """Nothing is said of two partitions of a source, or of an output; what is undecided counts, too."""
     digests = [digest_of(b"%d" % n) for n in range(4)]
-    with Tally(tmp_path) as made:
+    with RecordComparison(tmp_path) as made:
         for n, (side, partition) in enumerate([(SOURCE, 0), (SOURCE, 1), (SOURCE, 0), (UNDECIDED, 0)]):
             made.add(side, "s", partition, [(n, digests[n])], [b"k"])
         for offset, (topic, partition, n) in enumerate(

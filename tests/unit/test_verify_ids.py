@@ -15,7 +15,7 @@ from onceflow.admin.verify import audit
 from onceflow.admin.verify.audit import Audit, Outputs
 from onceflow.admin.verify.identity import identity_of, kind_of
 from onceflow.admin.verify.report import Report
-from onceflow.admin.verify.tally import Tally
+from onceflow.admin.verify.tally import RecordComparison
 from onceflow.client.cluster import TopicInfo
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.log_reader import LogRecord
@@ -125,7 +125,7 @@ def audited(
     monkeypatch.setattr(Audit, "_check_positions", lambda *_: None)
     monkeypatch.setattr(Audit, "_check_now", lambda *_: None)
     wanted = replace(wanted, identity=identity_of(id_), place=None if id_ == "record" else id_)
-    with Tally(tmp_path) as made:
+    with RecordComparison(tmp_path) as made:
         return Audit(SimpleNamespace(), Names("f"), wanted, limit=1, tell=lambda *_: None).run(made)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from onceflow.calls import journal
 from onceflow.calls.breaker import Breaker
 from onceflow.calls.options import TRANSIENT, Transient, check_options, check_transient
 from onceflow.calls.runner import CallRunner
-from onceflow.calls.target import Call, Outcome, Target
+from onceflow.calls.target import Call, CallTarget, Outcome
 from onceflow.errors import OptionError
 from onceflow.options.arguments import known_arguments
 
@@ -82,13 +82,13 @@ def concurrently(
         raise OptionError(f"concurrently: breaker={breaker!r:.100}", next_step="for example onceflow.Breaker()")
     options = check_options(limit, timeout, deadline, retries, backoff)
     again = check_transient(TRANSIENT if transient is None else transient)
-    return Calls(Target(function, options, again, breaker, resource), order)
+    return Calls(CallTarget(function, options, again, breaker, resource), order)
 
 
 class Calls:
     """A function that is called side by side: see `concurrently`."""
 
-    def __init__(self, target: Target, order: str | None) -> None:
+    def __init__(self, target: CallTarget, order: str | None) -> None:
         self.target = target
         self.order = order
 

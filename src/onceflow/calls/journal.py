@@ -14,7 +14,7 @@ from typing import Any
 
 from onceflow.calls.copies import copied
 from onceflow.calls.runner import CallRunner
-from onceflow.calls.target import Call, Target
+from onceflow.calls.target import Call, CallTarget
 from onceflow.errors import OnceflowError
 
 
@@ -50,7 +50,7 @@ class OneByOne:
         finally:
             _current.reset(token)
 
-    def result(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def result(self, target: CallTarget, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a call.
 
         Raises:
@@ -112,7 +112,7 @@ class Journal:
         finally:
             self._recalls = False
 
-    def result(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def result(self, target: CallTarget, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a call.
 
         Raises:
@@ -148,7 +148,7 @@ class Journal:
         finally:
             _current.reset(token)
 
-    def _is_same(self, call: Call, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_same(self, call: Call, target: CallTarget, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if call.target is not target:
             return False
         # In its turn, user code does the same each time, but for what it takes from the clock, from chance, or from the
@@ -168,7 +168,7 @@ class Journal:
         if call in self._calls:
             self._wake()
 
-    def _recalled(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recalled(self, target: CallTarget, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for call in self._calls:
             if call.target is target and call.outcome is not None and _equal((call.args, call.kwargs), (args, kwargs)):
                 return copied(call.outcome.get())

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from onceflow.calls.copies import copied
-from onceflow.calls.target import Call, Outcome, Target
+from onceflow.calls.target import Call, CallTarget, Outcome
 from onceflow.calls.threads import NAME, DaemonThreads
 from onceflow.errors import BatchAbortedError, CallTimeoutError, CircuitOpenError, DeadlineExceededError
 from onceflow.user_code import RESOURCE, TRANSIENT, of_hook
@@ -47,7 +47,7 @@ class CallRunner:
         self._thread: threading.Thread | None = None
         self._leave: asyncio.Event | None = None
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._lanes: dict[Target, _Lane] = {}
+        self._lanes: dict[CallTarget, _Lane] = {}
         self._returned: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._under_way = 0
         self._done = 0
@@ -334,7 +334,7 @@ class CallRunner:
                 return
             drop()
 
-    async def _resource(self, target: Target, lane: _Lane) -> Any:
+    async def _resource(self, target: CallTarget, lane: _Lane) -> Any:
         assert target.resource is not None
         async with lane.opening:
             if not lane.is_open:
@@ -362,7 +362,7 @@ def give_up(flow: str) -> None:
 class _Lane:
     """What the calls of one target share. Made in the loop."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: CallTarget) -> None:
         self.is_async = target.is_async
         self.circuit = target.circuit()
         self.turns = asyncio.Semaphore(target.options.limit)
@@ -407,7 +407,7 @@ def _as_exception(problem: BaseException) -> Exception:
     return wrapped
 
 
-def _timed_out(target: Target, timeout_s: float, what: str) -> CallTimeoutError:
+def _timed_out(target: CallTarget, timeout_s: float, what: str) -> CallTimeoutError:
     return CallTimeoutError(
         f"{target.name} {what} within {timeout_s:g} s",
         next_step="raise timeout= of onceflow.concurrently, or find out why the other side is slow",

@@ -17,7 +17,7 @@ log = logging.getLogger("onceflow")
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class CallTarget:
     """A function, and how it is called. It can be pickled if the function can.
 
     Args:
@@ -101,7 +101,7 @@ class Call:
         discard: called with a value that nobody takes any more, in any thread.
     """
 
-    target: Target
+    target: CallTarget
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     done: Callable[[Call], None] | None = None

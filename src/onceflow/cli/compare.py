@@ -87,7 +87,7 @@ def compare(
     wrong usage; 130 interrupted.
     """
     from onceflow.admin.verify.identity import identity_of
-    from onceflow.admin.verify.tally import Tally
+    from onceflow.admin.verify.tally import RecordComparison
     from onceflow.admin.versions.comparison import Compared, Comparison
     from onceflow.client.cluster import Cluster
     from onceflow.protocol.names import Names
@@ -111,7 +111,9 @@ def compare(
             check()
             show(text, done, total)
 
-        comparison = Comparison(cluster, names, other, compared, scratch=lambda: Tally(scratch), limit=limit, tell=tell)
+        comparison = Comparison(
+            cluster, names, other, compared, scratch=lambda: RecordComparison(scratch), limit=limit, tell=tell
+        )
         report = comparison.run()
     _print(flow, new, report, as_json)
     return verdict(report)

@@ -125,7 +125,7 @@ def verify(
     from onceflow.admin.verify.replay_audit import ReplayAudit, ReplayOptions
     from onceflow.admin.verify.replayed_processor import load
     from onceflow.admin.verify.table_audit import TableAudit
-    from onceflow.admin.verify.tally import Tally
+    from onceflow.admin.verify.tally import RecordComparison
     from onceflow.client.cluster import Cluster
     from onceflow.protocol.names import Names
 
@@ -154,7 +154,7 @@ def verify(
         if identity != "record":
             wanted = replace(wanted, place=identity)
         report = Audit(cluster, names, wanted, limit=limit, tell=tell, check=check).run(
-            stack.enter_context(Tally(scratch))
+            stack.enter_context(RecordComparison(scratch))
         )
         if processor is not None:
             options = ReplayOptions(processor, table, sources, outputs, letters, tables_only, first, export)

@@ -152,7 +152,7 @@ class Held:
 
 
 @dataclass
-class _Standing:
+class _Stalled:
     stable: int
     since: float
     report_after_s: float
@@ -170,7 +170,7 @@ class StableOffsets:
     def __init__(self, after_s: float = 60.0, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._after_s = after_s
         self._clock = clock
-        self._standing: dict[tuple[str, int], _Standing] = {}
+        self._stalled: dict[tuple[str, int], _Stalled] = {}
 
     def look(self, stable: Offsets, high: Offsets) -> list[Held]:
         """The partitions to report now.
@@ -183,14 +183,14 @@ class StableOffsets:
         for topic, partitions in stable.items():
             for partition, offset in partitions.items():
                 place, end = (topic, partition), high[topic][partition]
-                standing = self._standing.get(place)
+                stalled = self._stalled.get(place)
                 if end <= offset:
-                    self._standing.pop(place, None)
-                elif standing is None or standing.stable != offset:
-                    self._standing[place] = _Standing(offset, now, self._after_s)
-                elif now - standing.since >= standing.report_after_s:
-                    standing.report_after_s = 2 * (now - standing.since)
-                    found.append(Held(topic, partition, offset, end, now - standing.since))
+                    self._stalled.pop(place, None)
+                elif stalled is None or stalled.stable != offset:
+                    self._stalled[place] = _Stalled(offset, now, self._after_s)
+                elif now - stalled.since >= stalled.report_after_s:
+                    stalled.report_after_s = 2 * (now - stalled.since)
+                    found.append(Held(topic, partition, offset, end, now - stalled.since))
         return found
 
 

@@ -42,7 +42,7 @@ class Outcome(enum.Enum):
     FENCED = "fenced"  # another process has initialised the transactional id; progress shows what was committed
 
 
-class _Standing(enum.Enum):
+class _CoordinatorState(enum.Enum):
     """The state of the transactional id at its coordinator, as seen by its last owner."""
 
     OWN = "own"  # our epoch; or the id is forgotten, as it was idle for longer than transactional.id.expiration.ms
@@ -143,7 +143,7 @@ class Transactions:
         try:
             fresh = self._init_producer_id(mine, deadline)
         except FencedError:
-            if self.version_2 or self._standing(deadline) is not _Standing.ABORTED:
+            if self.version_2 or self._coordinator_state(deadline) is not _CoordinatorState.ABORTED:
                 self.machine.on(Event.FENCED)
                 raise
             return self._continue(deadline)
@@ -202,17 +202,21 @@ class Transactions:
         self._cluster.connect(deadline)
         self.machine.mode = Mode.of(self._cluster.transaction_version, batch=self._batch)
 
-    def _standing(self, deadline: Deadline) -> _Standing:
+    def _coordinator_state(self, deadline: Deadline) -> _CoordinatorState:
         mine = self.identity
         try:
             seen = requests.describe_transaction(self._cluster, self.transactional_id, deadline)
         except (BrokerUnsupportedError, PermissionDeniedError):
-            return _Standing.UNKNOWN
+            return _CoordinatorState.UNKNOWN
         epoch = int(seen["producer_epoch"])
         if seen["state"] == requests.DEAD or (seen["producer_id"], epoch) == (mine.producer_id, mine.producer_epoch):
-            return _Standing.OWN
+            return _CoordinatorState.OWN
         aborted = seen["state"] in ("PrepareAbort", "CompleteAbort") and epoch == mine.producer_epoch + 1
-        return _Standing.ABORTED if aborted and seen["producer_id"] == mine.producer_id else _Standing.FENCED
+        return (
+            _CoordinatorState.ABORTED
+            if aborted and seen["producer_id"] == mine.producer_id
+            else _CoordinatorState.FENCED
+        )
 
     def _init_producer_id(self, producer: ProducerIdAndEpoch | None, deadline: Deadline) -> ProducerIdAndEpoch:
         self._connect(deadline)
@@ -316,7 +320,7 @@ class Transactions:
 
     def _was_aborted(self, deadline: Deadline) -> bool:
         """Version 1: whether a fencing code was caused by a timeout. If so, a new epoch has been requested."""
-        if self.version_2 or self._standing(deadline) is not _Standing.ABORTED:
+        if self.version_2 or self._coordinator_state(deadline) is not _CoordinatorState.ABORTED:
             return False
         self.machine.on(Event.TIMED_OUT)
         try:
@@ -331,13 +335,13 @@ class Transactions:
 
         That state is read first, because InitProducerId would also abort the transaction of another process.
         """
-        standing = self._standing(deadline)
-        if standing is _Standing.UNKNOWN:
+        known = self._coordinator_state(deadline)
+        if known is _CoordinatorState.UNKNOWN:
             return None
         try:
-            if standing is _Standing.OWN:
+            if known is _CoordinatorState.OWN:
                 self.renew(deadline)
-            elif standing is _Standing.ABORTED:
+            elif known is _CoordinatorState.ABORTED:
                 self._continue(deadline)
             else:
                 return Outcome.FENCED

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from onceflow.driver.batch.batches import Batches, Commit, timed
+from onceflow.driver.batch.batches import Batches, BatchSteps, timed
 from onceflow.driver.batch.fetched_rows import FetchedRows
 from onceflow.driver.batch.range_rows import RangeRows
 from onceflow.driver.record import handover
@@ -22,7 +22,7 @@ from onceflow.state.table_facts import TableFacts
 log = logging.getLogger("onceflow.sink")
 
 
-class DirectCommit(Commit, Protocol):
+class DirectCommit(BatchSteps, Protocol):
     """The steps of a batch of the direct engine."""
 
     def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from onceflow import hooks
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.metrics.event_queue import EventQueue
-from onceflow.metrics.lineage_run import COMPLETE, FAILED, STOPPED, FlowRun, LineageQuery
+from onceflow.metrics.lineage_run import COMPLETE, FAILED, STOPPED, LineageQuery, LineageRun
 from onceflow.options.durations import option_seconds
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Lineage:
             finish = client.close  # some transports send only later what they are given
         self._events = EventQueue(client.emit, what="OpenLineage event", finish=finish)
         self._lock = threading.Lock()
-        self._runs: dict[str, FlowRun] = {}
+        self._runs: dict[str, LineageRun] = {}
         self._forget = hooks.observe(self._observed)
 
     def add(self, query: LineageQuery) -> None:
@@ -82,7 +82,7 @@ class Lineage:
                 return
             if known is not None:  # its query has not told yet how it ends, and a flow has one driver
                 self._put_last(known, FAILED if known.query.failure is not None else STOPPED, known.query.failure)
-            run = FlowRun(self._maker.new_run_id(), query, dict(inputs), dict(outputs), time.monotonic())
+            run = LineageRun(self._maker.new_run_id(), query, dict(inputs), dict(outputs), time.monotonic())
             self._runs[query.flow] = run
             self._events.put(self._maker.event("START", run))
 
@@ -136,5 +136,5 @@ class Lineage:
                 del self._runs[flow]
                 self._put_last(run, FAILED, error)
 
-    def _put_last(self, run: FlowRun, outcome: str, error: BaseException | None) -> None:
+    def _put_last(self, run: LineageRun, outcome: str, error: BaseException | None) -> None:
         self._events.put(self._maker.event(_LAST[outcome], run, error if outcome == FAILED else None))

@@ -20,7 +20,7 @@ from openlineage.client.uuid import generate_new_uuid
 
 from onceflow._version import __version__
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.metrics.lineage_run import FlowRun
+from onceflow.metrics.lineage_run import LineageRun
 
 _PRODUCER = f"urn:onceflow:{__version__}"
 
@@ -64,7 +64,7 @@ class EventMaker:
         """An id for a run."""
         return str(generate_new_uuid())
 
-    def event(self, state: str, run: FlowRun, error: BaseException | None = None) -> RunEvent:
+    def event(self, state: str, run: LineageRun, error: BaseException | None = None) -> RunEvent:
         """An event about a run. Its counts are those since the start of the run."""
         facets: dict[str, Any] = {"processing_engine": self._engine}
         if error is not None:
@@ -82,12 +82,12 @@ class EventMaker:
         )
 
 
-def _input(run: FlowRun, name: str) -> InputDataset:
+def _input(run: LineageRun, name: str) -> InputDataset:
     counted = _made(input_statistics_input_dataset.InputStatisticsInputDatasetFacet, rowCount=run.read.get(name, 0))
     return InputDataset(*run.inputs[name], inputFacets={"inputStatistics": counted})
 
 
-def _output(run: FlowRun, name: str) -> OutputDataset:
+def _output(run: LineageRun, name: str) -> OutputDataset:
     records, nbytes = run.written.get(name, (0, 0))
     counted = _made(output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet, rowCount=records, size=nbytes)
     return OutputDataset(*run.outputs[name], outputFacets={"outputStatistics": counted})

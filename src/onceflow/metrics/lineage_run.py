@@ -50,7 +50,7 @@ class LineageQuery(Protocol):
 
 
 @dataclass
-class FlowRun:
+class LineageRun:
     """One run of a query.
 
     Args:

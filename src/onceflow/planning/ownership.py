@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from onceflow.errors import OptionError, SchemaError
-from onceflow.messages import Routing, Target
+from onceflow.messages import OutputTopic, Routing
 from onceflow.options.column_names import check_reserved
 from onceflow.spark import expressions, jvm
 from onceflow.spark.task_shuffle import repartition_by_task
@@ -162,7 +162,7 @@ def prepare(
     *,
     partitioner: str,
     topic: str | None,
-    targets: Mapping[str, Target],
+    targets: Mapping[str, OutputTopic],
     source: Mapping[str, int],
     max_tasks: int,
     on_driver: bool,
@@ -231,7 +231,7 @@ def _fewer(df: DataFrame, tasks: int, keep_tasks: bool) -> DataFrame:
     return df.repartition(tasks) if keep_tasks else df.coalesce(tasks)
 
 
-def _round_robin(df: DataFrame, target: Target, max_tasks: int, keep_tasks: bool) -> Prepared:
+def _round_robin(df: DataFrame, target: OutputTopic, max_tasks: int, keep_tasks: bool) -> Prepared:
     """No shuffle: a task keeps its rows and spreads them over the partitions it owns."""
     present = jvm.task_total(df)
     tasks = max(1, min(present, max_tasks, target.partitions))
@@ -240,14 +240,14 @@ def _round_robin(df: DataFrame, target: Target, max_tasks: int, keep_tasks: bool
 
 
 def _task_partitions(
-    df: DataFrame, topic: str | None, targets: Mapping[str, Target], source: Mapping[str, int]
+    df: DataFrame, topic: str | None, targets: Mapping[str, OutputTopic], source: Mapping[str, int]
 ) -> list[int]:
     """Output partition of each task with ``partitioner="source"``."""
     check_source_partitions(topic, targets, source)
     return [partition for _, partition in jvm.source_partitions(df)]
 
 
-def check_source_partitions(topic: str | None, targets: Mapping[str, Target], source: Mapping[str, int]) -> None:
+def check_source_partitions(topic: str | None, targets: Mapping[str, OutputTopic], source: Mapping[str, int]) -> None:
     """Check that ``partitioner="source"`` can be used: one source and one output, with equally many partitions.
 
     Args:
@@ -277,7 +277,7 @@ def check_source_partitions(topic: str | None, targets: Mapping[str, Target], so
 
 
 def _group(
-    df: DataFrame, columns: Columns, hash_key: bool, topic: str | None, targets: Mapping[str, Target], tasks: int
+    df: DataFrame, columns: Columns, hash_key: bool, topic: str | None, targets: Mapping[str, OutputTopic], tasks: int
 ) -> Column:
     """The task that owns a row's (topic, partition); ``row_writer.owner_of`` is the same function in Python."""
     count = _partition_count(topic, targets)
@@ -295,7 +295,7 @@ def _group(
     return F.pmod(F.crc32("topic") + partition, F.lit(tasks)).cast("int")
 
 
-def _partition_count(topic: str | None, targets: Mapping[str, Target]) -> Column:
+def _partition_count(topic: str | None, targets: Mapping[str, OutputTopic]) -> Column:
     """Partition count of the row's topic; null where it is not known here."""
     if topic is not None:
         return F.lit(targets[topic].partitions)

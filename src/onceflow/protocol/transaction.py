@@ -117,7 +117,7 @@ class Mode(_Member):
         return Mode.PLAIN_V2 if version >= 2 else Mode.PLAIN_V1
 
 
-class Standing(NamedTuple):
+class TransactionState(NamedTuple):
     """The state of a transactional id."""
 
     phase: Phase
@@ -129,9 +129,9 @@ class Standing(NamedTuple):
 
 
 #: Before the first request to Kafka.
-START = Standing(Phase.IDLE, Epoch.NONE, ProgressState.UNREAD)
+START = TransactionState(Phase.IDLE, Epoch.NONE, ProgressState.UNREAD)
 #: With a producer id and epoch from another process: a task gets them from the driver.
-GIVEN = Standing(Phase.IDLE, Epoch.FRESH, ProgressState.READ)
+GIVEN = TransactionState(Phase.IDLE, Epoch.FRESH, ProgressState.READ)
 
 
 class Rule(NamedTuple):
@@ -271,16 +271,16 @@ def rules_of(event: Event, mode: Mode) -> tuple[Rule, ...]:
 
 
 @cache
-def find(standing: Standing, event: Event, mode: Mode) -> Standing | None:
+def find(state: TransactionState, event: Event, mode: Mode) -> TransactionState | None:
     """The state after an event; None: it is not allowed."""
-    phase, epoch, progress_state = standing
+    phase, epoch, progress_state = state
     for rule in rules_of(event, mode):
         if (
             phase in rule.phases
             and (not rule.epochs or epoch in rule.epochs)
             and (not rule.progress_states or progress_state in rule.progress_states)
         ):
-            return Standing(
+            return TransactionState(
                 rule.phases[phase],
                 rule.epochs.get(epoch, epoch),
                 rule.progress_states.get(progress_state, progress_state),
@@ -288,15 +288,15 @@ def find(standing: Standing, event: Event, mode: Mode) -> Standing | None:
     return None
 
 
-def after(standing: Standing, event: Event, mode: Mode) -> Standing:
+def after(state: TransactionState, event: Event, mode: Mode) -> TransactionState:
     """The state after an event.
 
     Raises:
         IllegalEventError: it is not allowed.
     """
-    found = find(standing, event, mode)
+    found = find(state, event, mode)
     if found is None:
-        raise IllegalEventError(f"{event.name} ({event.value}) is not allowed here: {standing}; {mode.value}")
+        raise IllegalEventError(f"{event.name} ({event.value}) is not allowed here: {state}; {mode.value}")
     return found
 
 
@@ -305,12 +305,12 @@ class Transaction:
 
     Args:
         mode: the kind of transaction; may be set until the first event.
-        standing: the first state.
+        state: the first state.
     """
 
-    def __init__(self, mode: Mode, standing: Standing = START) -> None:
+    def __init__(self, mode: Mode, state: TransactionState = START) -> None:
         self.mode = mode
-        self.standing = standing
+        self.state = state
 
     def on(self, event: Event) -> None:
         """Report an event.
@@ -318,7 +318,7 @@ class Transaction:
         Raises:
             IllegalEventError: it is not allowed. The state has not changed.
         """
-        self.standing = after(self.standing, event, self.mode)
+        self.state = after(self.state, event, self.mode)
 
     def expect(self, event: Event) -> None:
         """Check that an event is allowed in this phase and progress state. Call it before the requests that lead to
@@ -327,24 +327,24 @@ class Transaction:
         Raises:
             IllegalEventError: the event is not allowed.
         """
-        phase, _, progress_state = self.standing
+        phase, _, progress_state = self.state
         if not any(
             phase in rule.phases and (not rule.progress_states or progress_state in rule.progress_states)
             for rule in rules_of(event, self.mode)
         ):
-            after(self.standing, event, self.mode)
+            after(self.state, event, self.mode)
 
     @property
     def phase(self) -> Phase:
-        return self.standing.phase
+        return self.state.phase
 
     @property
     def epoch(self) -> Epoch:
-        return self.standing.epoch
+        return self.state.epoch
 
     @property
     def progress_state(self) -> ProgressState:
-        return self.standing.progress_state
+        return self.state.progress_state
 
     @property
     def is_fenced(self) -> bool:
@@ -357,16 +357,16 @@ class Transaction:
         return self.phase not in NOT_ABORTABLE
 
 
-def reachable(mode: Mode, start: Standing = START) -> dict[Standing, dict[Event, Standing]]:
+def reachable(mode: Mode, start: TransactionState = START) -> dict[TransactionState, dict[Event, TransactionState]]:
     """All states that events can lead to, and the events that each allows, with the states after them."""
-    found: dict[Standing, dict[Event, Standing]] = {}
+    found: dict[TransactionState, dict[Event, TransactionState]] = {}
     waiting = [start]
     while waiting:
-        standing = waiting.pop()
-        if standing in found:
+        state = waiting.pop()
+        if state in found:
             continue
-        found[standing] = {event: target for event in Event if (target := find(standing, event, mode)) is not None}
-        waiting += found[standing].values()
+        found[state] = {event: target for event in Event if (target := find(state, event, mode)) is not None}
+        waiting += found[state].values()
     return found
 
 

@@ -16,7 +16,7 @@ from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.local.catch_up import Source
 from onceflow.state.local.format import COMMIT_RECORD, PENDING, CommitRecord, Goal, Pending
 from onceflow.state.local.opening import Opened, RestoreLog, found_in, open_partition
-from onceflow.state.spec import Moment, ProcessSpec
+from onceflow.state.spec import AttemptContext, ProcessSpec
 from onceflow.state.stores.base import Store, StoreCorruptError
 
 
@@ -44,7 +44,7 @@ class Prepared:
 
 def open_local(
     spec: ProcessSpec,
-    moment: Moment,
+    moment: AttemptContext,
     partition: int,
     source: Source,
     *,
@@ -68,7 +68,7 @@ def open_local(
 
 def prepare_partition(
     spec: ProcessSpec,
-    moment: Moment,
+    moment: AttemptContext,
     partition: int,
     source: Source,
     *,
@@ -89,7 +89,7 @@ def prepare_partition(
     return Prepared.of(opened, spec, partition)
 
 
-def lacks(spec: ProcessSpec, moment: Moment, partition: int) -> int | None:
+def lacks(spec: ProcessSpec, moment: AttemptContext, partition: int) -> int | None:
     """The most records that a batch would have to read for the copy on this host; None: it has to verify the copy, too.
 
     This call takes no longer than opening the store.
@@ -98,7 +98,7 @@ def lacks(spec: ProcessSpec, moment: Moment, partition: int) -> int | None:
     return missing_records(spec.folder(partition), spec.store, moment.goal(spec, partition), verified=verified)
 
 
-def is_verified(spec: ProcessSpec, moment: Moment, partition: int) -> bool:
+def is_verified(spec: ProcessSpec, moment: AttemptContext, partition: int) -> bool:
     """Whether the copy on this host was verified in this run."""
     return (spec.place(), partition) in moment.verified
 

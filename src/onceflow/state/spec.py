@@ -1,7 +1,7 @@
 """What the driver sends to the tasks of a process step, and what they report.
 
-`ProcessSpec` is the same for the whole query. `Moment` is different for every attempt of a batch. Tasks return a
-`StateReport` for every partition of the table that they have worked on.
+`ProcessSpec` is the same for the whole query. `AttemptContext` is different for every attempt of a batch. Tasks
+return a `StateReport` for every partition of the table that they have worked on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.changelog.topics import TableTopics
 from onceflow.state.joins.spec import Ends, JoinSpec
-from onceflow.state.local.format import Commit, Goal, default_state_dir, partition_folder
+from onceflow.state.local.format import CommitId, Goal, default_state_dir, partition_folder
 from onceflow.state.stores.base import Store
 
 
@@ -83,7 +83,7 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True)
-class Moment:
+class AttemptContext:
     """The times and the committed offsets with which a batch begins. They are the same for all its tasks.
 
     Args:
@@ -102,19 +102,19 @@ class Moment:
     """
 
     batch: int
-    commit: Commit
+    commit: CommitId
     now_ms: int
     watermark_ms: int | None
     table_ends: Mapping[int, int]
     internal_ends: Mapping[int, int]
-    last: Mapping[int, Commit]
+    last: Mapping[int, CommitId]
     verified: frozenset[tuple[str, int]] = frozenset()
     joined: Ends = field(default_factory=dict)
     open_ended: bool = False
     timers_until: Mapping[str, int] | None = None
     unfired: frozenset[TimerId] = frozenset()
 
-    def limited(self, until: Mapping[str, int], unfired: frozenset[TimerId]) -> Moment:
+    def limited(self, until: Mapping[str, int], unfired: frozenset[TimerId]) -> AttemptContext:
         """The same, but timers fire as they have in an earlier version, which may be behind in event time."""
         watermark_ms = self.watermark_ms
         if watermark_ms is not None and "event" in until:
@@ -156,16 +156,16 @@ class Moment:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Moment:
+    def from_json(cls, text: str) -> AttemptContext:
         fields = json.loads(text)
         return cls(
             batch=fields["batch"],
-            commit=Commit(*fields["commit"]),
+            commit=CommitId(*fields["commit"]),
             now_ms=fields["now_ms"],
             watermark_ms=fields["watermark_ms"],
             table_ends=dict(fields["table_ends"]),
             internal_ends=dict(fields["internal_ends"]),
-            last={partition: Commit(*commit) for partition, commit in fields["last"]},
+            last={partition: CommitId(*commit) for partition, commit in fields["last"]},
             verified=frozenset((place, partition) for place, partition in fields["verified"]),
             joined={topic: dict(ends) for topic, ends in fields["joined"].items()},
             open_ended=fields["open_ended"],
@@ -203,7 +203,7 @@ class StateReport:
     table: str
     partition: int
     place: str
-    commit: Commit
+    commit: CommitId
     how: str
     restored: int
     restore_seconds: float

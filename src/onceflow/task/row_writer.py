@@ -39,7 +39,7 @@ from onceflow.errors import (
     counted,
     located,
 )
-from onceflow.messages import NotCopartitionedError, Report, Target, TaskPlace, TaskReport, WriteOrder, report_row
+from onceflow.messages import NotCopartitionedError, OutputTopic, Report, TaskPlace, TaskReport, WriteOrder, report_row
 from onceflow.protocol import timestamps
 from onceflow.protocol.batches import EncodedBatch, encode_batches, next_sequence
 from onceflow.protocol.names import TopicPartition
@@ -346,7 +346,7 @@ class RowWriter:
             next_step="none: the batch runs again, with a shuffle",
         )
 
-    def _as_given(self, topic: str, target: Target, given: pa.Array, otherwise: Any) -> Any:
+    def _as_given(self, topic: str, target: OutputTopic, given: pa.Array, otherwise: Any) -> Any:
         """The partition column, with values of ``otherwise`` where it is null."""
         chosen = given.fill_null(-1).to_numpy(zero_copy_only=False)
         wrong = np.asarray(given.is_valid()) & ((chosen < 0) | (chosen >= target.partitions))
@@ -362,7 +362,7 @@ class RowWriter:
             )
         return np.where(np.asarray(given.is_valid()), chosen, otherwise)
 
-    def _next_owned(self, topic: str, target: Target) -> int:
+    def _next_owned(self, topic: str, target: OutputTopic) -> int:
         """A partition that this task owns, a different one for each Arrow batch."""
         owned = self._owned.get(topic)
         if owned is None:
@@ -388,7 +388,7 @@ class RowWriter:
         self._turns[topic] = turn + 1
         return owned[turn % len(owned)]
 
-    def target(self, topic: str) -> Target:
+    def target(self, topic: str) -> OutputTopic:
         """A topic's partitions and size limit, as the driver saw them. If it did not know the topic: from the cluster.
 
         Raises:
@@ -400,10 +400,10 @@ class RowWriter:
             except UnknownTopicError as error:
                 raise missing(self._cluster, error, {topic: "output"}, self._deadline) from None
             limits = topic_limits(self._cluster, [topic], self._deadline)[topic]
-            self._targets[topic] = Target(info.partitions, *limits)
+            self._targets[topic] = OutputTopic(info.partitions, *limits)
         return self._targets[topic]
 
-    def target_of(self, topic: str, rows: pa.RecordBatch) -> Target:
+    def target_of(self, topic: str, rows: pa.RecordBatch) -> OutputTopic:
         """As `target`, for rows that may name the topic: an error names the first of them by its key."""
         try:
             return self.target(topic)
@@ -436,7 +436,7 @@ class RowWriter:
             before=None if self._companion is None else self._companion.before_rows,
         )
 
-    def _encode(self, topic: str, partition: int, rows: pa.RecordBatch, target: Target) -> None:
+    def _encode(self, topic: str, partition: int, rows: pa.RecordBatch, target: OutputTopic) -> None:
         self._producer = self._producer or self._new_producer()
         transactional_id = self._order.transactional_id
         if (topic, partition) not in self._sequences and self._order.transaction_version < 2 and transactional_id:

@@ -28,7 +28,7 @@ from onceflow.state.local.catch_up import LOST, Source
 from onceflow.state.local.format import SNAPSHOT_KEY, snapshot
 from onceflow.state.local.opening import Opened, set_pending
 from onceflow.state.prepare import Prepared, open_local
-from onceflow.state.spec import ROW_KINDS, Moment, ProcessSpec, StateReport
+from onceflow.state.spec import ROW_KINDS, AttemptContext, ProcessSpec, StateReport
 
 # Flags of rows that are only a payload for other readers.
 _PLAIN = (0, rows.STAMPED)
@@ -67,7 +67,7 @@ class StateRun:
     def __init__(
         self,
         spec: ProcessSpec,
-        moment: Moment,
+        moment: AttemptContext,
         *,
         source: Source,
         changelog: ChangelogWriter,

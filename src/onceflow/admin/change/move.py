@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from onceflow.admin.change.flow_transaction import FlowTransaction, Wording, Written
 from onceflow.admin.change.move_plan import DELETE, Move, check_state, plan_move, without_state
 from onceflow.admin.change.table_rows import Tell, delete_rows
-from onceflow.admin.change.target import TIMESTAMP, Target
+from onceflow.admin.change.target import TIMESTAMP, OffsetSpec
 from onceflow.admin.records.writer import Writer
 from onceflow.admin.status.similar_flows import meant, named, similar_flows
 from onceflow.client.cluster import Cluster
@@ -109,7 +109,7 @@ def sources_of(cluster: Cluster, progress: Progress, deadline: Deadline) -> dict
     return found
 
 
-def plan(cluster: Cluster, progress: Progress, target: Target, deadline: Deadline) -> Move:
+def plan(cluster: Cluster, progress: Progress, target: OffsetSpec, deadline: Deadline) -> Move:
     """Where the partitions of a flow's sources are to go. Errors as of `plan_move`."""
     topics = sources_of(cluster, progress, deadline)
     at_time: Mapping[str, Mapping[int, int]] = {}
@@ -119,7 +119,7 @@ def plan(cluster: Cluster, progress: Progress, target: Target, deadline: Deadlin
     return plan_move(progress, topics, target, at_time)
 
 
-def preview(cluster: Cluster, names: Names, target: Target, state: str | None) -> Move:
+def preview(cluster: Cluster, names: Names, target: OffsetSpec, state: str | None) -> Move:
     """What `move` would do now. Nothing is changed, and nobody is fenced. Errors as of `move`."""
     deadline = Deadline(_SECONDS, f"looking at flow {names.flow}")
     found = plan(cluster, known(committed(cluster, names, deadline), names, cluster), target, deadline)
@@ -127,7 +127,7 @@ def preview(cluster: Cluster, names: Names, target: Target, state: str | None) -
     return found
 
 
-def move(cluster: Cluster, names: Names, target: Target, state: str | None, tell: Tell) -> Moved:
+def move(cluster: Cluster, names: Names, target: OffsetSpec, state: str | None, tell: Tell) -> Moved:
     """Move a flow. A running driver of the flow is fenced.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
-from onceflow.admin.change.target import BEGINNING, EARLIEST, LATEST, OFFSETS, Target
+from onceflow.admin.change.target import BEGINNING, EARLIEST, LATEST, OFFSETS, OffsetSpec
 from onceflow.errors import DataLossError, OptionError, ProgressConflictError, counted
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.progress import Offsets, Progress
@@ -85,7 +85,7 @@ class Move:
 def plan_move(
     before: Progress,
     topics: Mapping[str, SourceTopic],
-    target: Target,
+    target: OffsetSpec,
     at_time: Offsets,
 ) -> Move:
     """Decide where each partition goes.
@@ -122,7 +122,7 @@ def plan_move(
     return Move(before, tuple(moves), {name: topics[name].topic_id for name in {move.topic for move in moves}}, gone)
 
 
-def _place(topic: SourceTopic, partition: int, before: int | None, target: Target, at_time: Offsets) -> int:
+def _place(topic: SourceTopic, partition: int, before: int | None, target: OffsetSpec, at_time: Offsets) -> int:
     if target.kind == EARLIEST:
         return topic.earliest[partition]
     if target.kind == LATEST:
@@ -136,7 +136,7 @@ def _place(topic: SourceTopic, partition: int, before: int | None, target: Targe
     return topic.latest[partition] if found < 0 else min(found, topic.latest[partition])
 
 
-def _check_there(flow: str, topic: SourceTopic, partition: int, after: int, target: Target) -> None:
+def _check_there(flow: str, topic: SourceTopic, partition: int, after: int, target: OffsetSpec) -> None:
     low, high = topic.earliest[partition], topic.latest[partition]
     place = f"{topic.name}-{partition}"
     if target.kind == BEGINNING and low > 0:

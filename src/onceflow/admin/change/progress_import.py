@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from onceflow.admin.change.move import Decision, Moved, carry_out, committed, sources_of
 from onceflow.admin.change.move_plan import DELETE, Move, check_state, plan_move
 from onceflow.admin.change.table_rows import Tell
-from onceflow.admin.change.target import OFFSETS, Target
+from onceflow.admin.change.target import OFFSETS, OffsetSpec
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
@@ -183,7 +183,7 @@ def _moves(base: Progress, file: Progress, before: Progress | None, topics: Mapp
         name: {p: offsets.get(p, topics[name].earliest[p]) for p in topics[name].earliest}
         for name, offsets in file.offsets.items()
     }
-    return plan_move(nothing, topics, Target(OFFSETS, offsets=wanted), {})
+    return plan_move(nothing, topics, OffsetSpec(OFFSETS, offsets=wanted), {})
 
 
 def _fits(file: Progress, before: Progress | None, tables: Mapping[str, TableTopic], move: Move) -> bool:

@@ -20,7 +20,7 @@ _FORMS = (
 
 
 @dataclass(frozen=True)
-class Target:
+class OffsetSpec:
     """Where a flow is to be moved.
 
     Args:
@@ -35,7 +35,7 @@ class Target:
     offsets: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
 
-def parse_target(text: str, option: str = "--to") -> Target:
+def parse_target(text: str, option: str = "--to") -> OffsetSpec:
     """The target that a text names.
 
     Args:
@@ -47,14 +47,14 @@ def parse_target(text: str, option: str = "--to") -> Target:
     kind, separator, value = text.strip().partition("=")
     kind = kind.strip().lower()
     if not separator and kind in (EARLIEST, LATEST, BEGINNING):
-        return Target(kind)
+        return OffsetSpec(kind)
     if separator and kind == TIMESTAMP:
         try:
-            return Target(kind, timestamp_ms=instant_ms(value))
+            return OffsetSpec(kind, timestamp_ms=instant_ms(value))
         except ValueError as error:
             raise OptionError(f"{option} {text}: {error}", next_step=_FORMS) from None
     if separator and kind == OFFSETS:
-        return Target(
+        return OffsetSpec(
             kind,
             offsets=_of_json(value, f"{option} {text[:200]}")
             if value.lstrip().startswith("{")

@@ -30,7 +30,7 @@ from onceflow.admin.verify.report import (
     Tell,
     unknown_past,
 )
-from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, Tally
+from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, RecordComparison
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
@@ -104,7 +104,7 @@ class Audit:
         self._without_ids: set[str] = set()  # outputs in which no record has the id that the user has named
         self._kinds: dict[int, set[str]] = {}  # what the ids of each side are, as JSON
 
-    def run(self, tally: Tally) -> Report:
+    def run(self, tally: RecordComparison) -> Report:
         """Check progress, group and tables, and compare the records if an identity is given.
 
         Raises:
@@ -201,7 +201,7 @@ class Audit:
 
     # ---- records -------------------------------------------------------------------------------------
 
-    def _compare(self, history: Sequence[LogRecord], tally: Tally, identity: Identity) -> None:
+    def _compare(self, history: Sequence[LogRecord], tally: RecordComparison, identity: Identity) -> None:
         progress, (*earlier, life) = self._last(history), lives(history)
         named = {topic for each in (*life, progress) for topic in each.outputs}
         outputs = self._outputs.topics or tuple(sorted(named - set(self._outputs.letters)))
@@ -248,7 +248,12 @@ class Audit:
             self.report.unjudged.append(f"{unjudged} output records: a source does not begin at 0 any more")
 
     def _take_sources(
-        self, tally: Tally, found: Sequence[Sequence[Progress]], written: Offsets, later: Progress, identity: Identity
+        self,
+        tally: RecordComparison,
+        found: Sequence[Sequence[Progress]],
+        written: Offsets,
+        later: Progress,
+        identity: Identity,
     ) -> bool:
         """Take what the flow has read, and what it may have read.
 
@@ -353,7 +358,7 @@ class Audit:
         return {partition: (first[partition], end[partition]) for partition in end}
 
     def _take(
-        self, tally: Tally, side: int, topic: str, spans: Sequence[tuple[int, int, int]], identity: Identity
+        self, tally: RecordComparison, side: int, topic: str, spans: Sequence[tuple[int, int, int]], identity: Identity
     ) -> None:
         """Take the records of a topic: partition, first offset and end offset of each part."""
         total = sum(max(0, end - start) for _, start, end in spans)

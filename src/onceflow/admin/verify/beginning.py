@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onceflow.admin.change.target import BEGINNING, EARLIEST, OFFSETS, TIMESTAMP, Target
+from onceflow.admin.change.target import BEGINNING, EARLIEST, OFFSETS, TIMESTAMP, OffsetSpec
 from onceflow.admin.verify.progress_history import last_of, read_history
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
@@ -15,7 +15,7 @@ from onceflow.protocol.progress import Offsets
 _CALL_S = 60.0
 
 
-def offsets_at(cluster: Cluster, names: Names, target: Target) -> Offsets:
+def offsets_at(cluster: Cluster, names: Names, target: OffsetSpec) -> Offsets:
     """The offsets of a place in the sources of a flow, by topic and partition.
 
     Raises:

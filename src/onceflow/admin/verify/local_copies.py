@@ -28,7 +28,7 @@ from onceflow.state.changelog.compacted_topic import tombstones_kept_ms
 from onceflow.state.format import rows, segments
 from onceflow.state.local.format import COMMIT_RECORD, KINDS, CommitRecord, partition_folder
 from onceflow.state.local.opening import VERIFYING
-from onceflow.state.stores.base import Snapshot, Store, StoreCorruptError, Tally, checksum, tally_of
+from onceflow.state.stores.base import Snapshot, Store, StoreCorruptError, StoreSummary, checksum, tally_of
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
 
@@ -239,7 +239,7 @@ class _Summed:
     def __init__(self, found: Snapshot) -> None:
         self._found = found
         self._items = self._read()
-        self._result: Tally | None = None
+        self._result: StoreSummary | None = None
         self.count = 0
 
     def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
@@ -250,19 +250,19 @@ class _Summed:
         for _ in self._items:
             pass
 
-    def tally(self) -> Tally:
+    def tally(self) -> StoreSummary:
         """The tally of all rows."""
         self.rest()
         assert self._result is not None
         return self._result
 
     def _read(self) -> Iterator[tuple[bytes, bytes]]:
-        total = Tally()
+        total = StoreSummary()
         part: list[tuple[bytes, bytes]] = []
 
-        def add(before: Tally) -> Tally:
+        def add(before: StoreSummary) -> StoreSummary:
             more = tally_of(iter(part), {})
-            return Tally(before.rows + more.rows, (before.total + more.total) & ((1 << 64) - 1))
+            return StoreSummary(before.rows + more.rows, (before.total + more.total) & ((1 << 64) - 1))
 
         last = b""
         for item in self._found.items:

@@ -31,9 +31,9 @@ from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.output_collector import SCHEMA
 from onceflow.state.engine.watermark import Origin, Watermark
 from onceflow.state.format import rows
-from onceflow.state.local.format import COMMIT_RECORD, Columns, Commit, CommitRecord, Goal, partition_folder
+from onceflow.state.local.format import COMMIT_RECORD, Columns, CommitId, CommitRecord, Goal, partition_folder
 from onceflow.state.local.opening import settle
-from onceflow.state.spec import Moment, ProcessSpec, StateReport
+from onceflow.state.spec import AttemptContext, ProcessSpec, StateReport
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.task.state_run import StateRun
@@ -119,7 +119,7 @@ class Replay:
         self._folder = folder
         self._changelog = _Changelog()
         self._ends = [dict.fromkeys(range(what.partitions), 0), dict.fromkeys(range(what.partitions), 0)]
-        self._last: dict[int, Commit] = {}
+        self._last: dict[int, CommitId] = {}
         self._timers: dict[int, Mapping[str, int | None]] = {}
         self._verified = frozenset((self._spec.place(), partition) for partition in range(what.partitions))
         self._batch = 0
@@ -221,9 +221,9 @@ class Replay:
 
     def _run_batch(self, inputs: Iterator[pa.RecordBatch], step: Step) -> list[StateReport]:
         self._batch += 1
-        moment = Moment(
+        moment = AttemptContext(
             self._batch,
-            Commit(self._batch, 0, 0),
+            CommitId(self._batch, 0, 0),
             step.now_ms,
             step.watermark_ms,
             dict(self._ends[0]),

@@ -30,7 +30,7 @@ from onceflow.admin.verify.table_contents import (
     rows_of,
     what_of,
 )
-from onceflow.admin.verify.tally import SOURCE, UNDECIDED, Difference, Tally
+from onceflow.admin.verify.tally import SOURCE, UNDECIDED, Difference, RecordComparison
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
@@ -126,7 +126,7 @@ class ReplayAudit:
         begin = self._beginning(life, what)
         topics = self._outputs_of(life)
         default = self._wanted.outputs[0] if self._wanted.outputs else topics[0] if len(topics) == 1 else None
-        tally = stack.enter_context(Tally(folder))
+        tally = stack.enter_context(RecordComparison(folder))
         outputs = stack.enter_context(ReplayOutputs(tally, topics, default, what.letters, folder, self._names.flow))
         if not self._wanted.tables_only:
             self._read_outputs(outputs, topics)

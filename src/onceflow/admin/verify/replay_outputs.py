@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from onceflow.admin.verify.replay import LATE
 from onceflow.admin.verify.report import DOUBLED, FOREIGN, LOST, Report
-from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, Difference, Place, Tally, digest_of
+from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, Difference, Place, RecordComparison, digest_of
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.errors import OptionError, counted
 from onceflow.state.engine.dead_letters import depends_on_topics
@@ -39,7 +39,13 @@ class ReplayOutputs:
     """
 
     def __init__(
-        self, tally: Tally, topics: Sequence[str], default: str | None, letters: str | None, scratch: Path, flow: str
+        self,
+        tally: RecordComparison,
+        topics: Sequence[str],
+        default: str | None,
+        letters: str | None,
+        scratch: Path,
+        flow: str,
     ) -> None:
         self._tally, self._topics, self._default, self._letters = tally, set(topics), default, letters
         self._spool = _Spool(scratch / "yielded")

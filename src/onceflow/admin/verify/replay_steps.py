@@ -25,7 +25,7 @@ class Step:
         now_ms: about the processing time, epoch milliseconds.
         is_batch: whether the flow has committed exactly this part as one batch.
         muted: whether an earlier version has written the outputs of this part (``driver/record/handover.py``).
-        timers_until, unfired: see `Moment`.
+        timers_until, unfired: see `AttemptContext`.
     """
 
     start: Offsets

@@ -84,7 +84,7 @@ class Reordered:
     source_after: Place
 
 
-class Tally:
+class RecordComparison:
     """The records of both sides. Use it as a context manager: the scratch folder is deleted at the end.
 
     Args:
@@ -102,7 +102,7 @@ class Tally:
         self.counts = [0, 0, 0, 0]
         self.met = 0
 
-    def __enter__(self) -> Tally:
+    def __enter__(self) -> RecordComparison:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

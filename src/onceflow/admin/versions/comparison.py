@@ -19,7 +19,7 @@ from onceflow.admin.change.move import known
 from onceflow.admin.change.settled_progress import SettledProgress
 from onceflow.admin.verify.identity import Identity, has_ids
 from onceflow.admin.verify.report import Report, Tell
-from onceflow.admin.verify.tally import OUTPUT, SOURCE, Difference, Place, Tally, digest_of
+from onceflow.admin.verify.tally import OUTPUT, SOURCE, Difference, Place, RecordComparison, digest_of
 from onceflow.admin.versions.differing import described, without
 from onceflow.admin.versions.output_ends import behind
 from onceflow.client.cluster import Cluster
@@ -74,7 +74,7 @@ class Comparison:
         other: Names,
         compared: Compared,
         *,
-        scratch: Callable[[], Tally],
+        scratch: Callable[[], RecordComparison],
         limit: int,
         tell: Tell,
     ) -> None:
@@ -258,7 +258,7 @@ class Comparison:
             )
         return {p: (found[p], end) for p, (_, end) in span.items()}
 
-    def _add(self, tally: Tally, side: int, topic: str, span: Span, ids: Any) -> None:
+    def _add(self, tally: RecordComparison, side: int, topic: str, span: Span, ids: Any) -> None:
         identity, left = self._compared.identity, self._left
         for partition, chunk in self._chunks(topic, span):
             offsets = chunk.offsets.tolist()
@@ -324,7 +324,7 @@ class Comparison:
                     rows = self.report.checked.get("rows of tables", 0)
                     self.report.checked["rows of tables"] = rows + tally.counts[SOURCE]
 
-    def _rows(self, tally: Tally, side: int, topic: str, changelogs: Offsets) -> None:
+    def _rows(self, tally: RecordComparison, side: int, topic: str, changelogs: Offsets) -> None:
         """The rows of a table topic at a progress record: the last record of each key, if it has a value."""
         for partition, end in changelogs.get(topic, {}).items():
             last: dict[bytes | None, tuple[int, bytes]] = {}
@@ -339,7 +339,7 @@ class Comparison:
 
     # ---- differences ---------------------------------------------------------------------------------
 
-    def _judge(self, kind: str, tally: Tally, pairs: Mapping[str, str]) -> None:
+    def _judge(self, kind: str, tally: RecordComparison, pairs: Mapping[str, str]) -> None:
         """Count what differs, and describe some of it.
 
         Args:

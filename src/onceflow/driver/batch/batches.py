@@ -41,7 +41,7 @@ _SHARE = 0.1  # warn when more than this share of the batches is slow
 _TURN_S = 0.05  # how often a batch that may not begin yet checks whether the query is being stopped
 
 
-class Commit(Steps, Protocol):
+class BatchSteps(Steps, Protocol):
     """The steps of the batches of one query (``driver/kafka/commit.py``, ``driver/external/commit.py``)."""
 
     flow: str
@@ -92,7 +92,9 @@ class Batches:
         idle: whether the engine has found nothing to do.
     """
 
-    def __init__(self, commit: Commit, options: SinkOptions, *, tables: Callable[[], list[TableFacts]] = list) -> None:
+    def __init__(
+        self, commit: BatchSteps, options: SinkOptions, *, tables: Callable[[], list[TableFacts]] = list
+    ) -> None:
         self._steps = commit
         self._options = options
         self.tables = tables

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from pyspark.sql import DataFrame
 
-from onceflow.driver.batch.batches import Batches, Commit, timed
+from onceflow.driver.batch.batches import Batches, BatchSteps, timed
 from onceflow.driver.record.offset_log import SourceRange
 from onceflow.logs import log_context
 from onceflow.planning.options import BatchSummary, SinkOptions
@@ -18,7 +18,7 @@ from onceflow.state.table_facts import TableFacts
 log = logging.getLogger("onceflow.sink")
 
 
-class SparkCommit(Commit, Protocol):
+class SparkCommit(BatchSteps, Protocol):
     """The steps of a micro-batch of Spark."""
 
     def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:

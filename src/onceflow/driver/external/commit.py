@@ -42,7 +42,7 @@ from onceflow.errors import (
     ProgressConflictError,
 )
 from onceflow.external.sink import BatchAttempt, ExternalSink, older_state
-from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, Target, from_rows
+from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, OutputTopic, from_rows
 from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import DriverProcess, Progress
@@ -107,7 +107,7 @@ class ExternalCommit:
         driver: DriverProcess | None,
         sources: Sources,
         refused: RefusedRows,
-        targets: Mapping[str, Target],
+        targets: Mapping[str, OutputTopic],
         cores: Callable[[], int],
     ) -> None:
         self._sink = sink

@@ -20,7 +20,7 @@ from onceflow import hooks
 from onceflow.client.deadline import Deadline
 from onceflow.driver.record.session import DriverSession
 from onceflow.external.sink import RefusedRow
-from onceflow.messages import DRIVER, Report, Routing, Target, WriteOrder
+from onceflow.messages import DRIVER, OutputTopic, Report, Routing, WriteOrder
 from onceflow.planning.dead_letter_limit import DeadLetters, Letters
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.progress import Progress, decode, encode
@@ -49,7 +49,7 @@ class RefusedRows:
     """
 
     def __init__(
-        self, topic: str | None, limit: float | None, targets: Mapping[str, Target], *, target: str, flow: str
+        self, topic: str | None, limit: float | None, targets: Mapping[str, OutputTopic], *, target: str, flow: str
     ) -> None:
         self.topic = topic
         self.text = ""
@@ -92,7 +92,9 @@ class LettersToWrite:
         targets: their topics.
     """
 
-    def __init__(self, session: DriverSession, letters: pa.Table, targets: Mapping[str, Target], batch: int) -> None:
+    def __init__(
+        self, session: DriverSession, letters: pa.Table, targets: Mapping[str, OutputTopic], batch: int
+    ) -> None:
         self._session = session
         self._letters = letters
         self._targets = targets

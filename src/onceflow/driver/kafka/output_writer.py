@@ -28,8 +28,8 @@ from onceflow.messages import (
     DRIVER,
     REPORT_SPARK_SCHEMA,
     NotCopartitionedError,
+    OutputTopic,
     Routing,
-    Target,
     WriteOrder,
     from_rows,
 )
@@ -86,9 +86,11 @@ class OutputWriter:
         self._source_partitions = dict(source_partitions)
         self._state = state
         self._numbering = numbering
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, OutputTopic] = {}
         self._targets_at = float("-inf")
-        self._all_targets: dict[str, Target] = {}  # all topics, for rows that name their topic after a process step
+        self._all_targets: dict[
+            str, OutputTopic
+        ] = {}  # all topics, for rows that name their topic after a process step
         self._all_targets_at = float("-inf")
         self._row_bytes: float | None = None  # average size of a written row in the last batch; unknown at first
         self._last_records: int | None = None  # of the last batch in this run
@@ -279,7 +281,7 @@ class OutputWriter:
             return math.inf
         return rows + self._numbering.rows_kept() + 2 * self._last_records
 
-    def _every_target(self) -> dict[str, Target]:
+    def _every_target(self) -> dict[str, OutputTopic]:
         """All topics of the cluster, for rows that name their topic. At most `_MAX_METADATA_AGE_S` old."""
         if time.monotonic() - self._all_targets_at >= _MAX_METADATA_AGE_S:
             self._all_targets = load_targets(self._cluster, None, self.deadline("reading topic metadata"))
@@ -287,7 +289,7 @@ class OutputWriter:
         return self._all_targets
 
     def _order(
-        self, attempt: Attempt, topic: str | None, targets: Mapping[str, Target], routing: Routing = _NO_ROUTING
+        self, attempt: Attempt, topic: str | None, targets: Mapping[str, OutputTopic], routing: Routing = _NO_ROUTING
     ) -> WriteOrder:
         """The order for the tasks of a stage."""
         tables = set() if self._state is None else self._state.topics

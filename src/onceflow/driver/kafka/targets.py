@@ -9,14 +9,14 @@ from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.topics import find_topics, topic_limits
 from onceflow.errors import OptionError, PermissionDeniedError
-from onceflow.messages import Target
+from onceflow.messages import OutputTopic
 from onceflow.protocol import acls
 from onceflow.state.engine.dead_letters import LETTER_BYTES_MIN
 
 
 def load_targets(
     cluster: Cluster, topic: str | None, deadline: Deadline, *, more: Mapping[str, str] | None = None
-) -> dict[str, Target]:
+) -> dict[str, OutputTopic]:
     """What must be known of each topic that may be written to.
 
     Args:
@@ -34,11 +34,11 @@ def load_targets(
     if not names:
         return {}
     limits = topic_limits(cluster, names, deadline)
-    return {name: Target(found[name].partitions, *limits[name]) for name in names}
+    return {name: OutputTopic(found[name].partitions, *limits[name]) for name in names}
 
 
 def check_letter_topics(
-    cluster: Cluster, roles: Mapping[str, str], targets: Mapping[str, Target], deadline: Deadline, *, flow: str
+    cluster: Cluster, roles: Mapping[str, str], targets: Mapping[str, OutputTopic], deadline: Deadline, *, flow: str
 ) -> None:
     """Refuse topics that cannot take dead letters, late records or duplicates: found out at the first one, they would
     stop the flow.

@@ -55,12 +55,12 @@ def nothing(progress: Progress, topics: Iterable[str]) -> SourceRange:
 
 
 def timers_until(progress: Progress, table: str) -> Mapping[str, int] | None:
-    """See `Moment`: which timers may fire in the next batch."""
+    """See `AttemptContext`: which timers may fire in the next batch."""
     return None if progress.handover is None else progress.handover.timers.get(table, {})
 
 
 def unfired(progress: Progress, table: str) -> frozenset[TimerId]:
-    """See `Moment`: which of them may not fire all the same, because they have not fired in the earlier version."""
+    """See `AttemptContext`: which of them may not fire all the same, because they have not fired in the earlier version."""
     return frozenset() if progress.handover is None else progress.handover.unfired.get(table, frozenset())
 
 

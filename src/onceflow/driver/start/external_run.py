@@ -28,7 +28,7 @@ from onceflow.driver.start.startup import Startup
 from onceflow.driver.start.streamed_query import StreamedQuery, whole
 from onceflow.driver.start.takeover import Takeover
 from onceflow.errors import OnceflowError, OptionError, ProgressConflictError, ProtocolError, located
-from onceflow.messages import Target
+from onceflow.messages import OutputTopic
 from onceflow.planning import source_starts
 from onceflow.planning.bounded import bounded
 from onceflow.planning.engine import TASKS, EngineChoice, choose
@@ -62,7 +62,7 @@ class PreparedExternal:
     choice: EngineChoice
     owned: Ownership
     starts: Mapping[str, dict[int, int]]
-    targets: Mapping[str, Target]
+    targets: Mapping[str, OutputTopic]
     imports: ImportCheck
     programs: RowPrograms
     followed: Progress | None
@@ -162,12 +162,12 @@ class _Decided:
     start: ExternalStart
     starts: Mapping[str, dict[int, int]]
     letters: pa.Table | None
-    targets: dict[str, Target]
+    targets: dict[str, OutputTopic]
 
 
 def _take_over(
     write: ExternalWrite, takeover: Takeover, kafka: Progress, deadline: Deadline
-) -> tuple[Ownership, Mapping[str, dict[int, int]], dict[str, Target]]:
+) -> tuple[Ownership, Mapping[str, dict[int, int]], dict[str, OutputTopic]]:
     """Fence older drivers in the external system, and let Kafka's progress follow if the last one could not.
 
     Returns:
@@ -238,7 +238,7 @@ def _parsed(flow_key: str, text: str, target: str, identity: str) -> tuple[Progr
 
 def _targets(
     takeover: Takeover, topics: Collection[str | None], kafka: Progress, deadline: Deadline
-) -> dict[str, Target]:
+) -> dict[str, OutputTopic]:
     """Topics of dead letters. What the last batch has left undecided in them is decided.
 
     Raises:
@@ -253,7 +253,7 @@ def _targets(
     limits = topic_limits(cluster, named, deadline)
     warn_of_settings(cluster, [*named], deadline, flow=takeover.flow)
     session.decide(named, kafka, deadline)
-    targets = {name: Target(found[name].partitions, *limits[name]) for name in named}
+    targets = {name: OutputTopic(found[name].partitions, *limits[name]) for name in named}
     check_letter_topics(cluster, named, targets, deadline, flow=takeover.flow)
     return targets
 

@@ -67,7 +67,7 @@ class RunOfEngine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(RunOfEngine):
+class MicroBatchRun(RunOfEngine):
     """One run of a query with a checkpoint, by Spark's micro-batches.
 
     Args:
@@ -194,7 +194,7 @@ def sources_used(plan: DirectPlan | str, startup: Startup) -> tuple[DirectPlan |
     return (f"topic {old[0]} was read for an earlier run of the flow" if old else plan), used
 
 
-def spark_run(prepared: PreparedQuery) -> Run:
+def spark_run(prepared: PreparedQuery) -> MicroBatchRun:
     """Put a run of Spark's micro-batches together. After this only Spark can reject the query."""
     spark, startup = prepared.spark, prepared.startup
     query, location, flow = prepared.query, prepared.location, startup.flow
@@ -209,7 +209,7 @@ def spark_run(prepared: PreparedQuery) -> Run:
         startup, spark, options, outputs=prepared.written, checkpoint=location.address, choice=prepared.choice
     )
     startup.takeover.used()
-    return Run(
+    return MicroBatchRun(
         flow=flow,
         spark=spark,
         writer=_writer_of(spark, query.df, sink, location, options, flow),

@@ -45,8 +45,8 @@ from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state.joins.spec import Ends
-from onceflow.state.local.format import Commit
-from onceflow.state.spec import Moment, StateReport
+from onceflow.state.local.format import CommitId
+from onceflow.state.spec import AttemptContext, StateReport
 from onceflow.state.table_facts import TableFacts
 from onceflow.task.row_writer import Companion
 
@@ -74,7 +74,7 @@ class StateStep:
         self.learnt = Learnt()
         # Of the current attempt:
         self._batch = BatchFacts(0)
-        self._moments: dict[str, Moment] = {}
+        self._moments: dict[str, AttemptContext] = {}
         self._due: dict[str, frozenset[int]] = {}
         self._owner = ""
         self._stages: Stages | None = None
@@ -130,7 +130,7 @@ class StateStep:
         if not self._shape.local:
             return
         for table in self.tables:
-            moment = table.moment(-1, Commit(-1, -1, -1), 0)
+            moment = table.moment(-1, CommitId(-1, -1, -1), 0)
             prepare(
                 table,
                 PrepareOrder(table.spec.without_code(), moment, settings, *owner),
@@ -145,7 +145,7 @@ class StateStep:
             joined: at which offsets it sees the tables that the flow joins with.
             progress: what is committed.
         """
-        commit = Commit(batch, producer.producer_id, producer.producer_epoch)
+        commit = CommitId(batch, producer.producer_id, producer.producer_epoch)
         self._stages, self._done = None, {}
         for name, table in self._by_name.items():
             until = handover.timers_until(progress, name)

@@ -15,9 +15,9 @@ from onceflow.state.engine.retry import Retry
 from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.engine.watermark import Origin, Watermark
 from onceflow.state.local.catch_up import CAUGHT_UP, LOST, RESTORED
-from onceflow.state.local.format import Commit
+from onceflow.state.local.format import CommitId
 from onceflow.state.prepare import Prepared
-from onceflow.state.spec import ROW_KINDS, Moment, ProcessSpec, StateReport
+from onceflow.state.spec import ROW_KINDS, AttemptContext, ProcessSpec, StateReport
 from onceflow.state.table_facts import TableFacts
 
 log = logging.getLogger("onceflow.state")
@@ -56,14 +56,14 @@ class TableState:
         self._table_ends: dict[int, int]
         self._internal_ends: dict[int, int]
         # The transaction that wrote to a partition last. At a start, only that of the progress record is known.
-        self.last: dict[int, Commit]
+        self.last: dict[int, CommitId]
         if known.local is None:
             self._table_ends = dict(progress.changelogs[topics.table])
             self._internal_ends = dict(progress.changelogs[topics.internal])
             last = _commit_of(progress)
             self.last = {} if last is None else dict.fromkeys(range(topics.partitions), last)
         else:
-            self.last = {partition: Commit(*commit) for partition, commit in known.local.last.items()}
+            self.last = {partition: CommitId(*commit) for partition, commit in known.local.last.items()}
             nothing = dict.fromkeys(range(topics.partitions), 0)
             self._table_ends = nothing | {partition: commit.batch for partition, commit in self.last.items()}
             self._internal_ends = nothing
@@ -97,9 +97,9 @@ class TableState:
         """A batch was planned: these source partitions have new records. ``quiet``: see `Watermark.planned`."""
         self.watermark.planned(arriving, quiet)
 
-    def moment(self, batch: int, commit: Commit, now_ms: int) -> Moment:
-        """The `Moment` of a batch. Processing time never goes back, even if the clock does."""
-        return Moment(
+    def moment(self, batch: int, commit: CommitId, now_ms: int) -> AttemptContext:
+        """The `AttemptContext` of a batch. Processing time never goes back, even if the clock does."""
+        return AttemptContext(
             batch=batch,
             commit=commit,
             now_ms=max(now_ms, self._now_ms),
@@ -136,7 +136,7 @@ class TableState:
 
     # ---- a batch -------------------------------------------------------------------------------------
 
-    def check(self, reports: Sequence[StateReport], moment: Moment) -> None:
+    def check(self, reports: Sequence[StateReport], moment: AttemptContext) -> None:
         """Check that all reports are of this attempt, each partition is reported once, and dead letters are in limits.
 
         Raises:
@@ -163,7 +163,7 @@ class TableState:
         self.dead_letters.check(_letters(reports, moment))
 
     def progress_after(
-        self, reports: Sequence[StateReport], moment: Moment
+        self, reports: Sequence[StateReport], moment: AttemptContext
     ) -> tuple[dict[str, dict[int, int]], TableProgress]:
         """What the progress record contains when these reports are committed: end offsets of both topics, and more.
         Without a changelog there are no end offsets."""
@@ -190,7 +190,7 @@ class TableState:
         table_ends, internal_ends = self._ends_after(reports)
         return {topics.table: table_ends, topics.internal: internal_ends}, known
 
-    def on_commit(self, reports: Sequence[StateReport], moment: Moment) -> None:
+    def on_commit(self, reports: Sequence[StateReport], moment: AttemptContext) -> None:
         """Call this when the batch is committed."""
         self.on_noop(reports)
         watermark_ms = self._watermark_after(reports)
@@ -273,7 +273,7 @@ class TableState:
                 internal_ends[report.partition] = report.internal_end
         return table_ends, internal_ends
 
-    def _fired_after(self, reports: Sequence[StateReport], moment: Moment) -> dict[str, int]:
+    def _fired_after(self, reports: Sequence[StateReport], moment: AttemptContext) -> dict[str, int]:
         """Up to when timers have fired. What is due in a partition fires in every batch, so it is the batch's time."""
         fired = dict(self._fired)
         for clock, ms in (("event", moment.watermark_ms), ("processing", moment.now_ms)):
@@ -339,7 +339,7 @@ def _watermark(
     )
 
 
-def _letters(reports: Sequence[StateReport], moment: Moment) -> Letters:
+def _letters(reports: Sequence[StateReport], moment: AttemptContext) -> Letters:
     return NO_LETTERS if moment.timers_until is not None else letters_of(reports)
 
 
@@ -355,7 +355,7 @@ def _untimed(reports: Sequence[StateReport]) -> frozenset[Origin]:
     return frozenset[Origin]().union(*(report.untimed for report in reports))
 
 
-def _commit_of(progress: Progress) -> Commit | None:
+def _commit_of(progress: Progress) -> CommitId | None:
     if progress.producer_id < 0:
         return None
-    return Commit(progress.batch_id, progress.producer_id, progress.producer_epoch)
+    return CommitId(progress.batch_id, progress.producer_id, progress.producer_epoch)

@@ -71,7 +71,7 @@ class BaseEngine:
         max_timers_per_batch: how many timers may fire, those with the earliest times first. The others wait for the
             next batch. None: all that are due.
         tables: tables that the flow joins with, by name.
-        timers_until, unfired: see `Moment`.
+        timers_until, unfired: see `AttemptContext`.
         keeps_time: whether ``now_ms`` is the time of day, so that event times can be compared with it.
 
     Attributes:

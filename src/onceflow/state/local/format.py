@@ -47,7 +47,7 @@ AHEAD = "it is ahead of what is committed"
 driver has committed more than this one knows of."""
 
 
-class Commit(NamedTuple):
+class CommitId(NamedTuple):
     """Identifies a transaction by batch id, producer id and producer epoch."""
 
     batch: int
@@ -75,7 +75,7 @@ class Goal:
     internal_id: str
     table_end: int
     internal_end: int
-    last: Commit | None = None
+    last: CommitId | None = None
     changelog: bool = True
     open_ended: bool = False
 
@@ -151,7 +151,7 @@ class Pending(NamedTuple):
         changes: last row per row key, without index rows; None deletes the row.
     """
 
-    commit: Commit
+    commit: CommitId
     ends: tuple[int, int]
     base: tuple[int, int]
     changes: Sequence[tuple[bytes, bytes | None]]
@@ -196,7 +196,7 @@ class Pending(NamedTuple):
                 (key, None if size == _DELETED else row)
                 for key, row, size in zip(parts[:count], parts[count:], sizes[count:], strict=True)
             ]
-            return cls(Commit(*header["commit"]), tuple(header["ends"]), tuple(header["base"]), changes)
+            return cls(CommitId(*header["commit"]), tuple(header["ends"]), tuple(header["base"]), changes)
         except (ValueError, TypeError, KeyError, struct.error) as unreadable:
             raise StoreCorruptError(f"its pending changes cannot be read: {unreadable}") from unreadable
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from onceflow.host.private_folders import make_private
 from onceflow.state.local.catch_up import LOST, CatchUp, Source
-from onceflow.state.local.format import COMMIT_RECORD, PENDING, Commit, CommitRecord, Goal, Pending
+from onceflow.state.local.format import COMMIT_RECORD, PENDING, CommitId, CommitRecord, Goal, Pending
 from onceflow.state.stores.base import Store, StoreCorruptError, unusable
 
 log = logging.getLogger("onceflow.state")
@@ -190,7 +190,7 @@ def _verifying(folder: Path) -> Iterator[None]:
 def set_pending(
     store: Store,
     goal: Goal,
-    commit: Commit,
+    commit: CommitId,
     changes: Sequence[tuple[bytes, bytes | None]],
     table_end: int,
     internal_end: int,
@@ -219,7 +219,7 @@ def set_pending(
             return
 
 
-def _is_newer(there: bytes | None, commit: Commit) -> bool:
+def _is_newer(there: bytes | None, commit: CommitId) -> bool:
     """Whether pending changes are of a later attempt of the same producer. Epochs of two producer ids say nothing."""
     try:
         pending = Pending.decode(there)
@@ -230,7 +230,7 @@ def _is_newer(there: bytes | None, commit: Commit) -> bool:
     return pending.commit.producer_epoch > commit.producer_epoch
 
 
-def settle(folder: Path, opener: type[Store], commit: Commit) -> bool:
+def settle(folder: Path, opener: type[Store], commit: CommitId) -> bool:
     """Applies the pending changes if they are of this transaction, which is known to be committed.
 
     It is called at the end of a flow, so that the next start and readers find the store in sync. If it fails, nothing

@@ -70,7 +70,7 @@ def checksum(keys: Sequence[bytes], values: Sequence[bytes]) -> int:
 
 
 @dataclass(frozen=True)
-class Tally:
+class StoreSummary:
     """How many rows there are, their checksum, and one checksum for each blob.
 
     Args:
@@ -87,7 +87,7 @@ class Tally:
         return orjson.dumps({"rows": self.rows, "total": self.total, "blobs": self.blobs, "kinds": self.kinds})
 
     @classmethod
-    def decode(cls, raw: bytes | None) -> Tally:
+    def decode(cls, raw: bytes | None) -> StoreSummary:
         """The tally of a store; an empty one if nothing was written yet."""
         if raw is None:
             return cls()
@@ -97,7 +97,7 @@ class Tally:
         except (ValueError, KeyError, TypeError) as unreadable:
             raise StoreCorruptError(f"the checksum of the local store is unreadable: {unreadable}") from unreadable
 
-    def with_blobs(self, blobs: Mapping[str, bytes | None]) -> Tally:
+    def with_blobs(self, blobs: Mapping[str, bytes | None]) -> StoreSummary:
         """This tally as it is after these blobs are written (None: deleted)."""
         if not blobs:
             return self
@@ -106,7 +106,7 @@ class Tally:
         return replace(self, blobs=sums)
 
 
-def tally_of(items: Iterator[tuple[bytes, bytes]], blobs: Mapping[str, bytes]) -> Tally:
+def tally_of(items: Iterator[tuple[bytes, bytes]], blobs: Mapping[str, bytes]) -> StoreSummary:
     """The tally of all these rows and blobs. The rows must be in order of keys.
 
     Raises:
@@ -121,13 +121,13 @@ def tally_of(items: Iterator[tuple[bytes, bytes]], blobs: Mapping[str, bytes]) -
         last = keys[-1]
         count += len(keys)
         total += checksum(keys, [row for _, row in part])
-    return Tally(count, total & _MASK).with_blobs(blobs)
+    return StoreSummary(count, total & _MASK).with_blobs(blobs)
 
 
 class Snapshot(NamedTuple):
     """What is in a store: its tally, the blobs except the tally, and the rows in order. They can be read once."""
 
-    tally: Tally
+    tally: StoreSummary
     blobs: Mapping[str, bytes]
     items: Iterator[tuple[bytes, bytes]]
 
@@ -138,12 +138,12 @@ class Plan(NamedTuple):
     keys: list[bytes]
     values: list[bytes]
     deletes: list[bytes]
-    tally: Tally
+    tally: StoreSummary
 
 
 def plan(
     changes: dict[bytes, bytes | None],
-    tally: Tally,
+    tally: StoreSummary,
     fetch: Callable[[Sequence[bytes]], Iterable[bytes | None]],
     scan: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]],
     *,
@@ -191,7 +191,7 @@ def plan(
     return Plan(keys, values, deletes, after)
 
 
-def with_new(keys: Sequence[bytes], values: Sequence[bytes], tally: Tally) -> Tally:
+def with_new(keys: Sequence[bytes], values: Sequence[bytes], tally: StoreSummary) -> StoreSummary:
     """The tally after a write of sorted rows that are all new."""
     total = tally.total + checksum(keys, values)
     kinds = Counter(tally.kinds)
@@ -366,7 +366,7 @@ class Store(abc.ABC):
         """Releases the resources of this object. The data stay."""
 
     @abc.abstractmethod
-    def _tally(self) -> Tally: ...
+    def _tally(self) -> StoreSummary: ...
 
     @abc.abstractmethod
     def _items(self) -> AbstractContextManager[Iterator[tuple[bytes, bytes]]]:

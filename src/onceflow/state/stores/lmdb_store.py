@@ -20,7 +20,7 @@ from onceflow.state.stores.base import (
     Snapshot,
     Store,
     StoreCorruptError,
-    Tally,
+    StoreSummary,
     plan,
     with_new,
 )
@@ -118,7 +118,7 @@ class LmdbStore(Store):
         def write(txn: Any, db: Any) -> bool:
             if expect is not None and txn.get(expect[0].encode(), db=environment.blobs) != expect[1]:
                 return False
-            tally = Tally.decode(txn.get(TALLY.encode(), db=environment.blobs))
+            tally = StoreSummary.decode(txn.get(TALLY.encode(), db=environment.blobs))
             cursor, long = txn.cursor(db), self._keys(txn)
             last = cursor.key() if cursor.last() else b""
 
@@ -149,7 +149,7 @@ class LmdbStore(Store):
         def write(txn: Any, db: Any) -> bool:
             if txn.get(expect[0].encode(), db=blobs) != expect[1]:
                 return False
-            tally = Tally.decode(txn.get(TALLY.encode(), db=blobs))
+            tally = StoreSummary.decode(txn.get(TALLY.encode(), db=blobs))
             _put(txn.cursor(db), self._keys(txn), keys, values)
             txn.put(TALLY.encode(), with_new(keys, values, tally).encode(), db=blobs)
             return True
@@ -216,7 +216,7 @@ class LmdbStore(Store):
         environment = self._environment
         with environment.translated(), environment.reading() as txn:
             blobs = {name.decode(errors="replace"): blob for name, blob in txn.cursor(environment.blobs)}
-            tally = Tally.decode(blobs.pop(TALLY, None))
+            tally = StoreSummary.decode(blobs.pop(TALLY, None))
             yield Snapshot(tally, blobs, self._all(txn))
 
     def check_pages(self) -> None:
@@ -254,8 +254,8 @@ class LmdbStore(Store):
 
         return read
 
-    def _tally(self) -> Tally:
-        return Tally.decode(self.blob(TALLY))
+    def _tally(self) -> StoreSummary:
+        return StoreSummary.decode(self.blob(TALLY))
 
     @contextmanager
     def _items(self) -> Iterator[Iterator[tuple[bytes, bytes]]]:

@@ -14,7 +14,7 @@ from typing import Any
 from sortedcontainers import SortedDict
 
 from onceflow.state.format import rows
-from onceflow.state.stores.base import NO_BLOBS, Store, Tally, plan
+from onceflow.state.stores.base import NO_BLOBS, Store, StoreSummary, plan
 
 _SCANNED_AT_ONCE = 512
 
@@ -23,7 +23,7 @@ _SCANNED_AT_ONCE = 512
 class _Data:
     rows: Any = field(default_factory=SortedDict)
     blobs: dict[str, bytes] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
+    tally: StoreSummary = field(default_factory=StoreSummary)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -108,7 +108,7 @@ class MemoryStore(Store):
             data.tally = planned.tally.with_blobs(blobs)
         return True
 
-    def _tally(self) -> Tally:
+    def _tally(self) -> StoreSummary:
         return self._data.tally
 
     def _items(self) -> AbstractContextManager[Iterator[tuple[bytes, bytes]]]:

@@ -19,7 +19,16 @@ from typing import Any, TypeVar
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
 from onceflow.host.private_folders import make_private
 from onceflow.state.format import rows
-from onceflow.state.stores.base import DISK_FULL, NO_BLOBS, TALLY, Store, StoreCorruptError, Tally, plan, unusable
+from onceflow.state.stores.base import (
+    DISK_FULL,
+    NO_BLOBS,
+    TALLY,
+    Store,
+    StoreCorruptError,
+    StoreSummary,
+    plan,
+    unusable,
+)
 from onceflow.state.stores.disk_space import lacks_room
 
 _T = TypeVar("_T")
@@ -141,8 +150,8 @@ class RocksdbStore(Store):
                 if _open.get(name) is database:
                     del _open[name]
 
-    def _tally(self) -> Tally:
-        return Tally.decode(self.blob(TALLY))
+    def _tally(self) -> StoreSummary:
+        return StoreSummary.decode(self.blob(TALLY))
 
     def _items(self) -> AbstractContextManager[Iterator[tuple[bytes, bytes]]]:
         return nullcontext(self.scan(b""))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onceflow.state.format import rows, segments
 from onceflow.state.format.segments import Segments
-from onceflow.state.stores.base import NO_BLOBS, Store, Tally
+from onceflow.state.stores.base import NO_BLOBS, Store, StoreSummary
 
 _SCANNED_AT_ONCE = 1000
 
@@ -98,7 +98,7 @@ class StampedView(Store):
     ) -> bool:
         raise NotImplementedError("a view is not written")
 
-    def _tally(self) -> Tally:
+    def _tally(self) -> StoreSummary:
         raise NotImplementedError("a view has no checksum of its own")
 
     def _items(self) -> AbstractContextManager[Iterator[tuple[bytes, bytes]]]:
