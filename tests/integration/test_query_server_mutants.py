@@ -12,7 +12,7 @@ import pytest
 
 from onceflow.protocol.position import Position
 from onceflow.server.local import LocalTable, Room
-from onceflow.server.seen import Seen
+from onceflow.server.staleness import AnswerAge
 from onceflow.tables.copies import Copy
 from onceflow_workshop.testing.served import Answer, Versions, write_rows
 
@@ -66,7 +66,7 @@ def test_the_sound_server_passes(problems: Callable[[], list[str]], slow: None) 
 def test_a_position_that_is_ahead_by_one(problems: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     sound = LocalTable.seen
 
-    def seen(self: LocalTable, partitions: Collection[int]) -> Seen:
+    def seen(self: LocalTable, partitions: Collection[int]) -> AnswerAge:
         found = sound(self, partitions)
         return replace(found, offsets={partition: offset + 1 for partition, offset in found.offsets.items()})
 

@@ -499,8 +499,8 @@ class Model(Kafka):
                 yield from self.renewed(s, n, d, self.rerun)
 
     def look(self, s: State, n: int, d: Driver) -> Next:
-        """Version 1, Transactions._coordinator_state: DescribeTransactions. Only the abort of a transaction of this very
-        driver leaves the epoch after its own with nobody, as aborted: here nobody sends EndTxn(abort)."""
+        """Version 1, Transactions._coordinator_state: DescribeTransactions. Only the abort of a transaction of this
+        very driver leaves the epoch after its own with nobody, as aborted: here nobody sends EndTxn(abort)."""
         c = s.coordinator
         what = f"driver {d.name}: looks at the coordinator: "
         aborting = () if d.phase == LOOKING else (Event.ABORT,)

@@ -14,10 +14,10 @@ import orjson
 import pytest
 
 from onceflow.errors import BrokerUnreachableError, OptionError
+from onceflow.server.access import AccessControl
 from onceflow.server.app import make_app
 from onceflow.server.connection import HEAD_BYTES_MAX
 from onceflow.server.formats import Format
-from onceflow.server.gate import Gate
 from onceflow.server.local import LocalTable
 from onceflow.server.options import Limits
 from onceflow.server.problems import Problem
@@ -25,9 +25,9 @@ from onceflow.server.process import _config, _listening, _nothing, _Server
 from onceflow.server.requests import wish_of
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes, TableRoutes
-from onceflow.server.seen import Wish
 from onceflow.server.service import Served, Service
 from onceflow.server.short_way import ShortWay
+from onceflow.server.staleness import Freshness
 from onceflow.state.format import rows
 from onceflow.state.stores.stored_rows import StoredRows
 from onceflow.tables.layout import Layout
@@ -83,7 +83,7 @@ class Serving:
         table = Served("t", self.share, local, self.routed, Format.of("text", "text"))
         settings: Any = None
         service = Service({"t": table}, routes, LIMITS, settings, lambda: ["group g: OSError: /home/ada/key.pem"])
-        self.gate = Gate(ShortWay(make_app(service, _nothing), service), LIMITS, tokens, access_log=False)
+        self.gate = AccessControl(ShortWay(make_app(service, _nothing), service), LIMITS, tokens, access_log=False)
         options: Any = SimpleNamespace(limits=LIMITS, certificate=None, certificate_key=None)
         self.server = _Server(_config(options, self.gate), lambda: None)
 
@@ -243,14 +243,14 @@ def test_counts_share_one_scan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def ask() -> None:
         table = Serving().routed
-        first = asyncio.create_task(table.count(Wish()))
+        first = asyncio.create_task(table.count(Freshness()))
         await asyncio.sleep(0.02)
-        others = [asyncio.create_task(table.count(Wish())) for _ in range(50)]
+        others = [asyncio.create_task(table.count(Freshness())) for _ in range(50)]
         await asyncio.sleep(0.01)
         others.pop().cancel()
         assert (await first)[0] == 1
         assert {found for found, _ in await asyncio.gather(*others)} == {2}
-        assert (await table.count(Wish()))[0] == 3
+        assert (await table.count(Freshness()))[0] == 3
 
     asyncio.run(ask())
     assert most == 1
@@ -269,7 +269,7 @@ def test_durations_that_are_long_texts(name: str, text: str) -> None:
 def test_partitions_that_there_will_hardly_be_are_not_waited_for(last: int, *, waits: bool) -> None:
     async def ask() -> float:
         begun = time.monotonic()
-        wish = Wish({last: 1}, None, begun + 0.3)
+        wish = Freshness({last: 1}, None, begun + 0.3)
         if last:
             with pytest.raises(Problem, match=rf"has 1 partition as far .* names partition {last}") as caught:
                 await Serving().routed.get(b"k01", wish)

@@ -19,7 +19,7 @@ from onceflow.server.peer_requests import answer_peer, text_of
 from onceflow.server.problems import Problem
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes, TableRoutes
-from onceflow.server.seen import Wish
+from onceflow.server.staleness import Freshness
 from onceflow.state.format import rows
 from onceflow.tables.layout import Layout
 
@@ -174,14 +174,14 @@ def test_many_keys_whose_rows_are_too_large() -> None:
     routed, share = table()
     keys = [b"k%d" % n for n in range(1_000)]
     with pytest.raises(Problem, match="more than 1,000,000 bytes"):
-        asyncio.run(routed.get_many(keys, Wish()))
+        asyncio.run(routed.get_many(keys, Freshness()))
     assert sum(store.read for store in share.stores) <= 64
-    found, _ = asyncio.run(routed.get_many(keys[:9], Wish()))
+    found, _ = asyncio.run(routed.get_many(keys[:9], Freshness()))
     assert found == [LARGE] * 9
 
 
 def test_many_keys_that_may_be_in_any_partition() -> None:
     routed, share = table(placed=False)
     with pytest.raises(Problem, match="at most 250 can be looked for at a time"):
-        asyncio.run(routed.get_many([b"k%d" % n for n in range(300)], Wish()))
+        asyncio.run(routed.get_many([b"k%d" % n for n in range(300)], Freshness()))
     assert sum(store.read for store in share.stores) == 0

@@ -21,7 +21,7 @@ from onceflow.server.peer_requests import from_text, text_of
 from onceflow.server.peers import HttpPeers
 from onceflow.server.problems import MEDIA_TYPE, RETRY_AFTER_S, Problem
 from onceflow.server.routed import UnreachableError
-from onceflow.server.seen import Seen, Wish
+from onceflow.server.staleness import AnswerAge, Freshness
 
 Requests = list[dict[str, Any]]
 GONE = 7
@@ -66,7 +66,7 @@ def answered(asked: dict[str, Any]) -> web.Response:
     for partition, ats in asked["places"]:
         keys = asked["keys"] if ats is None else [asked["keys"][at] for at in ats]
         values = [text_of((from_text(key) or b"").upper()) for key in keys]
-        seen = Seen({partition: 10 * partition}, 0, 5)
+        seen = AnswerAge({partition: 10 * partition}, 0, 5)
         places.append(None if partition == GONE else [values, seen.document()])
     return web.Response(body=orjson.dumps({"places": places, "layout": [0, 0]}))
 
@@ -83,15 +83,15 @@ def test_lookups_of_one_key_are_sent_together() -> None:
 
         async with other(answer) as (asking, address):
 
-            async def one(number: int, wish: Wish) -> Any:
+            async def one(number: int, wish: Freshness) -> Any:
                 return await asking.get_many(address, "t", [b"key-%d" % number], {number % 8: [0]}, wish)
 
-            first = asyncio.create_task(one(0, Wish(until=1.0)))
+            first = asyncio.create_task(one(0, Freshness(until=1.0)))
             while not asked:
                 await asyncio.sleep(0.001)
-            later = [asyncio.create_task(one(number, Wish(until=number))) for number in range(1, 150)]
+            later = [asyncio.create_task(one(number, Freshness(until=number))) for number in range(1, 150)]
             # Two demand something: each is a request of its own, with what it demands.
-            fresh = [asyncio.create_task(one(1, wish)) for wish in (Wish({1: 3}), Wish(staleness_ms=99))]
+            fresh = [asyncio.create_task(one(1, wish)) for wish in (Freshness({1: 3}), Freshness(staleness_ms=99))]
             while len(asked) < 3:
                 await asyncio.sleep(0.001)
             later[1].cancel()
@@ -109,8 +109,8 @@ def test_lookups_of_one_key_are_sent_together() -> None:
                 assert answer_.partitions == [GONE]
             elif number != 2:
                 partition = number % 8
-                assert answer_ == ({partition: [b"KEY-%d" % number]}, Seen({partition: 10 * partition}, 0, 5))
-        assert found[150] == found[151] == ({1: [b"KEY-1"]}, Seen({1: 10}, 0, 5))
+                assert answer_ == ({partition: [b"KEY-%d" % number]}, AnswerAge({partition: 10 * partition}, 0, 5))
+        assert found[150] == found[151] == ({1: [b"KEY-1"]}, AnswerAge({1: 10}, 0, 5))
 
     asyncio.run(run())
 
@@ -134,7 +134,7 @@ def test_all_lookups_get_the_error_of_their_request(monkeypatch: pytest.MonkeyPa
         async with other(answer) as (asking, address):
 
             async def several(address: str) -> list[Any]:
-                lookups = (asking.get_many(address, "t", [b"k"], {0: [0]}, Wish()) for _ in range(5))
+                lookups = (asking.get_many(address, "t", [b"k"], {0: [0]}, Freshness()) for _ in range(5))
                 return await asyncio.gather(*lookups, return_exceptions=True)
 
             for found in await several(address):
@@ -150,9 +150,9 @@ def test_all_lookups_get_the_error_of_their_request(monkeypatch: pytest.MonkeyPa
         # Nobody listens any more, which is no reason to wait.
         asking = HttpPeers(SECRETS, None)
         with pytest.raises(UnreachableError):
-            await asking.get_many(address, "t", [b"k"], {0: [0]}, Wish())
+            await asking.get_many(address, "t", [b"k"], {0: [0]}, Freshness())
         with pytest.raises(UnreachableError):
-            await asking.get_many(address, "t", [b"k", b"l"], {0: [0, 1]}, Wish())
+            await asking.get_many(address, "t", [b"k", b"l"], {0: [0, 1]}, Freshness())
         await asking.close()
 
     asyncio.run(run())
@@ -189,7 +189,7 @@ def test_an_answer_that_is_none_of_an_instance_of_the_group(
             for at, lines in ((0, 1), (59, 1), (61, 2), (62, 2)):
                 clock[0] = 1000.0 + at
                 with pytest.raises(UnreachableError) as caught:
-                    await asking.get_many(address, "t", [b"k"], {0: [0]}, Wish())
+                    await asking.get_many(address, "t", [b"k"], {0: [0]}, Freshness())
                 assert str(caught.value).startswith(f"{address} {said}")
                 assert advice in caught.value.next_step
                 warned = [each for each in caplog.records if each.levelname == "WARNING"]
@@ -225,7 +225,7 @@ def test_an_answer_without_a_proof(status: int, body: bytes, said: str) -> None:
         async with other(answer, proven=False) as (asking, address):
             for ats in ([0], [0, 1]):
                 with pytest.raises(UnreachableError, match=said) as caught:
-                    await asking.get_many(address, "t", [b"k", b"l"][: len(ats)], {0: ats}, Wish())
+                    await asking.get_many(address, "t", [b"k", b"l"][: len(ats)], {0: ats}, Freshness())
             assert ("--peer-secret-file" in caught.value.next_step) == (status != 503)
 
     asyncio.run(run())
@@ -242,7 +242,7 @@ def test_headers_of_an_answer_are_not_believed() -> None:
 
         async with other(answer) as (asking, address):
             with pytest.raises(Problem, match="It is not as far") as caught:
-                await asking.get_many(address, "t", [b"k"], {0: [0]}, Wish())
+                await asking.get_many(address, "t", [b"k"], {0: [0]}, Freshness())
         expected = {"Onceflow-Position": "t@id:5", "Onceflow-Lag-Records": "7", "Retry-After": str(RETRY_AFTER_S)}
         assert caught.value.headers == expected
 
@@ -263,7 +263,7 @@ def test_a_certificate_that_is_not_trusted(caplog: pytest.LogCaptureFixture) -> 
             await site.start()
             host, port = runner.addresses[0]
             with pytest.raises(UnreachableError, match="cannot be asked with TLS"):
-                await asking.get_many(f"https://{host}:{port}", "t", [b"k"], {0: [0]}, Wish())
+                await asking.get_many(f"https://{host}:{port}", "t", [b"k"], {0: [0]}, Freshness())
         finally:
             await asking.close()
             await runner.cleanup()

@@ -48,7 +48,7 @@ from onceflow.errors import OptionError, ProcessorError
 from onceflow.protocol import progress as records
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import LocalTable, Progress, TableProgress
-from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion
+from onceflow.protocol.versions import ForkOrigin, HandOver, Promotion
 from onceflow.state.format import rows
 from onceflow.task.state_run import StateRun
 from onceflow_workshop.testing.columns import ReadsColumns

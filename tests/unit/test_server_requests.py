@@ -20,8 +20,8 @@ from onceflow.server.problems import Problem, unavailable
 from onceflow.server.requests import check_query
 from onceflow.server.routed import RoutedTable, UnreachableError
 from onceflow.server.routes import Routes, TableRoutes
-from onceflow.server.seen import Seen, Wish
 from onceflow.server.service import Served, Service
+from onceflow.server.staleness import AnswerAge, Freshness
 
 Rows = list[tuple[bytes, bytes]]
 ROWS: Rows = [(b"", b"1"), (b"a", b"2"), (b"b", b"3")]
@@ -33,21 +33,21 @@ class Routed:
     placed = True
 
     async def range(
-        self, low: bytes, high: bytes | None, wish: Wish, *, reverse: bool, page_rows: int
-    ) -> tuple[AsyncIterator[Rows], Seen]:
+        self, low: bytes, high: bytes | None, wish: Freshness, *, reverse: bool, page_rows: int
+    ) -> tuple[AsyncIterator[Rows], AnswerAge]:
         found = [row for row in ROWS if row[0] >= low and (high is None or row[0] < high)]
 
         async def pages() -> AsyncIterator[Rows]:
             if found:
                 yield found[::-1] if reverse else found
 
-        return pages(), Seen({0: 3}, 0, 0)
+        return pages(), AnswerAge({0: 3}, 0, 0)
 
-    async def get_many(self, keys: list[bytes], wish: Wish) -> tuple[list[bytes | None], Seen]:
-        return [None] * len(keys), Seen({}, 0, 0)
+    async def get_many(self, keys: list[bytes], wish: Freshness) -> tuple[list[bytes | None], AnswerAge]:
+        return [None] * len(keys), AnswerAge({}, 0, 0)
 
-    async def count(self, wish: Wish) -> tuple[int, Seen]:
-        return len(ROWS), Seen({0: 3}, 0, 0)
+    async def count(self, wish: Freshness) -> tuple[int, AnswerAge]:
+        return len(ROWS), AnswerAge({0: 3}, 0, 0)
 
 
 async def _end() -> None:
@@ -252,7 +252,7 @@ class Nothing:
     def emptied(self, partition: int) -> bool:
         return False
 
-    async def wait(self, partitions: Collection[int], wish: Wish) -> Seen:
+    async def wait(self, partitions: Collection[int], wish: Freshness) -> AnswerAge:
         raise NotHereError(partitions)
 
 
@@ -262,7 +262,9 @@ class Refusing:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    async def count(self, address: str, topic: str, partitions: Collection[int], wish: Wish) -> tuple[int, Seen]:
+    async def count(
+        self, address: str, topic: str, partitions: Collection[int], wish: Freshness
+    ) -> tuple[int, AnswerAge]:
         raise self._error
 
 
@@ -272,7 +274,7 @@ def nobody(peers: Refusing | None) -> tuple[str, str]:
     here = "http://a" if peers is None else "http://b"
     table = RoutedTable("t", local, Routes("http://a", {"t": TableRoutes([[here]])}), others)
     with pytest.raises(Problem) as caught:
-        asyncio.run(table.count(Wish()))
+        asyncio.run(table.count(Freshness()))
     assert caught.value.status == 503
     return caught.value.detail, caught.value.next_step
 

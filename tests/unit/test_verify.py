@@ -19,7 +19,7 @@ from onceflow.client.log_reader import LogRecord
 from onceflow.errors import OptionError
 from onceflow.protocol import progress as records
 from onceflow.protocol.progress import Progress
-from onceflow.protocol.succession import HandOver
+from onceflow.protocol.versions import HandOver
 
 
 def tally(folder: Path, sides: dict[tuple[int, str], Sequence[int]]) -> RecordComparison:

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import pyarrow as pa
 
 from onceflow.errors import ProgressConflictError
-from onceflow.protocol import progress_fields, succession
+from onceflow.protocol import progress_fields
+from onceflow.protocol import versions as succession
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress_fields import PROGRESS_TOPIC, Epochs, Offsets, garbage, plain, short, take
-from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion, TimerId
+from onceflow.protocol.versions import ForkOrigin, HandOver, Promotion, TimerId
 
 __all__ = [
     "NO_TIMER",

@@ -16,9 +16,9 @@ from starlette.responses import Response
 from onceflow._version import __version__
 from onceflow.errors import OnceflowError
 from onceflow.server import documents
+from onceflow.server.access import TRUSTED
 from onceflow.server.changes import changes_of
 from onceflow.server.documents import responses
-from onceflow.server.gate import TRUSTED
 from onceflow.server.problems import Problem, disconnected, failed
 from onceflow.server.ranges import Wanted, as_lines, as_page
 from onceflow.server.requests import (

@@ -14,7 +14,7 @@ from typing import TypeVar
 from onceflow.clock import clock_ms
 from onceflow.errors import OnceflowError
 from onceflow.server.problems import Problem, another_topic, unavailable
-from onceflow.server.seen import Seen, Wish
+from onceflow.server.staleness import AnswerAge, Freshness
 from onceflow.state.format import rows
 from onceflow.state.stores.base import Store, StoreCorruptError
 from onceflow.state.stores.stored_rows import StoredRows, Stores
@@ -114,7 +114,7 @@ class LocalTable:
         """Whether all keys that are here are where Kafka's default partitioner puts them."""
         return self._share.placed
 
-    def seen(self, partitions: Collection[int]) -> Seen:
+    def seen(self, partitions: Collection[int]) -> AnswerAge:
         """How far these partitions are.
 
         Raises:
@@ -131,9 +131,9 @@ class LocalTable:
             lag = progress.lag
             records = None if records is None or lag.records is None else records + lag.records
             ms = None if ms is None or lag.ms is None else max(ms, lag.ms)
-        return Seen(offsets, records, ms, self._share.topic_id, self._share.partitions_now)
+        return AnswerAge(offsets, records, ms, self._share.topic_id, self._share.partitions_now)
 
-    async def wait(self, partitions: Collection[int], wish: Wish) -> Seen:
+    async def wait(self, partitions: Collection[int], wish: Freshness) -> AnswerAge:
         """Wait until these partitions are as far as is wished.
 
         Raises:
@@ -279,7 +279,7 @@ def _lacks_rows(progress: Progress) -> bool:
     return progress.emptied or progress.incomplete
 
 
-def _behind(seen: Seen, wish: Wish) -> str:
+def _behind(seen: AnswerAge, wish: Freshness) -> str:
     """What is missing; an empty text: nothing."""
     if wish.least and any(seen.offsets.get(at, offset) < offset for at, offset in wish.least.items()):
         return "it has not read up to min_position"

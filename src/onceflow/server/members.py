@@ -24,7 +24,7 @@ from onceflow.client.library_log import filter_loggers, muted
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError
 from onceflow.server.assignment import Member, assign
-from onceflow.server.holding import Holding
+from onceflow.server.partitions import HeldPartitions
 from onceflow.server.peer_auth import PeerSecrets
 from onceflow.server.routes import Routes, TableRoutes
 from onceflow.tables.share import Share
@@ -73,7 +73,7 @@ class Members:
         self._session_s = session_s
         self._give_up = give_up
         self.refused: OptionError | None = None
-        self._holding = Holding(shares, self._look)
+        self._holding = HeldPartitions(shares, self._look)
         self._reported: dict[str, frozenset[int]] = {}
         self._rejoin = threading.Event()
         self._leaving = threading.Event()

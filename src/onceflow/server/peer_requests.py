@@ -14,8 +14,8 @@ from onceflow.server.local import LocalTable, NotHereError, Room
 from onceflow.server.options import Limits
 from onceflow.server.peer_auth import HEADER, Asked
 from onceflow.server.problems import Problem, failed
-from onceflow.server.seen import Wish
 from onceflow.server.service import Service
+from onceflow.server.staleness import Freshness
 
 #: The status of an answer that says that partitions are not here.
 NOT_HERE = 409
@@ -51,7 +51,7 @@ async def _answer(service: Service, table: str, what: str, body: bytes) -> Respo
     local, limits = service.table(table).local, service.limits
     try:
         document = orjson.loads(body)
-        wish = Wish.read(document["wish"], limits.request_s)
+        wish = Freshness.read(document["wish"], limits.request_s)
         local.hear(wish.layout)
         if what == "get":
             answer = await _get(local, document, wish, limits)
@@ -101,7 +101,7 @@ def _places(document: Any, keys: list[bytes], most: int) -> dict[int, list[bytes
     return found
 
 
-async def _get(local: LocalTable, document: Any, wish: Wish, limits: Limits) -> dict[str, Any]:
+async def _get(local: LocalTable, document: Any, wish: Freshness, limits: Limits) -> dict[str, Any]:
     """Values by partition, and how old they are; null for a partition that is not here.
 
     Each partition has an answer of its own, because the keys may be those of several requests.
@@ -114,7 +114,7 @@ async def _get(local: LocalTable, document: Any, wish: Wish, limits: Limits) -> 
     answers: list[Any] = []
     for partition, wanted in places.items():
         try:
-            seen = await local.wait((partition,), Wish())
+            seen = await local.wait((partition,), Freshness())
             values = await local.get_many(partition, wanted, room)
             answers.append([list(map(text_of, values)), seen.document()])
         except NotHereError:
@@ -122,7 +122,7 @@ async def _get(local: LocalTable, document: Any, wish: Wish, limits: Limits) -> 
     return {"places": answers}
 
 
-async def _page(local: LocalTable, document: Any, wish: Wish) -> dict[str, Any]:
+async def _page(local: LocalTable, document: Any, wish: Freshness) -> dict[str, Any]:
     partitions, low, high = _partitions(document), base64.b64decode(document["low"]), from_text(document["high"])
     seen = await local.wait(partitions, wish)
     limit = max(1, min(int(document["limit"]), _PAGE_ROWS))

@@ -20,7 +20,7 @@ from onceflow.server.peer_auth import HEADER, Asked, PeerSecrets
 from onceflow.server.peer_requests import NOT_HERE, from_text, text_of
 from onceflow.server.problems import MEDIA_TYPE, Problem
 from onceflow.server.routed import UnreachableError
-from onceflow.server.seen import Seen, Wish, age_headers
+from onceflow.server.staleness import AnswerAge, Freshness, age_headers
 
 log = logging.getLogger("onceflow.server")
 
@@ -46,7 +46,7 @@ class _Lookup(NamedTuple):
     partition: int
     key: bytes
     layout: tuple[int, int]
-    found: asyncio.Future[tuple[bytes | None, Seen]]
+    found: asyncio.Future[tuple[bytes | None, AnswerAge]]
 
 
 class HttpPeers:
@@ -70,8 +70,8 @@ class HttpPeers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def get_many(
-        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Wish
-    ) -> tuple[dict[int, list[bytes | None]], Seen]:
+        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Freshness
+    ) -> tuple[dict[int, list[bytes | None]], AnswerAge]:
         """The values of keys in partitions. Places: which of the keys are looked for in each partition."""
         if len(places) == 1 and not wish.demands:
             ((partition, ats),) = places.items()
@@ -82,11 +82,11 @@ class HttpPeers:
         if missing := [partition for partition, answer in answers.items() if answer is None]:
             raise NotHereError(missing)
         found = {partition: answer[0] for partition, answer in answers.items() if answer}
-        return found, Seen.all_of(answer[1] for answer in answers.values() if answer)
+        return found, AnswerAge.all_of(answer[1] for answer in answers.values() if answer)
 
     async def page(
-        self, address: str, topic: str, part: Part, wish: Wish, *, reverse: bool, limit: int
-    ) -> tuple[Rows, bool, Seen]:
+        self, address: str, topic: str, part: Part, wish: Freshness, *, reverse: bool, limit: int
+    ) -> tuple[Rows, bool, AnswerAge]:
         """The first rows of a range in some partitions, and whether these are all."""
         document = {
             "partitions": list(part.partitions),
@@ -97,12 +97,14 @@ class HttpPeers:
         }
         answer = await self._ask(address, topic, "page", document, wish)
         rows = [(from_text(key), from_text(value)) for key, value in answer["rows"]]
-        return rows, answer["done"], Seen.read(answer["seen"], answer["layout"])
+        return rows, answer["done"], AnswerAge.read(answer["seen"], answer["layout"])
 
-    async def count(self, address: str, topic: str, partitions: Collection[int], wish: Wish) -> tuple[int, Seen]:
+    async def count(
+        self, address: str, topic: str, partitions: Collection[int], wish: Freshness
+    ) -> tuple[int, AnswerAge]:
         """How many keys some partitions have."""
         answer = await self._ask(address, topic, "count", {"partitions": list(partitions)}, wish)
-        return answer["count"], Seen.read(answer["seen"], answer["layout"])
+        return answer["count"], AnswerAge.read(answer["seen"], answer["layout"])
 
     async def close(self) -> None:
         if self._session is not None:
@@ -112,7 +114,7 @@ class HttpPeers:
 
     async def _looked_up(
         self, address: str, topic: str, partition: int, key: bytes, layout: tuple[int, int]
-    ) -> tuple[bytes | None, Seen]:
+    ) -> tuple[bytes | None, AnswerAge]:
         lookup = _Lookup(partition, key, layout, asyncio.get_running_loop().create_future())
         waiting = self._lookups.get((address, topic))
         if waiting is None:
@@ -140,7 +142,7 @@ class HttpPeers:
         for at, lookup in enumerate(lookups):
             places.setdefault(lookup.partition, []).append(at)
         try:
-            wish = Wish(layout=max(lookup.layout for lookup in lookups))
+            wish = Freshness(layout=max(lookup.layout for lookup in lookups))
             answers = await self._get(address, topic, [lookup.key for lookup in lookups], places, wish)
         except Problem as problem:
             if problem.status != 413 or len(lookups) == 1:
@@ -164,8 +166,8 @@ class HttpPeers:
     # ---- requests ------------------------------------------------------------------------------------
 
     async def _get(
-        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Wish
-    ) -> dict[int, tuple[list[bytes | None], Seen] | None]:
+        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Freshness
+    ) -> dict[int, tuple[list[bytes | None], AnswerAge] | None]:
         """By partition, values and how old they are; None: it is not there."""
         used = sorted({at for ats in places.values() for at in ats})
         numbers = {at: number for number, at in enumerate(used)}
@@ -178,11 +180,11 @@ class HttpPeers:
         return {
             partition: None
             if answer is None
-            else (list(map(from_text, answer[0])), Seen.read(answer[1], answers["layout"]))
+            else (list(map(from_text, answer[0])), AnswerAge.read(answer[1], answers["layout"]))
             for partition, answer in zip(places, answers["places"], strict=True)
         }
 
-    async def _ask(self, address: str, topic: str, what: str, document: dict[str, Any], wish: Wish) -> Any:
+    async def _ask(self, address: str, topic: str, what: str, document: dict[str, Any], wish: Freshness) -> Any:
         if self._avoided.get(address, 0.0) > time.monotonic():
             raise UnreachableError(address)
         if self._session is None:

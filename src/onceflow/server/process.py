@@ -14,13 +14,13 @@ from types import FrameType
 import uvicorn
 
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.server.access import AccessControl
 from onceflow.server.app import make_app
 from onceflow.server.connection import Connection
-from onceflow.server.gate import Gate
-from onceflow.server.holding import Alone
 from onceflow.server.local import LocalTable
 from onceflow.server.members import Members
 from onceflow.server.options import ServeOptions
+from onceflow.server.partitions import Alone
 from onceflow.server.peers import HttpPeers
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes
@@ -93,7 +93,7 @@ class QueryServer:
             routed = RoutedTable(topic, local, routes, peers, options.limits)
             tables[topic] = Served(topic, share, local, routed, options.tables[topic])
         service = Service(tables, routes, options.limits, options.settings, lambda: members.problems, secrets)
-        app = Gate(
+        app = AccessControl(
             ShortWay(make_app(service, _nothing if peers is None else peers.close), service),
             options.limits,
             options.tokens,
@@ -171,7 +171,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _config(options: ServeOptions, app: Gate) -> uvicorn.Config:
+def _config(options: ServeOptions, app: AccessControl) -> uvicorn.Config:
     limits = options.limits
     return uvicorn.Config(
         app,

@@ -15,8 +15,8 @@ from onceflow.server.local import PAGE_BYTES
 from onceflow.server.merging import Rows
 from onceflow.server.problems import Problem
 from onceflow.server.requests import cursor_after
-from onceflow.server.seen import Seen, Wish
 from onceflow.server.service import Served, Service
+from onceflow.server.staleness import AnswerAge, Freshness
 from onceflow.server.streams import LeasedStream
 
 _ROWS = 100
@@ -35,7 +35,7 @@ class Wanted:
     high: bytes | None
     reverse: bool
     limit: int | None
-    wish: Wish
+    wish: Freshness
     format: Format
 
 
@@ -95,14 +95,14 @@ async def as_lines(service: Service, served: Served, wanted: Wanted) -> Response
     return LeasedStream(lease, lines(), seen.headers(served.topic), "application/x-ndjson")
 
 
-async def _read(served: Served, wanted: Wanted, page_rows: int) -> tuple[AsyncIterator[Rows], Seen]:
+async def _read(served: Served, wanted: Wanted, page_rows: int) -> tuple[AsyncIterator[Rows], AnswerAge]:
     high = wanted.high
     if high is not None and high <= wanted.low:
         high = wanted.low  # nothing
     return await served.routed.range(wanted.low, high, wanted.wish, reverse=wanted.reverse, page_rows=page_rows)
 
 
-def _page(served: Served, wanted: Wanted, found: Rows, seen: Seen, *, more: bool) -> Response:
+def _page(served: Served, wanted: Wanted, found: Rows, seen: AnswerAge, *, more: bool) -> Response:
     topic = served.topic
     listed = [wanted.format.item(*row) for row in found]
     cursor = cursor_after(found[-1][0]) if more else None

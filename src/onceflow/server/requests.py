@@ -17,7 +17,7 @@ from onceflow.protocol.position import Position
 from onceflow.server.formats import Format, from_base64, to_base64url
 from onceflow.server.options import Limits
 from onceflow.server.problems import Problem
-from onceflow.server.seen import Wish
+from onceflow.server.staleness import Freshness
 from onceflow.state.format import rows
 
 _STALENESS_MAX = 1 << 53
@@ -55,7 +55,7 @@ class AgeParameters(Parameters):
         description="How long to wait for `min_position` or `max_staleness` before 503 is answered.",
     )
 
-    def wish(self, topic: str, limits: Limits) -> Wish:
+    def wish(self, topic: str, limits: Limits) -> Freshness:
         """As `wish_of`."""
         return wish_of(topic, limits, self.min_position, self.max_staleness, self.wait)
 
@@ -130,7 +130,9 @@ class ChangesParameters(EncodingParameters):
     prefix: str | None = Field(default=None, description="Only keys that begin with this. Not for numbers.")
 
 
-def wish_of(topic: str, limits: Limits, min_position: str | None, max_staleness: str | None, wait: str | None) -> Wish:
+def wish_of(
+    topic: str, limits: Limits, min_position: str | None, max_staleness: str | None, wait: str | None
+) -> Freshness:
     """What a request demands.
 
     Raises:
@@ -140,7 +142,7 @@ def wish_of(topic: str, limits: Limits, min_position: str | None, max_staleness:
     # The position of an answer that asked for nothing is empty.
     least, topic_id = position_of("min_position", min_position, topic) if min_position else ({}, "")
     staleness_ms = None if max_staleness is None else min(_duration_ms("max_staleness", max_staleness), _STALENESS_MAX)
-    return Wish(least, staleness_ms, time.monotonic() + wait_s, topic_id)
+    return Freshness(least, staleness_ms, time.monotonic() + wait_s, topic_id)
 
 
 def unknown_parameter(name: str, known: Iterable[str]) -> Problem:

@@ -19,10 +19,10 @@ from onceflow.server.merging import Part, merged
 from onceflow.server.options import Limits
 from onceflow.server.problems import Problem
 from onceflow.server.routes import HERE, Routes
-from onceflow.server.seen import Seen, Wish
+from onceflow.server.staleness import AnswerAge, Freshness
 
 T = TypeVar("T")
-A = TypeVar("A", bound="tuple[Any, Seen]")
+A = TypeVar("A", bound="tuple[Any, AnswerAge]")
 
 _FEW_KEYS = 16
 _MAP_PAUSE_S = 0.1  # until routes are looked at again, after an instance did not have a partition
@@ -50,14 +50,16 @@ class Peers(Protocol):
     Problem."""
 
     async def get_many(
-        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Wish
-    ) -> tuple[dict[int, list[bytes | None]], Seen]: ...
+        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Freshness
+    ) -> tuple[dict[int, list[bytes | None]], AnswerAge]: ...
 
     async def page(
-        self, address: str, topic: str, part: Part, wish: Wish, *, reverse: bool, limit: int
-    ) -> tuple[Rows, bool, Seen]: ...
+        self, address: str, topic: str, part: Part, wish: Freshness, *, reverse: bool, limit: int
+    ) -> tuple[Rows, bool, AnswerAge]: ...
 
-    async def count(self, address: str, topic: str, partitions: Collection[int], wish: Wish) -> tuple[int, Seen]: ...
+    async def count(
+        self, address: str, topic: str, partitions: Collection[int], wish: Freshness
+    ) -> tuple[int, AnswerAge]: ...
 
 
 class _Shape(NamedTuple):
@@ -87,7 +89,7 @@ class RoutedTable:
         self._peers = peers
         self._limits = limits
 
-    async def get(self, key: bytes, wish: Wish) -> tuple[bytes | None, Seen]:
+    async def get(self, key: bytes, wish: Freshness) -> tuple[bytes | None, AnswerAge]:
         """The value of a key, or None."""
         await self._know_partitions(wish)
         if (shape := self._shape()).placed:
@@ -101,7 +103,7 @@ class RoutedTable:
         values, seen = await self.get_many([key], wish)
         return values[0], seen
 
-    async def get_many(self, keys: Sequence[bytes], wish: Wish) -> tuple[list[bytes | None], Seen]:
+    async def get_many(self, keys: Sequence[bytes], wish: Freshness) -> tuple[list[bytes | None], AnswerAge]:
         """The values of keys, in their order; None where there is none.
 
         Raises:
@@ -110,7 +112,7 @@ class RoutedTable:
         await self._know_partitions(wish)
         return await self._settled(lambda: self._get_many(keys, wish))
 
-    async def _get_many(self, keys: Sequence[bytes], wish: Wish) -> tuple[list[bytes | None], Seen]:
+    async def _get_many(self, keys: Sequence[bytes], wish: Freshness) -> tuple[list[bytes | None], AnswerAge]:
         own = self._partitions_of(keys)
         places: dict[int, list[int]] = {}
         if self.placed:
@@ -129,8 +131,8 @@ class RoutedTable:
             places = dict.fromkeys(range(self.partitions), everywhere)
 
         async def ask(
-            address: str, partitions: Collection[int], wish: Wish
-        ) -> tuple[dict[int, list[bytes | None]], Seen]:
+            address: str, partitions: Collection[int], wish: Freshness
+        ) -> tuple[dict[int, list[bytes | None]], AnswerAge]:
             if address != HERE:
                 part = {partition: places[partition] for partition in partitions}
                 return await self._others().get_many(address, self.topic, keys, part, wish)
@@ -151,27 +153,27 @@ class RoutedTable:
         room = Room(self._limits.answer_bytes)  # for those of all instances together
         for value in found:
             room.take(value)
-        return found, Seen.all_of(seen for _, seen in answers)
+        return found, AnswerAge.all_of(seen for _, seen in answers)
 
-    async def count(self, wish: Wish) -> tuple[int, Seen]:
+    async def count(self, wish: Freshness) -> tuple[int, AnswerAge]:
         """How many keys there are."""
         await self._know_partitions(wish)
 
-        async def ask(address: str, partitions: Collection[int], wish: Wish) -> tuple[int, Seen]:
+        async def ask(address: str, partitions: Collection[int], wish: Freshness) -> tuple[int, AnswerAge]:
             if address != HERE:
                 return await self._others().count(address, self.topic, partitions, wish)
             seen = await self._local.wait(partitions, wish)
             return await self._local.count(partitions), seen
 
-        async def counted() -> tuple[int, Seen]:
+        async def counted() -> tuple[int, AnswerAge]:
             answers = await self._spread(range(self.partitions), ask, wish)
-            return sum(count for count, _ in answers), Seen.all_of(seen for _, seen in answers)
+            return sum(count for count, _ in answers), AnswerAge.all_of(seen for _, seen in answers)
 
         return await self._settled(counted)
 
     async def range(
-        self, low: bytes, high: bytes | None, wish: Wish, *, reverse: bool, page_rows: int
-    ) -> tuple[AsyncIterator[Rows], Seen]:
+        self, low: bytes, high: bytes | None, wish: Freshness, *, reverse: bool, page_rows: int
+    ) -> tuple[AsyncIterator[Rows], AnswerAge]:
         """The rows of a range in the order of keys, page by page, and how old the first of them are at most.
 
         Later pages are as new as the first ones, or newer.
@@ -179,8 +181,8 @@ class RoutedTable:
         await self._know_partitions(wish)
         seen: dict[int, int] = {}
 
-        async def read(parts: Sequence[Part], wish: Wish) -> list[tuple[list[Part], Seen]]:
-            async def ask(address: str, partitions: Collection[int], wish: Wish) -> tuple[list[Part], Seen]:
+        async def read(parts: Sequence[Part], wish: Freshness) -> list[tuple[list[Part], AnswerAge]]:
+            async def ask(address: str, partitions: Collection[int], wish: Freshness) -> tuple[list[Part], AnswerAge]:
                 part = Part(tuple(partitions), parts[0].low, parts[0].high)
                 if address != HERE:
                     rows, done, how_old = await self._others().page(
@@ -197,7 +199,7 @@ class RoutedTable:
 
         first = await self._settled(lambda: read([Part(tuple(range(self.partitions)), low, high)], wish))
         layout = self._local.layout
-        how_old = Seen.all_of(each for _, each in first)
+        how_old = AnswerAge.all_of(each for _, each in first)
         seen.update(how_old.offsets)
 
         async def refill(part: Part) -> list[Part]:
@@ -236,7 +238,7 @@ class RoutedTable:
     def _shape(self) -> _Shape:
         return _Shape(self.partitions, self.placed, self._local.layout)
 
-    async def _know_partitions(self, wish: Wish) -> None:
+    async def _know_partitions(self, wish: Freshness) -> None:
         """Wait until all partitions are known that a wish names: the topic may have got more a moment ago.
 
         Raises:
@@ -269,8 +271,8 @@ class RoutedTable:
     async def _spread(
         self,
         partitions: Collection[int],
-        ask: Callable[[str, Collection[int], Wish], Awaitable[A]],
-        wish: Wish,
+        ask: Callable[[str, Collection[int], Freshness], Awaitable[A]],
+        wish: Freshness,
     ) -> list[A]:
         """Ask those who have these partitions, as few as possible, and others if they do not answer.
 
@@ -334,8 +336,8 @@ class RoutedTable:
     async def _ask_all(
         self,
         groups: dict[str, list[int]],
-        ask: Callable[[str, Collection[int], Wish], Awaitable[A]],
-        wish: Wish,
+        ask: Callable[[str, Collection[int], Freshness], Awaitable[A]],
+        wish: Freshness,
     ) -> list[tuple[tuple[str, list[int]], A | NotHereError | UnreachableError]]:
         async def one(address: str, asked: list[int]) -> A | NotHereError | UnreachableError:
             least = {each: wish.least[each] for each in asked if each in wish.least}

@@ -15,8 +15,8 @@ from onceflow.server.formats import Format
 from onceflow.server.peer_requests import answer_peer
 from onceflow.server.problems import Problem, disconnected, failed
 from onceflow.server.requests import KEY_ENCODINGS, VALUE_ENCODINGS, text_key, wish_of
-from onceflow.server.seen import Seen, Wish
 from onceflow.server.service import Served, Service
+from onceflow.server.staleness import AnswerAge, Freshness
 
 
 class ShortWay:
@@ -62,7 +62,7 @@ class ShortWay:
         return await one_key(served, unquote_to_bytes(path_key), served.format.wished(*encodings), wish)
 
 
-async def one_key(served: Served, path_key: bytes, written: Format, wish: Wish) -> Response:
+async def one_key(served: Served, path_key: bytes, written: Format, wish: Freshness) -> Response:
     """The value of a key.
 
     Args:
@@ -88,6 +88,6 @@ async def one_key(served: Served, path_key: bytes, written: Format, wish: Wish) 
     return answer(found, topic, seen)
 
 
-def answer(document: Any, topic: str, seen: Seen) -> Response:
+def answer(document: Any, topic: str, seen: AnswerAge) -> Response:
     """A JSON document with the headers that say how old it is."""
     return Response(orjson.dumps(document), 200, seen.headers(topic), "application/json")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onceflow.host.identity import host_identity
-from onceflow.protocol.succession import TimerId
+from onceflow.protocol.versions import TimerId
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.changelog.topics import TableTopics

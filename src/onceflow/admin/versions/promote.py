@@ -15,7 +15,7 @@ from onceflow.admin.change.flow_transaction import FlowTransaction, Wording, Wri
 from onceflow.admin.change.move import committed, known
 from onceflow.admin.change.settled_progress import SettledProgress
 from onceflow.admin.records.writer import Row, Writer
-from onceflow.admin.transactions.left_open import left_by_command
+from onceflow.admin.transactions.unfinished import left_by_command
 from onceflow.admin.versions.promotion_plan import (
     Position,
     check_can_promote,

@@ -60,7 +60,7 @@ def timers_until(progress: Progress, table: str) -> Mapping[str, int] | None:
 
 
 def unfired(progress: Progress, table: str) -> frozenset[TimerId]:
-    """See `AttemptContext`: which of them may not fire all the same, because they have not fired in the earlier version."""
+    """See `AttemptContext`: which of them may not fire all the same: they have not fired in the earlier version."""
     return frozenset() if progress.handover is None else progress.handover.unfired.get(table, frozenset())
 
 

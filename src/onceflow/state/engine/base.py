@@ -17,9 +17,9 @@ from onceflow.options.durations import duration_ms
 from onceflow.protocol import timestamps
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.progress import Origin
-from onceflow.protocol.succession import TimerId
 from onceflow.protocol.timestamps import FarAheadRecord
 from onceflow.protocol.topic_rules import ANYTHING, WriteRules
+from onceflow.protocol.versions import TimerId
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.record import Record
 from onceflow.state.api.scope import Scope

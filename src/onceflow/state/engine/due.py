@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from onceflow.protocol.succession import TimerId
+from onceflow.protocol.versions import TimerId
 from onceflow.state.api.timers import CLOCKS, MS_MAX, Timer, timer_of
 from onceflow.state.format import rows
 from onceflow.state.stores.overlay import Overlay

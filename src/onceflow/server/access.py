@@ -29,7 +29,7 @@ TRUSTED = "onceflow.trusted"
 OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/openapi.json"))
 
 
-class Gate:
+class AccessControl:
     """An ASGI application around another one.
 
     Args:
@@ -90,7 +90,7 @@ class Gate:
 class _Passage:
     """One request on its way."""
 
-    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+    def __init__(self, gate: AccessControl, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
         self._gate = gate
         self._scope, self._receive, self._send = scope, receive, send
         self._limits = limits

@@ -15,7 +15,7 @@ _HEADER_MAX = 8_000
 
 
 @dataclass(frozen=True)
-class Wish:
+class Freshness:
     """What a request demands.
 
     Args:
@@ -49,7 +49,7 @@ class Wish:
         return {"least": least, "layout": self.layout, **known}
 
     @classmethod
-    def read(cls, document: Mapping[str, Any], longest_s: float) -> Wish:
+    def read(cls, document: Mapping[str, Any], longest_s: float) -> Freshness:
         """The wish in a document of another instance."""
         wait_s = min(float(document["wait_s"]), longest_s)
         least = {int(partition): int(offset) for partition, offset in document["least"]}
@@ -59,7 +59,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Seen:
+class AnswerAge:
     """How old an answer is.
 
     Args:
@@ -67,7 +67,7 @@ class Seen:
         lag_records: at most how many committed records are missing; None: not known yet.
         lag_ms: at most how long ago it was everything that is committed; None: it has never been everything.
         topic_id: of the topic. partitions: how many it has.
-        layout: what another instance knew of moved rows after it had looked, as in `Wish`.
+        layout: what another instance knew of moved rows after it had looked, as in `Freshness`.
     """
 
     offsets: Mapping[int, int]
@@ -78,7 +78,7 @@ class Seen:
     layout: tuple[int, int] = (0, 0)
 
     @classmethod
-    def all_of(cls, parts: Iterable[Seen]) -> Seen:
+    def all_of(cls, parts: Iterable[AnswerAge]) -> AnswerAge:
         """Of an answer that has several parts.
 
         Raises:
@@ -118,7 +118,7 @@ class Seen:
         return [offsets, self.lag_records, self.lag_ms, self.topic_id, self.partitions]
 
     @classmethod
-    def read(cls, document: Any, layout: Sequence[int] = (0, 0)) -> Seen:
+    def read(cls, document: Any, layout: Sequence[int] = (0, 0)) -> AnswerAge:
         offsets, records, ms, topic_id, partitions = document
         known = {int(partition): int(offset) for partition, offset in offsets}
         spread, since_ms = map(int, layout)

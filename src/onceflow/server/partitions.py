@@ -16,7 +16,7 @@ _RETRY_S = 1.0
 _LOOK_S = 0.2
 
 
-class Holding:
+class HeldPartitions:
     """Makes shares follow the partitions that are wanted.
 
     Args:
@@ -73,7 +73,7 @@ class Alone:
     """The routes of the only instance: it has all partitions."""
 
     def __init__(self, shares: Mapping[str, Share], routes: Routes) -> None:
-        self._holding = Holding(shares, self._look)
+        self._holding = HeldPartitions(shares, self._look)
         self._shares = shares
         self._routes = routes
 
