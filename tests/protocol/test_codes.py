@@ -11,12 +11,18 @@ import pytest
 from onceflow import errors
 from onceflow.protocol.codes import (
     ERROR_CODES,
+    Code,
     Verdict,
     describe,
     error_for,
 )
 
 SAME_BYTES = {19, 51, 14, 15, 16, 6, 3, 7, 13, 88, 100, 103, 5, 41, 56, 20, 2}
+
+
+@pytest.mark.parametrize("code", Code, ids=lambda code: code.name)
+def test_names_are_those_of_the_table(code: Code) -> None:
+    assert describe(code).name == code.name
 
 
 def test_verdicts_of_the_protocol_notes() -> None:

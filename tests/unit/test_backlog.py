@@ -12,7 +12,7 @@ from onceflow.direct.backlog import BEHIND_S, CAUGHT_UP_S, Backlog
 from onceflow.direct.by_tasks import stays_in_memory
 from onceflow.direct.shares import Shares, spread
 from onceflow.planning.engine import AUTO, DRIVER, TASKS
-from onceflow.planning.range_tasks import dealt, task_count
+from onceflow.planning.range_tasks import dealt, reading_tasks
 from onceflow.state.table_facts import TableFacts
 
 DRIVER_PER_S = 1000
@@ -250,7 +250,7 @@ def test_partitions_that_have_the_same_left_take_turns() -> None:
     ],
 )
 def test_how_many_tasks_read(partitions: list[int], cores: int, tasks: int) -> None:
-    assert task_count(partitions, cores) == tasks
+    assert reading_tasks(partitions, cores) == tasks
     assert all(count % tasks == 0 for count in partitions)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onceflow.planning.placement import task_count
+from onceflow.planning.placement import table_tasks
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ from onceflow.planning.placement import task_count
     ],
 )
 def test_tasks(partitions: int, wanted: int, tasks: int) -> None:
-    assert task_count(partitions, wanted) == tasks
+    assert table_tasks(partitions, wanted) == tasks
 
 
 def test_always_enough_and_never_too_many() -> None:
     for partitions in range(1, 300):
         for wanted in (1, 2, 3, 8, 16, 64, 400):
-            tasks = task_count(partitions, wanted)
+            tasks = table_tasks(partitions, wanted)
             least = min(partitions, wanted)
             assert least / 2 <= tasks <= max(least, min(partitions, 16 * least))

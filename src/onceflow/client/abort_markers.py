@@ -14,9 +14,8 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.producers import OpenTransaction, open_transactions
 from onceflow.errors import PermissionDeniedError
 from onceflow.protocol import acls, codes
+from onceflow.protocol.codes import Code
 from onceflow.protocol.names import TopicPartition
-
-_INVALID_PRODUCER_EPOCH, _CLUSTER_AUTHORIZATION_FAILED, _COORDINATOR_FENCED = 47, 31, 52
 
 
 def still_open(
@@ -55,11 +54,14 @@ def write_abort_marker(
             code = int(response.markers[0].topics[0].partitions[0].error_code)
             if code == 0:
                 return True
-            if code == _CLUSTER_AUTHORIZATION_FAILED:
+            if code == Code.CLUSTER_AUTHORIZATION_FAILED:
                 raise _not_permitted(place)
             row = codes.describe(code)
             # A coordinator has written a marker since: the next look shows its epoch, or that nothing is open.
-            if not row.verdict.retriable and code not in (_INVALID_PRODUCER_EPOCH, _COORDINATOR_FENCED):
+            if not row.verdict.retriable and code not in (
+                Code.INVALID_PRODUCER_EPOCH,
+                Code.TRANSACTION_COORDINATOR_FENCED,
+            ):
                 raise codes.error_for(code, api="WriteTxnMarkers", topic=f"{topic}-{partition}")
             problem = row.name
         deadline.pause(attempt, f"WriteTxnMarkers: {problem}")

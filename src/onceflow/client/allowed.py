@@ -17,6 +17,7 @@ from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
 from onceflow.errors import PermissionDeniedError
 from onceflow.protocol import codes
+from onceflow.protocol.codes import Code
 
 # Numbers of org.apache.kafka.common.acl.AclOperation.
 _OPERATIONS = {
@@ -31,7 +32,6 @@ _OPERATIONS = {
     11: "ALTER_CONFIGS",
     12: "IDEMPOTENT_WRITE",
 }
-_GROUP_DENIED, _ID_DENIED = 30, 53
 # No producer has this id: brokers count from 0. So the coordinator refuses the request after it has looked at the
 # permissions, and changes nothing.
 _NOBODY = 2**63 - 1
@@ -87,7 +87,7 @@ def of_group(cluster: Cluster, group: str, deadline: Deadline) -> frozenset[str]
     except PermissionDeniedError:
         return frozenset()
     answer = response.groups[0]
-    if answer.error_code == _GROUP_DENIED:
+    if answer.error_code == Code.GROUP_AUTHORIZATION_FAILED:
         return frozenset()
     return None if answer.error_code else operations(answer.authorized_operations)
 
@@ -116,7 +116,7 @@ def may_write_transactional_id(cluster: Cluster, transactional_id: str, group: s
     except PermissionDeniedError:  # not even DESCRIBE
         return False
     code = int(response.error_code)
-    if code == _ID_DENIED:
+    if code == Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED:
         return False
     if codes.describe(code).name in ("INVALID_PRODUCER_ID_MAPPING", "GROUP_AUTHORIZATION_FAILED"):
         return True  # WRITE is looked at before the producer id, and before the group

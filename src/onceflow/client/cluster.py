@@ -15,12 +15,12 @@ from onceflow.client.first_connection import REFUSED_S
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import DeadlineExceededError, UnknownTopicError, counted
 from onceflow.protocol import codes
+from onceflow.protocol.codes import Code
 
 __all__ = ["GROUP", "TRANSACTION", "Cluster", "ConnectionFailedError", "TopicInfo", "unknown_topic"]
 
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
 # Error codes of one topic.
-_NONE, _UNKNOWN_TOPIC, _LEADER_NOT_AVAILABLE, _INVALID_TOPIC, _NOT_AUTHORIZED = 0, codes.UNKNOWN_TOPIC, 5, 17, 29
 # A broker that has just started, or does not know a new topic yet, responds that the topic does not exist.
 _UNKNOWN_ATTEMPTS, UNKNOWN_TOPIC_S = 3, 10.0
 
@@ -111,7 +111,7 @@ class Cluster(Connections):
             found: dict[str, TopicInfo] = {}
             unsettled = unknown = ""
             for topic in response.topics:
-                if topic.error_code == _UNKNOWN_TOPIC:
+                if topic.error_code == Code.UNKNOWN_TOPIC_OR_PARTITION:
                     unknown = str(topic.name)
                     waits = (patient or topic.name in self._topics) and time.monotonic() < unknown_until
                     if (once or attempt >= _UNKNOWN_ATTEMPTS) and not waits:
@@ -223,15 +223,15 @@ def _read_topic(topic: Any, found: dict[str, TopicInfo]) -> str:
     Raises:
         OnceflowError: this principal may not describe the topic, or its name is not legal.
     """
-    if topic.error_code in (_NONE, _LEADER_NOT_AVAILABLE):
+    if topic.error_code in (Code.NONE, Code.LEADER_NOT_AVAILABLE):
         leaders = {p.partition_index: p.leader_id for p in topic.partitions}
         found[topic.name] = TopicInfo(topic.name, str(topic.topic_id), leaders, bool(topic.is_internal))
         return ""
-    if topic.error_code == _UNKNOWN_TOPIC:
+    if topic.error_code == Code.UNKNOWN_TOPIC_OR_PARTITION:
         return f"{topic.name} is unknown"
-    if topic.error_code == _NOT_AUTHORIZED:
-        raise codes.error_for(_NOT_AUTHORIZED, api="Metadata", topic=topic.name)
-    if topic.error_code == _INVALID_TOPIC:
+    if topic.error_code == Code.TOPIC_AUTHORIZATION_FAILED:
+        raise codes.error_for(Code.TOPIC_AUTHORIZATION_FAILED, api="Metadata", topic=topic.name)
+    if topic.error_code == Code.INVALID_TOPIC_EXCEPTION:
         raise unknown_topic(topic.name, "its name is not legal in Kafka")
     return f"{topic.name}: {codes.describe(topic.error_code).name}"
 

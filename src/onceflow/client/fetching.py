@@ -17,6 +17,7 @@ from kafka.protocol.consumer import FetchRequest
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.protocol import codes
+from onceflow.protocol.codes import Code
 from onceflow.protocol.decode import RawBatch, split_batches
 
 T = TypeVar("T")
@@ -26,7 +27,6 @@ FETCH_BYTES = 8_000_000
 _MIN_FETCH_BYTES = 250_000
 _WAIT_S = 0.5
 _GRACE_S = 2.0  # additional time for the last response: the error can then say what held the read up
-_OFFSET_OUT_OF_RANGE = 1
 _EPOCHS = 12  # from this version on, Fetch has the leader epoch of the last record
 
 
@@ -145,7 +145,7 @@ class PartitionFetch(abc.ABC, Generic[T]):
             answer: the partition's part of the response. None: the error concerns the whole request.
         """
         row = codes.describe(code)
-        if code == _OFFSET_OUT_OF_RANGE and answer is not None:
+        if code == Code.OFFSET_OUT_OF_RANGE and answer is not None:
             return self._out_of_range(answer)
         unknown = row.verdict is codes.Verdict.UNKNOWN_OUTCOME and self.repeats_unknown_errors
         if row.verdict.retriable or unknown:

@@ -19,10 +19,10 @@ from onceflow.client.cluster import Cluster, ConnectionFailedError, unknown_topi
 from onceflow.client.deadline import Deadline
 from onceflow.client.leaders import ask_leaders, known_leader
 from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError
+from onceflow.protocol.codes import Code
 from onceflow.protocol.names import TopicPartition
 
 log = logging.getLogger("onceflow.client")
-_UNKNOWN_TOPIC = 3  # error code UNKNOWN_TOPIC_OR_PARTITION
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def look_at_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], dead
                 problem = str(response)
                 continue
             for topic in response.topics:
-                if topic.error_code == _UNKNOWN_TOPIC:
+                if topic.error_code == Code.UNKNOWN_TOPIC_OR_PARTITION:
                     unknown.add(str(topic.name))
                 for each in topic.partitions:
                     place = (str(topic.name), int(each.partition_index))

@@ -9,10 +9,10 @@ from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.errors import DeadlineExceededError
 from onceflow.protocol import codes
+from onceflow.protocol.codes import Code
 from onceflow.protocol.names import TopicPartition
 
 T = TypeVar("T")
-_NO_ERROR = 0
 
 
 def ask_leaders(
@@ -60,7 +60,7 @@ def ask_leaders(
             for topic in response.topics:
                 for answer in topic.partitions:
                     asked = place(topic, answer)
-                    if answer.error_code == _NO_ERROR:
+                    if answer.error_code == Code.NONE:
                         found[asked] = read(answer)
                         missing.discard(asked)
                         continue

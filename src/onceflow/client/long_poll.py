@@ -38,6 +38,7 @@ from onceflow.errors import (
     log_too_short,
 )
 from onceflow.protocol import codes
+from onceflow.protocol.codes import Code
 from onceflow.protocol.decode import RawBatch, split_batches
 from onceflow.protocol.names import TopicPartition
 
@@ -47,7 +48,6 @@ _LOOK_S = 2.0  # the most that one look at the metadata may take
 _REPLICAS_LAG = 5  # attempts: a replica that has just become the leader may lag behind
 _REMOTE_ATTEMPT = 5  # the pause of so many attempts, before records in remote storage are asked for again
 _TURNS_MIN, _TURNS_MAX = 4, 20  # of the event loop, until a request is written if its connection is ready
-_OFFSET_OUT_OF_RANGE, _UNKNOWN_TOPIC, _UNKNOWN_TOPIC_ID = 1, 3, 100
 _BY_ID = 13  # from this version on, Fetch names topics by their ids (KIP-516)
 
 
@@ -376,9 +376,9 @@ class LongPoll(Generic[C]):
     def _refused(self, asked: list[Followed], code: int, *, whole: bool = False) -> None:
         """An error of one partition, or (``whole``) of the whole request."""
         row = codes.describe(code)
-        if code == _OFFSET_OUT_OF_RANGE and not whole:
+        if code == Code.OFFSET_OUT_OF_RANGE and not whole:
             self._out_of_range(asked[0])
-        elif code in (_UNKNOWN_TOPIC, _UNKNOWN_TOPIC_ID):
+        elif code in (Code.UNKNOWN_TOPIC_OR_PARTITION, Code.UNKNOWN_TOPIC_ID):
             self._stale = True
             self._delay(asked, unknown=True)
         elif row.verdict.retriable or row.verdict is codes.Verdict.UNKNOWN_OUTCOME:

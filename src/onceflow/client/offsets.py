@@ -187,7 +187,15 @@ def offsets_code(response: Any) -> int:
 
 def offsets_unknown(response: Any) -> str | None:
     """A topic that does not exist, in the response to an OffsetCommit or a TxnOffsetCommit."""
-    return next((t.name for t in response.topics for p in t.partitions if p.error_code == codes.UNKNOWN_TOPIC), None)
+    return next(
+        (
+            t.name
+            for t in response.topics
+            for p in t.partitions
+            if p.error_code == codes.Code.UNKNOWN_TOPIC_OR_PARTITION
+        ),
+        None,
+    )
 
 
 def _first_code(response: Any) -> int:

@@ -34,10 +34,10 @@ from onceflow.client.library_log import muted
 from onceflow.errors import BrokerUnsupportedError
 from onceflow.protocol import codes
 from onceflow.protocol.batches import EncodedBatch
+from onceflow.protocol.codes import Code
 from onceflow.protocol.produce import MAX_VERSION, MIN_VERSION, encode_produce
 
 MAX_IN_FLIGHT = 4
-_UNKNOWN_TOPIC_OR_PARTITION = 3
 _MAX_REQUEST_BYTES = 8_000_000
 _REPLICAS_TIMEOUT_MS = 30_000
 _THROTTLE_LOOK_S = 0.02
@@ -344,7 +344,7 @@ class Producer:
         if row.verdict.retriable or (code == 45 and slot.queue[0] is not batch):
             # 45 (out of order) after a failed batch only means that the failed one is missing. It is sent first now.
             self._retry(slot, row.name, stale_leader=row.verdict is not codes.Verdict.RETRY)
-            if code != _UNKNOWN_TOPIC_OR_PARTITION:
+            if code != Code.UNKNOWN_TOPIC_OR_PARTITION:
                 slot.unknown_since = None
             elif slot.unknown_since is None:
                 slot.unknown_since = time.monotonic()

@@ -20,6 +20,7 @@ from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError, counted
 from onceflow.protocol import acls, codes
+from onceflow.protocol.codes import Code
 from onceflow.protocol.compression import PRODUCER
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.timestamps import ACCEPTED_TIMES_SETTINGS, ANY_TIME, AcceptedTimes
@@ -27,7 +28,6 @@ from onceflow.protocol.timestamps import ACCEPTED_TIMES_SETTINGS, ANY_TIME, Acce
 log = logging.getLogger("onceflow")
 
 _TOPIC_RESOURCE = 2
-_UNKNOWN_TOPIC, _TOPIC_ALREADY_EXISTS = 3, 36
 _UNKNOWN_ATTEMPTS = 4
 _SET_ON_TOPIC = 1  # where a setting comes from: DYNAMIC_TOPIC_CONFIG
 _MAX_COPIES = 3
@@ -184,7 +184,7 @@ def create_topic(
         timeout_ms=30_000,
         validate_only=False,
     )
-    return _change(cluster, request, "CreateTopics", "topics", name, deadline, fine=(0, _TOPIC_ALREADY_EXISTS)) == 0
+    return _change(cluster, request, "CreateTopics", "topics", name, deadline, fine=(0, Code.TOPIC_ALREADY_EXISTS)) == 0
 
 
 def create_own_topic(
@@ -399,7 +399,9 @@ def _described(cluster: Cluster, names: Sequence[str], keys: Sequence[str] | Non
     attempt = 0
     while True:
         results: list[Any] = cluster.ask(request, "DescribeConfigs", deadline).results
-        unknown = [str(result.resource_name) for result in results if result.error_code == _UNKNOWN_TOPIC]
+        unknown = [
+            str(result.resource_name) for result in results if result.error_code == Code.UNKNOWN_TOPIC_OR_PARTITION
+        ]
         if not unknown or attempt == _UNKNOWN_ATTEMPTS:
             return results
         deadline.pause(attempt + 3, f"{', '.join(unknown)} is unknown")

@@ -27,11 +27,11 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import offset_topics, offsets_code, offsets_unknown
 from onceflow.protocol import codes
 from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.protocol.codes import Code
 from onceflow.protocol.produce import MAX_VERSION, MIN_VERSION
 
 #: The state of a transactional id that its coordinator does not know, or has forgotten.
 DEAD = "Dead"
-_ID_DENIED, _TRANSACTIONAL_ID_NOT_FOUND = 53, 105
 
 
 def check_supported(cluster: Cluster, deadline: Deadline) -> None:
@@ -118,7 +118,9 @@ def add_partitions(
 
     def unknown(response: Any) -> str | None:
         found = ((t.name, p) for t in response.results_by_topic_v3_and_below for p in t.results_by_partition)
-        return next((name for name, p in found if p.partition_error_code == codes.UNKNOWN_TOPIC), None)
+        return next(
+            (name for name, p in found if p.partition_error_code == codes.Code.UNKNOWN_TOPIC_OR_PARTITION), None
+        )
 
     response = repeat(
         *(cluster, request, "AddPartitionsToTxn", TRANSACTION, transactional_id, deadline),
@@ -271,7 +273,7 @@ def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Dead
         code_of=lambda response: int(response.transaction_states[0].error_code),
     )
     state = response.transaction_states[0]
-    if state.error_code == _TRANSACTIONAL_ID_NOT_FOUND:
+    if state.error_code == Code.TRANSACTIONAL_ID_NOT_FOUND:
         return {"state": DEAD, "producer_id": -1, "producer_epoch": -1, "partitions": {}}
     if state.error_code:
         raise error_of(transactional_id, int(state.error_code), "DescribeTransactions")
@@ -287,6 +289,6 @@ def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Dead
 
 def error_of(transactional_id: str, code: int, api: str, group: str = "") -> Exception:
     """The error for an error code that is not retriable."""
-    of_group = bool(group) and code != _ID_DENIED
+    of_group = bool(group) and code != Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
     detail = f"group {group}" if group else f"transactional id {transactional_id}"
     return codes.error_for(code, api=api, resource=group if of_group else transactional_id, detail=detail)

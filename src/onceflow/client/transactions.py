@@ -27,11 +27,10 @@ from onceflow.client.connections import SentRequest
 from onceflow.client.deadline import Deadline
 from onceflow.errors import BrokerUnsupportedError, FencedError, PermissionDeniedError, TransactionTimeoutError
 from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.protocol.codes import Code
 from onceflow.protocol.transaction import GIVEN, START, Epoch, Event, Mode, Transaction
 
-_FENCED_CODES = (47, 90)
-_INVALID_TXN_STATE = 48
-_INVALID_PRODUCER_ID_MAPPING = 49
+_FENCED_CODES = (Code.INVALID_PRODUCER_EPOCH, Code.PRODUCER_FENCED)
 
 
 class Outcome(enum.Enum):
@@ -302,12 +301,12 @@ class Transactions:
             self._identity = following
             self.machine.on(Event.COMMIT_DONE if commit else Event.ABORT_DONE)
             return Outcome.COMMITTED if commit else Outcome.ABORTED
-        if code == _INVALID_TXN_STATE:
+        if code == Code.INVALID_TXN_STATE:
             self.machine.on(Event.TIMED_OUT)
             return Outcome.ABORTED
         if code in _FENCED_CODES:
             return Outcome.ABORTED if self._was_aborted(deadline) else Outcome.FENCED
-        if code == _INVALID_PRODUCER_ID_MAPPING and not commit:
+        if code == Code.INVALID_PRODUCER_ID_MAPPING and not commit:
             # Kafka has forgotten the id, or another process owns it. In both cases nothing of ours is open, and
             # ``renew`` finds out which it is. Progress must be checked before that: ``renew`` would take the
             # transactional id from a newer driver that Kafka has forgotten, too.
@@ -374,7 +373,7 @@ class Transactions:
             FencedError: another process has taken over the transactional id.
         """
         if self.end(deadline, commit=False) is Outcome.FENCED:
-            raise requests.error_of(self.transactional_id, 90, "EndTxn")
+            raise requests.error_of(self.transactional_id, Code.PRODUCER_FENCED, "EndTxn")
         if self.machine.epoch is Epoch.USED:  # there was nothing to abort, so the epoch has not changed
             self.renew(deadline)
 

@@ -146,13 +146,13 @@ def place(shape: QueryShape, learnt: Learnt, batch: BatchFacts) -> Placement:
 
 def _place_step(step: StepShape, batch: BatchFacts) -> StepPlacement:
     wanted = max(1, min(batch.cores, round(batch.rows / TASK_ROWS + 0.5)))
-    tasks = task_count(step.partitions, wanted)
+    tasks = table_tasks(step.partitions, wanted)
     # Without rows the plan may have no task at all.
     move: Move = "one task" if tasks == 1 and batch.rows and step.from_stream else "shuffle"
     return StepPlacement(step.table, move, tasks)
 
 
-def task_count(partitions: int, wanted: int) -> int:
+def table_tasks(partitions: int, wanted: int) -> int:
     """How many tasks share the partitions of a table.
 
     A divisor of the partition count is taken if one is near the wanted number. Then equal keys of all topics whose

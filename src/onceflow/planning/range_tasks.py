@@ -17,7 +17,7 @@ from onceflow.protocol.names import TopicPartition
 _MAX_SPREAD = 4
 
 
-def task_count(partitions: Iterable[int], cores: int) -> int:
+def reading_tasks(partitions: Iterable[int], cores: int) -> int:
     """How many tasks there are.
 
     Args:

@@ -35,7 +35,7 @@ from onceflow.messages import (
 )
 from onceflow.planning.options import EXACTLY_ONCE, BatchSummary, SinkOptions
 from onceflow.planning.ownership import Columns, Outgoing, prepare
-from onceflow.planning.range_tasks import task_count
+from onceflow.planning.range_tasks import reading_tasks
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.topic_rules import TopicRules
 from onceflow.spark.collect import collect
@@ -206,7 +206,7 @@ class OutputWriter:
         elif self._options.partitioner != "key":  # each task writes any of its partitions, or those it has read
             tasks = min([cores, max(read), *written])
         else:
-            tasks = task_count([*read, *written], cores)
+            tasks = reading_tasks([*read, *written], cores)
         if tasks is None or (tasks == 1 and cores > 1 and not stay):
             return self._write_frame(rows, min(cores, max(read)), attempt)
         attempt.summary.path = f"{tasks} reading tasks" if tasks > 1 else "1 reading task"

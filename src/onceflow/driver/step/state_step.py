@@ -39,7 +39,7 @@ from onceflow.planning.dead_letter_limit import counted
 from onceflow.planning.options import BatchSummary
 from onceflow.planning.ownership import Outgoing
 from onceflow.planning.placement import BatchFacts, Learnt, Placement, QueryShape
-from onceflow.planning.range_tasks import task_count
+from onceflow.planning.range_tasks import reading_tasks
 from onceflow.planning.step_tree import StepQuery
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import TopicPartition
@@ -211,7 +211,7 @@ class StateStep:
         """
         if self.learnt.keys_elsewhere or self.learnt.outputs_elsewhere:
             return None
-        return task_count([*source_partitions, *(table.partitions for table in self.tables)], cores)
+        return reading_tasks([*source_partitions, *(table.partitions for table in self.tables)], cores)
 
     def write_ranges(self, rows: RangeRows, tasks: int, order: WriteOrder, cluster: Cluster) -> list[Part]:
         """Tasks read rows, process them, and write what comes out."""
