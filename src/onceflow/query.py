@@ -23,7 +23,6 @@ from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.position import Position
 from onceflow.protocol.progress import Offsets, Progress
-from onceflow.query_stop import QueryStop
 from onceflow.spark import jvm
 from onceflow.state.table_facts import TableFacts
 from onceflow.uncaught import fenced_ends_program
@@ -349,3 +348,51 @@ def _shown(error: BaseException) -> BaseException | None:
     """The cause that is shown with an error. Spark's causes only add Java's stack, and repeat the reason. The direct
     engine's is the Python exception itself."""
     return error.__cause__ if isinstance(error, StreamingQueryException) else None
+
+
+# The thread of a query normally ends in milliseconds, unless it waits for brokers.
+_STOP_S, _LOOK_S = 10.0, 0.1
+
+
+class QueryStop:
+    """The stop of one query."""
+
+    def __init__(self, engine: EngineQuery, sink: Batches) -> None:
+        self._engine = engine
+        self._sink = sink
+        self._left_behind = False
+
+    def __call__(self, *, idle: bool) -> None:
+        """Stop the query in its engine, and wait for its thread.
+
+        If brokers do not answer, Spark's thread first waits for its Kafka clients, up to ``default.api.timeout.ms``
+        (``KafkaAdminClient.close``). If no batch is running, nothing depends on that, so this call returns earlier.
+
+        Args:
+            idle: whether it is certain that no batch is running, and that none begins.
+        """
+        if self._left_behind:
+            return
+        raised: list[BaseException] = []
+
+        def stop() -> None:
+            try:
+                self._engine.stop()
+            except BaseException as error:  # raised later in the thread of the caller
+                raised.append(error)
+
+        thread = threading.Thread(target=stop, name="onceflow-stop", daemon=True)
+        thread.start()
+        thread.join(_STOP_S)
+        flow = self._sink.flow
+        while thread.is_alive():
+            give_up(flow)  # the batch may have begun its calls only now
+            # The lock is never released: if a batch still begins, it ends at once.
+            if idle or self._sink.turn.acquire(blocking=False):
+                self._left_behind = True
+                with log_context.within(flow=flow):
+                    log.warning("flow %s: stopped, without waiting for requests that brokers do not answer", flow)
+                return
+            thread.join(_LOOK_S)
+        if raised:
+            raise raised[0]

@@ -12,8 +12,7 @@ from pyspark.sql import DataFrame
 from onceflow.spark import plans
 from onceflow.spark.collect import arrow_schema, collect
 from onceflow.spark.jvm import SPARK_ERRORS
-from onceflow.spark.row_job import RowJob
-from onceflow.spark.row_program import RowProgram, RowPrograms
+from onceflow.spark.row_program import RowJob, RowProgram, RowPrograms
 from onceflow.task import row_operators
 
 NOW_US = 1_700_000_000_123_456

@@ -16,8 +16,7 @@ from pyspark.sql import DataFrame
 from onceflow.errors import BatchAbortedError, SchemaError
 from onceflow.spark.collect import arrow_schema
 from onceflow.spark.jvm import SPARK_ERRORS
-from onceflow.spark.row_job import RowJob
-from onceflow.spark.row_program import RowProgram
+from onceflow.spark.row_program import RowJob, RowProgram
 from onceflow.testing import independent
 
 sys.path.insert(0, str(Path(__file__).parent))

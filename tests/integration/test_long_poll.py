@@ -16,7 +16,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from onceflow import BrokerUnsupportedError, DeadlineExceededError, ProtocolError
-from onceflow.client import holes, long_poll, poll_result
+from onceflow.client import holes, long_poll
 from onceflow.client.cluster import Cluster
 from onceflow.client.column_chunks import ColumnChunk, ColumnForm
 from onceflow.client.committed import LISTS, CommittedReader
@@ -413,7 +413,7 @@ def test_a_response_that_nobody_reads_in_time_is_no_fault_of_the_broker(
 ) -> None:
     """A batch takes longer than a request may. Then kafka-python reads a part of the response, and gives it up."""
     monkeypatch.setattr(long_poll, "REQUEST_TIMEOUT_MS", 400)
-    monkeypatch.setattr(poll_result, "REQUEST_TIMEOUT_MS", 400)
+    monkeypatch.setattr(long_poll, "REQUEST_TIMEOUT_MS", 400)
     topic = make_topic(partitions=1)
     independent.fill(onceflow_broker, topic, [(b"%d" % n, b"x" * 900_000) for n in range(8)])
     poll = following(cluster, topic, {0: 0}, fetch_bytes=8_000_000)

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 import onceflow
-from onceflow.driver.step import preparing
+from onceflow.driver.step import state_step
 from onceflow.errors import (
     EnvironmentUnusableError,
     OptionError,
@@ -280,7 +280,7 @@ def test_tasks_prepare_copies_of_a_processor_that_they_cannot_import(
 ) -> None:
     """The driver runs it: tasks only read the table."""
     caplog.set_level(logging.INFO, "onceflow.state")
-    monkeypatch.setattr(preparing, "_MIN_BYTES", 1)
+    monkeypatch.setattr(state_step, "_MIN_BYTES", 1)
     module = ModuleType("onceflow_test_processors_here")
     code = "import onceflow\nclass Keep(onceflow.Processor):\n    def process(self, key, records, state):\n"
     exec(f"{code}        state.put(records[-1].value)\n        return iter(())", module.__dict__)  # noqa: S102

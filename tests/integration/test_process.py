@@ -16,7 +16,7 @@ from pyspark.sql import functions as F
 import onceflow
 from onceflow.driver.batch import range_rows
 from onceflow.driver.kafka import output_writer
-from onceflow.driver.step import preparing
+from onceflow.driver.step import state_step
 from onceflow.planning import placement, step_tree
 from onceflow.spark.query_facts import facts_of
 from onceflow.testing import independent
@@ -236,8 +236,8 @@ def test_large_copies_are_prepared_before_the_batch_writes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "onceflow.state")
-    monkeypatch.setattr(preparing, "_MIN_RECORDS", 100)
-    monkeypatch.setattr(preparing, "_MIN_BYTES", 1)
+    monkeypatch.setattr(state_step, "_MIN_RECORDS", 100)
+    monkeypatch.setattr(state_step, "_MIN_BYTES", 1)
     pipe = make_state_pipe()
     pipe.fill(2000)
     pipe.run(process={"store": store})

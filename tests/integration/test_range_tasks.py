@@ -16,7 +16,8 @@ import pytest
 from pyspark.sql import functions as F
 
 from onceflow import Flow, Processor, ProcessorError, Record, Table, serdes
-from onceflow.direct import backlog, by_tasks
+from onceflow.direct import backlog
+from onceflow.direct import run as direct_run
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
 from onceflow_workshop.testing.backlogs import tasks_above
@@ -128,7 +129,7 @@ def test_sql_goes_to_tasks_and_back_under_load(make_pipe: Any) -> None:
 
 def test_tasks_take_over_by_what_batches_cost(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has said when. (The bounds are smaller than they are in production.)"""
-    monkeypatch.setattr(by_tasks, "_LOCAL_CORES_MIN", 1)
+    monkeypatch.setattr(direct_run, "_LOCAL_CORES_MIN", 1)
     monkeypatch.setattr(backlog, "BEHIND_S", 0.02)
     monkeypatch.setattr(backlog, "CAUGHT_UP_S", 0.001)
     pipe = make_pipe(partitions=4, target_partitions=4)

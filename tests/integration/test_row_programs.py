@@ -22,8 +22,7 @@ from onceflow.errors import SchemaError
 from onceflow.spark import plans
 from onceflow.spark.collect import arrow_schema
 from onceflow.spark.jvm import SPARK_ERRORS
-from onceflow.spark.row_job import RowJob
-from onceflow.spark.row_program import RowProgram
+from onceflow.spark.row_program import RowJob, RowProgram
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:

@@ -9,7 +9,7 @@ import pytest
 
 from onceflow.direct import backlog as module
 from onceflow.direct.backlog import BEHIND_S, CAUGHT_UP_S, Backlog
-from onceflow.direct.by_tasks import stays_in_memory
+from onceflow.direct.run import stays_in_memory
 from onceflow.direct.shares import Shares, spread
 from onceflow.planning.engine import AUTO, DRIVER, TASKS
 from onceflow.planning.range_tasks import dealt, reading_tasks

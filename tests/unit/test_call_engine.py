@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 import onceflow
 from onceflow import Record, serdes
-from onceflow.calls.runner import CallRunner, give_up
-from onceflow.calls.threads import NAME
+from onceflow.calls.runner import NAME, CallRunner, give_up
 from onceflow.errors import BatchAbortedError, DeadlineExceededError, OnceflowError, ProcessorError
 from onceflow.state.engine.choice import engine_for
 from onceflow.testing import processor_driver

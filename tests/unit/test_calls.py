@@ -18,9 +18,8 @@ import onceflow
 from onceflow import serdes
 from onceflow.calls import breaker as breakers
 from onceflow.calls.copies import copied
-from onceflow.calls.runner import CallRunner
+from onceflow.calls.runner import NAME, CallRunner
 from onceflow.calls.target import Call
-from onceflow.calls.threads import NAME
 from onceflow.errors import CallTimeoutError, CircuitOpenError, OptionError
 from onceflow.task.call_rows import CallOrder, _Round
 from onceflow.testing.waiting import wait_until

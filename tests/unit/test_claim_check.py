@@ -26,7 +26,7 @@ from onceflow.claim_check.scan import Found, scan
 from onceflow.claim_check.stored_value import StoredValue
 from onceflow.errors import OptionError, ProcessorError, StorageUnavailableError
 from onceflow.options.sizes import size_bytes, size_text
-from onceflow.planning.local_state import check_local
+from onceflow.planning.process import check_local
 from onceflow.testing.processor_driver import ProcessorDriver
 
 LARGE = b"large " * 100

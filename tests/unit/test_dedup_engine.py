@@ -21,7 +21,7 @@ from onceflow.state.engine import dedup_engine
 from onceflow.state.engine.dedup_engine import DedupEngine
 from onceflow.state.format import rows, segments, stamps
 from onceflow.state.format.segments import Segments
-from onceflow.state.local.changelog_rows import stamped_rows
+from onceflow.state.local.catch_up import stamped_rows
 from onceflow.state.local.format import Changes
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.stamped_view import StampedView

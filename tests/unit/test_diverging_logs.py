@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from onceflow.client import long_poll
 from onceflow.client.cluster import TopicInfo
-from onceflow.client.long_poll import LongPoll
-from onceflow.client.poll_result import PollResult
+from onceflow.client.long_poll import LongPoll, PollResult
 from onceflow.errors import DataLossError
 from onceflow.planning.source_starts import check_log
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single

@@ -14,7 +14,7 @@ import pytest
 
 from onceflow.client.committed import Chunk
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.state.local.changelog_rows import RowColumns
+from onceflow.state.local.catch_up import RowColumns
 from onceflow.state.local.format import Goal
 from onceflow.state.local.opening import Opened, open_partition
 from onceflow.state.local.spool import Spool

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from onceflow.errors import DeadlineExceededError
-from onceflow.state.stores import lmdb_readers
-from onceflow.state.stores.lmdb_readers import Readers
+from onceflow.state.stores import lmdb_environment
+from onceflow.state.stores.lmdb_environment import Readers
 
 
 def test_readers_that_follow_each_other_do_not_keep_others_out() -> None:
@@ -49,7 +49,7 @@ def test_readers_that_follow_each_other_do_not_keep_others_out() -> None:
 
 
 def test_a_reader_may_read_again_while_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_readers, "WAIT_S", 0.2)
+    monkeypatch.setattr(lmdb_environment, "WAIT_S", 0.2)
     readers = Readers(Path("/state"))
     readers.enter()
     refused: list[BaseException] = []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from onceflow.driver.start.new_flow import _is_alike, warning_of
+from onceflow.driver.start.takeover import _is_alike, warning_of
 from onceflow.protocol.progress import Progress
 
 

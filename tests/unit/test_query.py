@@ -133,7 +133,7 @@ def test_brokers_that_are_away_are_not_waited_for(
     batch_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Spark's thread waits for them at its end. A batch that is under way is waited for."""
-    monkeypatch.setattr("onceflow.query_stop._STOP_S", 0.05)
+    monkeypatch.setattr("onceflow.query._STOP_S", 0.05)
     released: list[str] = []
     turn, answer = threading.Lock(), threading.Event()
     sink: Any = SimpleNamespace(stopping=False, failure=None, turn=turn, flow="deposits", history=[])

@@ -25,7 +25,7 @@ from onceflow.admin.verify.replay import (
     Replay,
     Replayed,
 )
-from onceflow.admin.verify.replay_beginning import from_progress
+from onceflow.admin.verify.replay_audit import dependences, from_progress
 from onceflow.admin.verify.replay_outputs import ReplayOutputs
 from onceflow.admin.verify.replay_steps import (
     Step,
@@ -37,7 +37,6 @@ from onceflow.admin.verify.replay_steps import (
     was_changed,
     went_back,
 )
-from onceflow.admin.verify.replay_trial import dependences
 from onceflow.admin.verify.replayed_processor import load
 from onceflow.admin.verify.report import Report
 from onceflow.admin.verify.table_contents import Position, WrittenLater, differences, rows_of

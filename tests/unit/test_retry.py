@@ -17,8 +17,8 @@ from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.state.api.record import Record
 from onceflow.state.api.timers import Timer
 from onceflow.state.engine import dead_letters
+from onceflow.state.engine.dedup_engine import returned
 from onceflow.state.engine.retry import KEY, NULL_VALUE, PARKED, PARKED_WHY, RETRY_TOPIC, Retry
-from onceflow.state.engine.returned import returned
 from onceflow.testing.processor_driver import ProcessorDriver
 
 ORIGIN = "orders/3/17"

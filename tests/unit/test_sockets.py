@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from kafka.errors import KafkaConnectionError
 
-from onceflow.client import watched_sockets
-from onceflow.client.background import Background
-from onceflow.client.event_loop import EventLoop
+from onceflow.client import event_loop
+from onceflow.client.event_loop import EventLoop, WatchedSockets
+from onceflow.client.markers import Background
 from onceflow.client.transport import _TcpTransport
-from onceflow.client.watched_sockets import WatchedSockets
 from onceflow.testing.waiting import wait_until
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -170,7 +169,7 @@ def test_another_thread_wakes_up_the_loop() -> None:
 
 
 def test_work_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onceflow.client.background._IDLE_S", 0.01)
+    monkeypatch.setattr("onceflow.client.markers._IDLE_S", 0.01)
     background = Background("test-background")
     done: list[tuple[int, str]] = []
 
@@ -188,8 +187,8 @@ def test_work_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_long_wait_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal that comes just before a call of the system is only seen when the call returns."""
     now, waits = [0.0], []
-    monkeypatch.setattr(watched_sockets.time, "monotonic", lambda: now[0])
-    sockets = watched_sockets.WatchedSockets()
+    monkeypatch.setattr(event_loop.time, "monotonic", lambda: now[0])
+    sockets = event_loop.WatchedSockets()
 
     def select(timeout: float) -> list[Any]:
         waits.append(timeout)

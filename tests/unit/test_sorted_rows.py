@@ -13,7 +13,7 @@ import pytest
 from onceflow.protocol.record_columns import HEADERS, RecordColumns
 from onceflow.state.format import rows, stamps
 from onceflow.state.local import spool
-from onceflow.state.local.changelog_rows import internal_rows, stamped_rows, table_rows
+from onceflow.state.local.catch_up import internal_rows, stamped_rows, table_rows
 from onceflow.state.local.format import is_internal_row
 from onceflow.state.local.row_columns import RowColumns
 from onceflow.state.local.row_fields import index_of

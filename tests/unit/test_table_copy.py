@@ -15,7 +15,7 @@ from onceflow.clock import clock_ms
 from onceflow.state.local.format import COMMIT_RECORD
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.state.stores.memory_store import MemoryStore
-from onceflow.tables import copies, health
+from onceflow.tables import copies
 from onceflow.tables.copies import Copy, Followed
 from onceflow.tables.opening import OpenedTable
 from onceflow_workshop.testing.columns import ReadsColumns
@@ -99,7 +99,7 @@ def test_a_copy_that_is_damaged_again_and_again_is_left_alone_for_longer_and_lon
     copy: Copy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = 1_000.0
-    monkeypatch.setattr(health.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(copies.time, "monotonic", lambda: clock)
     copy.apply(Chunk([b"a"], [b"1"], next_offset=1), stable=1, as_of_ms=1, wanted=False)
     pauses = []
     for _ in range(12):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from onceflow.admin.verify import tally as tallies
+from onceflow.admin.verify.audit import readings
 from onceflow.admin.verify.identity import identity_of
 from onceflow.admin.verify.progress_history import breaks
-from onceflow.admin.verify.readings import readings
 from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Place, RecordComparison, Reordered, digest_of
 from onceflow.client.log_reader import LogRecord
 from onceflow.errors import OptionError

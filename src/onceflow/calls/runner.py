@@ -8,6 +8,7 @@ can be interrupted at any time, whatever the functions do.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import queue
 import threading
@@ -16,11 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from onceflow.calls.copies import copied
 from onceflow.calls.target import Call, CallTarget, Outcome
-from onceflow.calls.threads import NAME, DaemonThreads
 from onceflow.errors import BatchAbortedError, CallTimeoutError, CircuitOpenError, DeadlineExceededError
 from onceflow.user_code import RESOURCE, TRANSIENT, of_hook
 
@@ -412,3 +413,48 @@ def _timed_out(target: CallTarget, timeout_s: float, what: str) -> CallTimeoutEr
         f"{target.name} {what} within {timeout_s:g} s",
         next_step="raise timeout= of onceflow.concurrently, or find out why the other side is slow",
     )
+
+
+_THREADS_CLOSE_S = 0.2
+NAME = "onceflow-call"
+
+
+class DaemonThreads:
+    """As many threads as there are jobs at a time. They are reused, and end with `close`.
+
+    Not a ThreadPoolExecutor: a process waits at its end for the threads of that, also for one that hangs.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job, which must not raise. It sees the context variables of the caller."""
+        context = contextvars.copy_context()
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                thread = threading.Thread(target=self._work, name=NAME, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        self._jobs.put(partial(context.run, job))
+
+    def close(self) -> None:
+        """End the threads that are idle, and those that work when they have done so; wait for them, but not long."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        end = time.monotonic() + _THREADS_CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        self._threads = []
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it holds the arguments of the call
+            with self._lock:
+                self._idle += 1

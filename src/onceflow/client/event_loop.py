@@ -12,13 +12,96 @@ even ``close`` would fail.
 
 from __future__ import annotations
 
+import math
+import selectors
 import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from kafka.net.selector import NetworkSelector
 
 from onceflow.client import interrupts
-from onceflow.client.watched_sockets import WatchedSockets
+
+_WAIT_S = 1.0
+
+
+class WatchedSockets(selectors.BaseSelector):
+    """A selector as ``selectors.DefaultSelector``, with the calls of the system put off until ``select``."""
+
+    def __init__(self) -> None:
+        self._system = selectors.DefaultSelector()
+        self._told: dict[Any, int] = {}  # events of the sockets that the system knows
+        self._wanted: dict[Any, selectors.SelectorKey] = {}
+        self._changed: set[Any] = set()
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        if fileobj in self._wanted:
+            raise KeyError(fileobj)
+        number = fileobj.fileno()
+        if number < 0:
+            raise ValueError(f"{fileobj!r} is closed")
+        return self._set(selectors.SelectorKey(fileobj, number, events, data))
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        self._changed.add(fileobj)
+        return self._wanted.pop(fileobj)
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._set(self._wanted[fileobj]._replace(events=events, data=data))
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self._changed:
+            self._tell()
+        found = self._waited(timeout)
+        wanted = ((self._wanted.get(told.fileobj), events) for told, events in found)
+        return [(key, events & key.events) for key, events in wanted if key is not None]
+
+    def _waited(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """A signal that comes just before the call of the system does not end it: Python sees it when the call returns.
+        So Ctrl-C would be seen only at the end of a long wait. It is divided into short ones."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left_s = end - time.monotonic()
+            found = self._system.select(max(0.0, min(left_s, _WAIT_S)))
+            if found or left_s <= _WAIT_S:
+                return found
+
+    def get_key(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._wanted[fileobj]
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._wanted
+
+    def close(self) -> None:
+        self._system.close()
+        self._wanted.clear()
+
+    def _set(self, key: selectors.SelectorKey) -> selectors.SelectorKey:
+        self._changed.add(
+            key.fileobj
+        )  # first: Ctrl-C may come in between, and then it is only looked at once too often
+        self._wanted[key.fileobj] = key
+        return key
+
+    def _tell(self) -> None:
+        # First what is not waited for any more: its number may belong to another socket by now.
+        for fileobj in self._changed - self._wanted.keys():
+            if self._told.pop(fileobj, 0):
+                with suppress(KeyError):
+                    self._system.unregister(fileobj)
+        for fileobj in self._changed & self._wanted.keys():
+            events, told = self._wanted[fileobj].events, self._told.get(fileobj)
+            if told != events:
+                # A socket that was closed in between has no events any more. Who waits for it has a deadline.
+                with suppress(OSError, ValueError):
+                    try:
+                        (self._system.register if told is None else self._system.modify)(fileobj, events)
+                    except KeyError:  # Ctrl-C came before this could be noted
+                        (self._system.modify if told is None else self._system.register)(fileobj, events)
+                    self._told[fileobj] = events
+        self._changed.clear()
 
 
 class EventLoop(NetworkSelector):  # type: ignore[misc]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, overload
+from typing import Any, Generic, NamedTuple, overload
 
 import kafka.errors as kafka_errors
+from kafka.errors import RequestTimedOutError
 from kafka.protocol.consumer import FetchRequest
 
 from onceflow.client.auth.logins import authentication_failed
@@ -25,7 +26,6 @@ from onceflow.client.holes import is_hole
 from onceflow.client.leaders import known_leader
 from onceflow.client.library_log import muted
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
-from onceflow.client.poll_result import REQUEST_TIMEOUT_MS, Arrived, PollResult
 from onceflow.clock import clock_ms
 from onceflow.errors import (
     BrokerUnreachableError,
@@ -41,6 +41,52 @@ from onceflow.protocol import codes
 from onceflow.protocol.codes import Code
 from onceflow.protocol.decode import RawBatch, split_batches
 from onceflow.protocol.names import TopicPartition
+
+REQUEST_TIMEOUT_MS = 30_000
+
+
+class PollResult(NamedTuple):
+    """The response to a request, or why there is none.
+
+    Attributes:
+        asked: the partitions in the request.
+        asked_ms, asked_at: when it was sent, in epoch milliseconds and on the monotonic clock.
+        wait_ms: how long the broker may wait for records.
+    """
+
+    asked: list[Followed]
+    asked_ms: int
+    asked_at: float
+    wait_ms: int
+    response: Any
+    error: BaseException | None
+
+    def as_of(self) -> tuple[int, float]:
+        """At least up to when the response knows what was committed: epoch milliseconds, and on the monotonic clock.
+
+        A broker answers at any time after the request. Only if it has nothing to return it waits for as long as it may.
+        """
+        waited = not self.response.throttle_time_ms and not any(
+            answer.error_code or answer.records for topic in self.response.responses for answer in topic.partitions
+        )
+        wait_ms = self.wait_ms if waited else 0
+        return min(clock_ms(), self.asked_ms + wait_ms), min(time.monotonic(), self.asked_at + wait_ms / 1000)
+
+    def was_not_read(self, away_s: float) -> bool:
+        """Whether the request has timed out while nobody read what the broker may have answered.
+
+        Args:
+            away_s: for how long the caller has not polled before. kafka-python reads a part of what has come, and then
+                looks at the time.
+        """
+        return isinstance(self.error, RequestTimedOutError) and away_s >= REQUEST_TIMEOUT_MS / 2000
+
+
+class Arrived:
+    """A future for ``NetworkSelector.poll(future=...)``: done when any response has arrived."""
+
+    is_done = False
+
 
 MAX_WAIT_MS = 500
 _PAUSED_WAIT_MS = 50  # while partitions are paused: those that are resumed cannot be asked for before the response

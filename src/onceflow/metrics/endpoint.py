@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+from onceflow._version import __version__
 from onceflow.errors import EnvironmentUnusableError, OptionError
-from onceflow.metrics.driver_document import driver_document
+from onceflow.metrics.counts import COUNTER, HISTOGRAM, METRICS, Counts, Labels, Metric
+from onceflow.metrics.gauges import looked_up
 from onceflow.metrics.watch import FlowWatch, WatchedQuery, are_healthy, are_ready
 from onceflow.options.arguments import known_arguments
 
@@ -97,7 +103,7 @@ def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsEndpoint:
     try:
         from prometheus_client import CollectorRegistry, exposition
 
-        from onceflow.metrics.families import Collector
+        from onceflow.metrics.endpoint import Collector
     except ImportError as missing:
         raise EnvironmentUnusableError(
             "Metrics need the package prometheus-client",
@@ -220,3 +226,89 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """Requests are not logged."""
+
+
+class Collector:
+    """Gives every metric of METRICS to prometheus-client at each scrape."""
+
+    def __init__(self, watch: FlowWatch) -> None:
+        self._watch = watch
+
+    def collect(self) -> Iterator[Any]:
+        """All metrics."""
+        found = {name: looked_up(self._watch, name) for name in METRICS}  # before the lock, because Spark may be slow
+        with self._watch.counts.lock:
+            return iter([_family(name, metric, self._watch.counts, found[name]) for name, metric in METRICS.items()])
+
+
+def _family(name: str, metric: Metric, counts: Counts, given: Mapping[Labels, float] | None) -> Any:
+    if metric.kind == HISTOGRAM:
+        histogram = HistogramMetricFamily(name, metric.text, labels=metric.labels)
+        for labels, found in counts.distributions.get(name, {}).items():
+            histogram.add_metric(labels, buckets=found.cumulative(), sum_value=found.total)
+        return histogram
+    values = counts.values.get(name, {}) if given is None else given
+    kind = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
+    family: Any = kind(name.removesuffix("_total"), metric.text, labels=metric.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+#: By this a client knows whose document it is.
+SERVICE = "onceflow"
+_COUNTS = ("batches_committed", "attempts_aborted", "batches_lost", "dead_letters", "late_records", "duplicates")
+
+
+def driver_document(watch: FlowWatch) -> dict[str, Any]:
+    """The flows of this process. It has no text of an error, because texts may contain parts of records, and the
+    endpoint has no login."""
+    conditions, lags = watch.conditions(), watch.lags()
+    return {
+        "service": SERVICE,
+        "version": __version__,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "flows": [
+            _flow(query, conditions.get(flow, ""), lags.get(flow), watch.counts.of_flow(flow, _COUNTS))
+            for flow, query in watch.queries()
+        ],
+    }
+
+
+def _flow(
+    query: WatchedQuery,
+    condition: str,
+    lag: Mapping[str, Mapping[int, int]] | None,
+    counts: Mapping[str, float],
+) -> dict[str, Any]:
+    done, batches = query.progress, query.batches
+    failure = query.failure
+    return {
+        "flow": done.flow,
+        "condition": condition,
+        "since_ms": query.since_ms,
+        "guarantee": query.guarantee,
+        "batch": done.batch_id,
+        "producer_id": done.producer_id,
+        "producer_epoch": done.producer_epoch,
+        "failure": None if failure is None else type(failure).__name__,
+        "lag": None if lag is None else sum(sum(left.values()) for left in lag.values()),
+        "last_batch": _last(batches),
+        "counts": {name: int(count) for name, count in counts.items()},
+        "tables": [asdict(table) for table in query.tables],
+    }
+
+
+def _last(batches: Sequence[Any]) -> dict[str, Any] | None:
+    """The last batch of this run."""
+    if not batches:
+        return None
+    last = batches[-1]
+    return {
+        "read": sum(last.read.values()),
+        "records": last.records,
+        "attempts": last.attempts,
+        "seconds": round(sum(last.seconds.values()), 3),
+        "ran_in": last.path,
+    }

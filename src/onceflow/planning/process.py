@@ -7,12 +7,12 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from onceflow.errors import OptionError
 from onceflow.options.column_names import did_you_mean
 from onceflow.options.durations import duration_ms
 from onceflow.planning.dead_letter_limit import check_limit
-from onceflow.planning.local_state import check_local
 from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor, overrides
@@ -376,3 +376,37 @@ def side_topics_of(options: StepOptions) -> dict[str, str]:
         "duplicate": options.duplicates_topic,
     }
     return {topic: role for role, topic in named.items() if topic is not None}
+
+
+def check_local(changelog: bool, store: str | type[Store], processor: Any, flow: str, **of_topics: bool) -> None:
+    """Check the options of a step without table topics.
+
+    Args:
+        of_topics: options that say how table topics are used, by name.
+
+    Raises:
+        OptionError: see its text.
+    """
+    if changelog is not False:
+        raise OptionError(f"changelog={changelog!r} is no bool", flow=flow, next_step="give True or False")
+    if not store_class(store).on_disk:
+        raise OptionError(
+            f"changelog=False needs a store on disk, store={store!r} is in the memory of one process",
+            flow=flow,
+            detail="driver and Python workers process partitions in turn, and each process would have other state",
+            next_step='leave store= out, or give "lmdb" or "rocksdb"',
+        )
+    for name, given in of_topics.items():
+        if given:
+            raise OptionError(
+                f"{name}=True cannot be combined with changelog=False: there is no table topic",
+                flow=flow,
+                next_step="leave one of them out",
+            )
+    if hasattr(getattr(processor, "state", None), "encode_bytes"):
+        raise OptionError(
+            "a ClaimCheck as state serde cannot be combined with changelog=False",
+            flow=flow,
+            detail="the references would be in local copies alone, so their objects would be deleted as orphans",
+            next_step="leave changelog=False out, or keep the values themselves in the state",
+        )

@@ -19,22 +19,75 @@ from onceflow.client.long_poll import LongPoll
 from onceflow.client.outage import Outage
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
-from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, EnvironmentUnusableError, OnceflowError
+from onceflow.errors import (
+    BrokerUnreachableError,
+    DeadlineExceededError,
+    EnvironmentUnusableError,
+    OnceflowError,
+    UnknownTopicError,
+    counted,
+)
 from onceflow.state.local.format import Chunk as AnyChunk
 from onceflow.state.local.format import Columns
 from onceflow.state.local.move_marks import Mark, marks_of
+from onceflow.state.local.watched_source import WatchedSource
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.state.stores.stored_rows import Stores
 from onceflow.tables.copies import Copy, RawChange
-from onceflow.tables.failures import (
-    cannot_be_followed,
-    has_more_partitions,
-    not_moved,
-    not_repaired,
-    replaced_while_read,
-)
 from onceflow.tables.lag import Lag, Progress, Restore
-from onceflow.tables.source import StoppableSource, StoppingError
+
+
+def not_repaired(topic: str, restore: Restore, problem: OnceflowError | None, waited_s: float) -> DeadlineExceededError:
+    """A lookup has waited in vain for a copy that is read again."""
+    detail = f"read {restore.done} of {counted(restore.total, 'offset')} after {waited_s:g} s of waiting"
+    return DeadlineExceededError(
+        f"Table {topic} is being read again from Kafka, because its local copy was damaged",
+        topic=topic,
+        detail=detail if problem is None else f"{detail}; {problem.what}",
+        next_step="ask again later; Table(..., wait=False) answers from what is here meanwhile",
+    )
+
+
+def not_moved(topic: str, waited_s: float) -> DeadlineExceededError:
+    """A lookup has waited in vain for rows that are being moved."""
+    return DeadlineExceededError(
+        f"Rows of table {topic} were moved to other partitions, and have not arrived there yet",
+        topic=topic,
+        detail=f"waited for {waited_s:g} s: a broker that leads some of the partitions may be down",
+        next_step="ask again later; Table(..., wait=False) answers from what is here meanwhile",
+    )
+
+
+def replaced_while_read(topic: str, damage: StoreCorruptError) -> OnceflowError:
+    """A lookup has found a copy that is damaged, or was closed."""
+    return OnceflowError(
+        f"The local copy of table {topic} was replaced while it was read, or is damaged",
+        topic=topic,
+        detail=damage.what,
+        next_step="ask again; if that fails, too, close the table and open it again, which verifies the copy",
+    )
+
+
+def cannot_be_followed(topic: str, error: BaseException) -> OnceflowError:
+    """The thread has ended with an error that is not one of onceflow."""
+    failure = OnceflowError(
+        f"Table {topic} cannot be followed any more",
+        topic=topic,
+        detail=f"{type(error).__name__}: {error}",
+        next_step="if this is an error of your on_change function, mend it; otherwise report this to onceflow",
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def has_more_partitions(topic: str, now: int, before: int) -> UnknownTopicError:
+    """The topic got partitions that are not followed."""
+    return UnknownTopicError(
+        f"Topic {topic} has {counted(now, 'partition')} now, it had {before}",
+        topic=topic,
+        next_step="open the table again: it follows all partitions then. Keys may have moved to other ones",
+    )
+
 
 log = logging.getLogger("onceflow.tables")
 
@@ -428,3 +481,27 @@ class Follower:
     def _warn(self, problem: str) -> None:
         if not self._stopping.is_set():
             self._outage.warn(f"it cannot be updated at the moment, lookups answer from what is here ({problem})")
+
+
+class StoppingError(OnceflowError):
+    """The thread is to end. A restore keeps what it has read so far, as for every error of onceflow."""
+
+
+class StoppableSource(WatchedSource):
+    """Reads committed records until the thread is to end.
+
+    Args:
+        tell: called with the partition and what was read.
+    """
+
+    def __init__(
+        self, reader: CommittedReader, stopping: threading.Event, tell: Callable[[int, AnyChunk | Columns], None]
+    ) -> None:
+        super().__init__(reader)
+        self._stopping = stopping
+        self._tell = tell
+
+    def see(self, topic: str, partition: int, chunk: AnyChunk | Columns) -> None:
+        if self._stopping.is_set():
+            raise StoppingError("the table is being closed")
+        self._tell(partition, chunk)

@@ -9,13 +9,13 @@ from typing import Any
 import pyarrow as pa
 
 from onceflow.errors import BadRecordError, OptionError
+from onceflow.state.api import serdes
 from onceflow.state.api.bounds import against_order
 from onceflow.state.api.equal_keys import ambiguous
 from onceflow.state.api.serdes import JSON, is_serde
 from onceflow.state.api.whole_numbers import with_nullable_integers
 from onceflow.state.format import rows
 from onceflow.state.stores.stored_rows import StoredRows
-from onceflow.tables.columns import column
 
 _BYTES = (bytes, bytearray, memoryview)
 
@@ -197,3 +197,29 @@ def _wrong(what: str, given: object, expected: str, cause: Exception | None = No
         detail="" if cause is None else f"{type(cause).__name__}: {cause}",
         next_step="keys are encoded by the table's key serde: Table(..., key=serdes.STRING) takes text",
     )
+
+
+_TYPES: dict[Any, pa.DataType] = {
+    serdes.BYTES: pa.binary(),
+    serdes.STRING: pa.string(),
+    serdes.LONG: pa.int64(),
+    serdes.DOUBLE: pa.float64(),
+}
+
+
+def column(values: Sequence[Any], serde: Any, what: str, topic: str) -> pa.Array:
+    """Decoded values as an Arrow array. The type of JSON documents and of own serdes is inferred by Arrow.
+
+    Raises:
+        BadRecordError: the values have no common type.
+    """
+    known = _TYPES.get(serde) if isinstance(serde, serdes.Serde) else None
+    try:
+        return pa.array(values, known)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as mixed:
+        raise BadRecordError(
+            f"The {what}s of table {topic} have no common type, so they cannot be an Arrow column",
+            topic=topic,
+            detail=str(mixed),
+            next_step=f"read them with {what}=serdes.BYTES and decode them yourself, or use items()",
+        ) from mixed

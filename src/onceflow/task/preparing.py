@@ -1,4 +1,4 @@
-"""A task that brings a local copy up to what is committed, before a batch begins (``driver/step/preparing.py``)."""
+"""A task that brings a local copy up to what is committed, before a batch begins (``driver/step/state_step.py``)."""
 
 from __future__ import annotations
 

@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
 
 from onceflow.admin.records import letter_replay
 from onceflow.admin.verify.progress_history import last_of, read_history
-from onceflow.admin.verify.replay import CLOCK, Replay, Replayed
-from onceflow.admin.verify.replay_beginning import Beginning, from_progress
+from onceflow.admin.verify.replay import BATCH_RECORDS, CALLS, CLOCK, Replay, Replayed
 from onceflow.admin.verify.replay_outputs import ReplayOutputs
-from onceflow.admin.verify.replay_steps import check_export, current_life, lives, steps, was_changed, went_back
-from onceflow.admin.verify.replay_trial import dependences
+from onceflow.admin.verify.replay_steps import (
+    Step,
+    begun_at,
+    check_export,
+    current_life,
+    first_start,
+    lives,
+    steps,
+    was_changed,
+    went_back,
+)
 from onceflow.admin.verify.report import STATE, Report, Tell, unknown_past
 from onceflow.admin.verify.table_contents import (
     Position,
@@ -36,12 +48,15 @@ from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.topics import find_topics
-from onceflow.errors import OptionError, PermissionDeniedError, counted
+from onceflow.clock import clock_ms
+from onceflow.errors import OptionError, PermissionDeniedError, ProcessorError, counted
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.user_errors import shown
+from onceflow.state.engine import dead_letters
 from onceflow.state.format import rows
+from onceflow.state.local.format import KINDS
 
 _CALL_S = 60.0
 _TWICE = "the flow was moved back in time, and has read records twice"
@@ -385,3 +400,100 @@ def positions(progress: Progress, table: str) -> list[Position]:
     internal: Mapping[int, int] = progress.changelogs.get(table + INTERNAL_SUFFIX, {})
     ends = progress.changelogs[table]
     return [Position(table, partition, end, internal.get(partition, 0)) for partition, end in sorted(ends.items())]
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a replay begins.
+
+    Args:
+        offsets: of the sources. before: the progress there; None: the flow has written no outputs before.
+        life: the progress records from there on.
+        state: whose state it begins with; None: an empty one.
+    """
+
+    offsets: Offsets
+    before: Progress | None
+    life: Sequence[Progress]
+    state: Progress | None
+
+
+def from_progress(life: Sequence[Progress], table: str, given: Offsets | None) -> Beginning:
+    """Where the step of a table has begun, by the progress records that are left.
+
+    A start that adds a table commits that, with the end offsets of a topic whose rows the flow has adopted. The flow
+    may have run without the table before.
+    """
+    first = next(at for at, each in enumerate(life) if table in each.tables)
+    start, number = life[first], life[first - 1].batch_id if first else 0
+    if start.batch_id != number and start.handover is None:
+        origin = start.promoted or start.forked
+        if origin is not None:
+            command = "fork" if start.promoted is None else "promote"
+            raise OptionError(
+                f"The flow has got its state from {origin.flow} (onceflow {command}), and the state with which it "
+                "began is not known any more",
+                flow=start.flow,
+                next_step="begin with the state of a later time: --since FILE, of `onceflow progress export`",
+            )
+        return Beginning(begun_at(life, given), None, life, None)  # that record is gone
+    state = start if _has_rows(start, table) else None
+    if start.batch_id or start.promoted is not None:
+        return Beginning(start.offsets, start, life[first:], state)
+    if given is None:
+        return Beginning(first_start(life), None, life, state)
+    return Beginning(begun_at(life, given), None, [each for each in life if each.batch_id], state)
+
+
+def _has_rows(progress: Progress, table: str) -> bool:
+    """Whether anything was written to the topics of a table. A processor may have maps and timers only."""
+    return any(any(progress.changelogs.get(topic, {}).values()) for topic in (table, table + INTERNAL_SUFFIX))
+
+
+_RECORDS = 2_000
+_LATER_MS = 400 * 24 * 3600 * 1000  # another minute, hour, weekday and year
+
+
+def dependences(what: Replayed, reader: CommittedReader, begin: Offsets, end: Offsets, folder: Path) -> Iterator[str]:
+    """What the results depend on, as reasons why a difference may be no mistake.
+
+    One is how many records of a key process() gets at once, as one output for each call does. The other one is
+    processing time, which a replay does not notice in a column processor. The first records are processed from an empty
+    state each time.
+    """
+    share = max(1, _RECORDS // max(1, sum(len(end[topic]) for topic in what.sources)))
+    start = {topic: {p: begin.get(topic, {}).get(p, 0) for p in end[topic]} for topic in what.sources}
+    part = {topic: {p: min(end[topic][p], at + share) for p, at in each.items()} for topic, each in start.items()}
+    now_ms = clock_ms()
+
+    def results(name: str, at_once: int, now_ms: int) -> Counter[Any]:
+        step = Step(start, part, None, None, now_ms, True)
+        return _results(what, reader, step, folder / f"trial-{name}", at_once)
+
+    try:
+        together = results("together", BATCH_RECORDS, now_ms)
+        if results("single", 1, now_ms) != together:
+            yield CALLS
+        if results("later", BATCH_RECORDS, now_ms + _LATER_MS) != together:
+            yield CLOCK
+    except ProcessorError:
+        return  # for example, it needs the state that it begins with
+
+
+def _results(what: Replayed, reader: CommittedReader, step: Step, folder: Path, at_once: int) -> Counter[Any]:
+    found: Counter[Any] = Counter()
+
+    def emit(batch: pa.RecordBatch, partition: int) -> None:
+        for row in batch.to_pylist():
+            # Where in onceflow's own code process() was called is no result.
+            headers = [each for each in row["headers"] or () if each["key"] != dead_letters.ERROR_STACK]
+            found[repr({**row, "headers": headers})] += 1
+
+    trial = Replay(what, reader, folder, emit=emit, tell=lambda done: None, at_once=at_once)
+    trial.run(step)
+    for store in trial.stores().values():
+        found.update(
+            (key, rows.unpack(row).payload) for kind in sorted(KINDS) for key, row in store.scan(kind, rows.after(kind))
+        )
+        store.close()
+    return found

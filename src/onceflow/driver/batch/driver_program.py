@@ -34,7 +34,7 @@ Maps = Mapping[str, Callable[[pa.RecordBatch], pa.RecordBatch]]
 
 
 class Program(Protocol):
-    """Operators of Spark, applied to rows that the driver has (``spark/row_program.py``, ``spark/row_job.py``)."""
+    """Operators of Spark, applied to rows that the driver has (``spark/row_program.py``, ``spark/row_program.py``)."""
 
     @property
     def needed(self) -> frozenset[int]:

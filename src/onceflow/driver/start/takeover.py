@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -21,9 +22,9 @@ from onceflow.client.topics import find_topics
 from onceflow.clock import clock_ms
 from onceflow.driver.external.progress_commit import commit_progress
 from onceflow.driver.record import handover, progress_log
+from onceflow.driver.record.committed_progress import CommittedProgress
 from onceflow.driver.record.offset_log import Sources
 from onceflow.driver.record.session import DriverSession
-from onceflow.driver.start.new_flow import warn_of_similar
 from onceflow.driver.start.source_offsets import end_of_read, look_at
 from onceflow.errors import OnceflowError, OptionError, ProgressConflictError, located
 from onceflow.logs import log_context
@@ -31,7 +32,7 @@ from onceflow.planning import source_starts, table_plan
 from onceflow.planning.read_options import ReadOptions
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import DriverProcess, Progress
+from onceflow.protocol.progress import DriverProcess, Progress, decode
 
 log = logging.getLogger("onceflow")
 
@@ -286,3 +287,54 @@ class Takeover:
     def used(self) -> None:
         """To be called when a query was made: from now on the query moves progress."""
         self._is_used = True
+
+
+_SECONDS = 3.0
+#: What names of versions end with.
+_VERSION = re.compile(r"[-_.]?(v?\d+|next|new|copy|fork|test|beta|green|blue)$")
+
+
+def warn_of_similar(cluster: Cluster, progress: Progress, names: Names) -> None:
+    """Log a warning if a flow of a similar name reads the same topics.
+
+    Args:
+        progress: with which the new flow begins.
+    """
+    try:
+        found = CommittedProgress().read(cluster, Deadline(_SECONDS, "looking for flows of a similar name"))
+    except OnceflowError as problem:
+        log.debug("flow %s: no flows of a similar name: %s", names.flow, problem)
+        return
+    alike = {}
+    for key, (_, record) in found.items():
+        other = key.decode(errors="replace")
+        if other != progress.flow and _is_alike(other, progress.flow) and record.value is not None:
+            try:
+                alike[other] = decode(key, record.value)
+            except OnceflowError:  # of a later version
+                continue
+    if (warning := warning_of(progress, alike, names.flow)) is not None:
+        log.warning("flow %s: %s", names.flow, warning)
+
+
+def warning_of(progress: Progress, others: Mapping[str, Progress], flow: str) -> str | None:
+    """The warning about a new flow; None: there is no reason for one.
+
+    Args:
+        others: progress of flows of a similar name.
+    """
+    for name, other in sorted(others.items()):
+        same = sorted(topic for topic in progress.offsets if topic in other.offsets)
+        if same and other.became is None and other.batch_id > 0:
+            return (
+                f"it has no progress, so it begins as a new flow. Flow {name} reads {', '.join(same)}, too, and is at "
+                f"batch {other.batch_id}. If {flow} is to be a copy of it that continues there: stop it, run "
+                f"`onceflow reset {flow}`, delete its tables and outputs, and run `onceflow fork {name} {flow}`"
+            )
+    return None
+
+
+def _is_alike(one: str, other: str) -> bool:
+    """Whether both may be versions of one flow by their names: ``orders``, ``orders-v2``, ``orders-next``."""
+    names = {one, _VERSION.sub("", one)}
+    return other in names or _VERSION.sub("", other) in names
