@@ -69,17 +69,16 @@ class Flow:
     two copies of one flow: the one that started last continues, the other one stops with FencedError.
 
     Args:
-        name: letters, digits, ``. _ -``; at most 200.
+        name: the flow's identity in Kafka: letters, digits, ``. _ -``; at most 200.
         spark: a classic (not Connect) session with the Kafka connector, for example ``onceflow.session()``.
         bootstrap_servers: ``host:port``, several separated by commas.
-        options: connection options by their Java names (``security.protocol``, ``sasl.jaas.config``, ...), with
-            or without Spark's ``kafka.`` prefix. They go to Spark's reader and to onceflow's own connections.
-        transactional_id_prefix: put before the transactional id and the consumer group, so that one prefixed ACL covers
-            many flows.
-        group_id_prefix: put before the consumer group in its place.
-        connect_timeout: how long a start waits while all ``bootstrap_servers`` refuse connections or do not resolve.
-            Raise it for a flow that is started before its brokers.
-        read_only: the object can only `peek`. Everything that would fence a running driver or write raises OptionError.
+        options: connection options by their Java names, with or without Spark's ``kafka.`` prefix: see
+            ``docs/connect.md``.
+        transactional_id_prefix: put before transactional id and consumer group, so that one prefixed ACL covers many
+            flows.
+        group_id_prefix: put before the consumer group in its place; None: the same.
+        connect_timeout: how long a start waits while all servers refuse connections or do not resolve.
+        read_only: the object can only `peek`; everything that would fence a running driver or write raises OptionError.
 
     Raises:
         OptionError: a name, address or option is invalid.
@@ -142,23 +141,20 @@ class Flow:
         flow's committed offsets.
 
         Args:
-            topic: the topic to read. Make one call for each topic.
-            starting_offsets: where a flow starts that has never read the topic: ``earliest``, ``latest``, or a dict
-                with an offset for every partition. The first start commits these offsets. Later starts continue at the
-                committed offsets. They ignore a value other than ``earliest``, with a warning.
-            max_records_per_batch: maximum number of records of this topic in one batch, and so in one transaction;
-                None: no limit.
-            fail_on_data_loss: what happens when records have expired before the flow has read them. True:
-                DataLossError. False: a warning, and they are skipped.
+            topic: the topic to read; make one call for each topic.
+            starting_offsets: where a flow starts that has never read the topic: ``earliest``, ``latest``, or
+                ``{partition: offset}``. Later starts continue at the committed offsets, and ignore a value other than
+                ``earliest``, with a warning.
+            max_records_per_batch: maximum number of records of this topic in one batch; None: no limit.
+            fail_on_data_loss: whether records that expired unread stop the flow; False: they are skipped, with a
+                warning.
             include_headers: adds the ``headers`` column.
-            options: further options of Spark's Kafka source, for example ``groupIdPrefix``. With ``minPartitions`` or
-                ``maxRecordsPerPartition`` several tasks read one partition, and records lose their order. So these two
-                are refused except with ``partitioner="round_robin"`` and in queries that keep state in Spark.
-            until: where the read ends; None: it does not end. ``latest``: at the end of the topic now, that is at this
-                call. A time (a datetime with a time zone, a text such as ``2025-01-31T08:00:00Z``, or epoch
-                milliseconds): in each partition before the first record with this timestamp or a later one. A dict
-                with an offset for every partition: before these offsets. The query ends when all partitions of all
-                reads are there. See ``docs/operations.md``, "A backfill that ends".
+            options: further options of Spark's Kafka source. With ``minPartitions`` and ``maxRecordsPerPartition`` several
+                tasks read one partition: they need ``partitioner="round_robin"`` or ``checkpoint=``.
+            until: where the read ends: ``latest``, a time, or ``{partition: offset}``; None: it does not end.
+                ``latest``: at the end of the topic at this call. An offset is the first that is not read. A time (a
+                datetime with a time zone, a text such as ``2025-01-31T08:00:00Z``, or epoch milliseconds): before the
+                first record with this timestamp or a later one. The query ends when all reads are there.
 
         Returns:
             Spark's Kafka columns: key, value, topic, partition, offset, timestamp, timestampType[, headers].
@@ -195,6 +191,9 @@ class Flow:
         """Some committed records of a topic as a batch DataFrame, with the connection options of this flow.
 
         It fences nobody, and works while the flow runs. Arguments, columns and errors are those of ``onceflow.peek``.
+
+        Args:
+            topic, last, first, since, partitions: as of `onceflow.peek`.
         """
         wanted = topic_frame.excerpt(topic, last=last, first=first, since=since, partitions=partitions)
         return topic_frame.frame(self._spark, self._settings, topic, wanted)
@@ -227,46 +226,43 @@ class Flow:
         Each row is processed in the table partition that Kafka's default partitioner chooses for its key. Changes of
         the state are written to that topic in the transaction of the batch. A local store caches the topic. Write the
         returned DataFrame with ``Flow.write``. Without operators in between, the tasks that process the records also
-        write the outputs.
+        write the outputs. The processor also sees the columns partition, offset, timestamp, topic and headers, where
+        they are present. All records of a batch see ``tables`` at the same offsets.
 
         Args:
-            df: made from ``Flow.read`` or another ``Flow.process`` of this flow, with the columns key and value (string
-                or binary). The columns partition, offset, timestamp, topic and headers are optional; the processor
-                sees them where they are present.
-            processor: an instance of your class. It is pickled with all its attributes and sent to the tasks. Create
-                connections and locks in its ``open``, because they cannot be pickled.
+            df: made from `read` or another `process` of this flow, with the columns key and value (string or binary).
+            processor: an instance of your `Processor`, `ColumnProcessor` or `WindowProcessor`. All its attributes are
+                pickled: create connections and locks in its ``open``.
             table: name of the table topic. It is created when it is missing, and so is ``<table>-internal``.
             partitions: number of partitions of a new table; None: as many as the source has.
-            on_error: what happens to a record for which user code raises. ``fail``: the flow stops. ``dead-letter``:
-                the record goes to ``dead_letter_topic`` in the same transaction, with the cause in its headers.
-            dead_letter_topic: the topic for such records. It must exist.
-            late_topic: the topic for records that are later than ``allowed_lateness`` of the processor allows. It must
-                exist. Give both of them or neither.
+            on_error: when processing a record raises: ``fail`` stops the flow, ``dead-letter`` writes it to
+                ``dead_letter_topic``.
+            dead_letter_topic: the topic for such records, which must exist.
+            late_topic: the topic for records that are later than the processor's ``allowed_lateness``; give both or
+                neither.
             retention: rows that were not written for this long are deleted (``"7 days"``). It replaces the processor's
                 ``ttl``.
-            snapshot_per_partition: keep the whole state of a partition in one record. Only for small state, because
-                every batch writes all of it.
+            snapshot_per_partition: keep the whole state of a partition in one record, which every batch writes. For
+                small state.
             store: the local store: ``lmdb``, ``memory``, ``rocksdb`` (needs the extra ``rocksdb``), or a class of your
                 own.
-            state_dir: folder of the local stores, on every host; None: the host's ``$ONCEFLOW_STATE_DIR``, or
-                ``~/.local/state/onceflow`` where that is not set.
-            adopt_existing: use the rows of an existing table topic for which the flow has no progress. In the first run
-                of a copy (``onceflow fork``), the table may also begin empty in place of a copied one.
-            idle_timeout: the watermark ignores a source partition that has had no new records for this long, over all
-                runs of the flow.
-            clock_after: when no source partition has had records for this long, event time goes on by the clock, as far
-                as the time of day: windows close, though nothing comes any more. Records that come later with an
-                earlier time are late. At least ``idle_timeout``. None: event time stands still.
-            max_timers_per_batch: maximum number of timers that fire in one partition and batch, the earliest first. The
-                others fire in further batches, which follow at once. None: all due timers fire in one transaction.
-            max_dead_letters: stop the flow when one run has more dead letters than this: a count (``100``), or a share
-                of the records that the step has read (``0.01``), checked from 100 records on. The batch that exceeds it
-                is not committed. None: no limit.
-            tables: tables that the processor looks up rows in, by name: topics, or `JoinTable`s. It gets them as
-                ``state.table(name)``. All records of a batch see them at the same offsets.
-            changelog: False: the table has no topics, and its state is in local stores only. Outputs stay exactly-once,
-                but a partition whose local copy is lost or out of date begins empty, with a warning. For state that
-                may be lost. ``table`` then only names local folders.
+            state_dir: folder of the local stores; None: each host's ``$ONCEFLOW_STATE_DIR``, else
+                ``~/.local/state/onceflow``.
+            adopt_existing: use the rows of an existing table for which the flow has no progress. In the first run of a
+                copy (``onceflow fork``), the table may also begin empty.
+            idle_timeout: event time stops waiting for a source partition that brought no records for this long, over
+                all runs.
+            clock_after: when no partition brought records for this long, event time goes on by the clock; None: it
+                stands still. So windows close, but records that come later with an earlier time are late. At least
+                ``idle_timeout``.
+            max_timers_per_batch: maximum number of timers that fire per partition and batch; None: all. The others
+                follow at once.
+            max_dead_letters: stop the flow when one run has more: a count, or a share of the records read (``0.01``);
+                None: no limit. A share counts from 100 records on. The batch that exceeds it is not committed.
+            tables: tables that the processor looks up rows in with ``state.table(name)``, by name: topics, or
+                `JoinTable`s.
+            changelog: False: state that may be lost, in local stores only; a lost or outdated copy begins empty, with a
+                warning.
 
         Returns:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
@@ -309,23 +305,22 @@ class Flow:
         """The first record of every id; records with an id that is remembered are duplicates, and are left out.
 
         Ids are state in a table, as in `process`: they are committed together with the outputs. Give either ``within``
-        or ``records``. ``docs/deduplication.md`` says exactly what is remembered, and which records are late.
+        or ``records``. The topics that it writes to must exist. ``docs/deduplication.md`` says exactly what is
+        remembered, and which records are late.
 
         Args:
-            df: made from ``Flow.read`` or another step of this flow, with the columns key and value (string or binary).
-                With ``within`` it also needs the column of the event time.
-            id: the column with the id: string or binary; numbers without fraction, decimals, booleans and dates count
-                as their text. ``"key"``: the record's key.
-            within: how long an id is remembered, in stream time (``"24 hours"``).
+            df: made from `read` or another step of this flow, with the columns key and value (string or binary).
+            id: the column with the id, or ``"key"``. Numbers without fraction, decimals, booleans and dates count as
+                their text.
+            within: how long an id is remembered, in stream time (``"24 hours"``). Give this or ``records``.
             records: how many ids each partition of the table remembers.
-            late: what happens to records that are older than ``within``, and cannot be judged: ``drop``, or the topic
-                that they go to. It must exist.
-            duplicates_topic: the topic that duplicates go to; None: they are dropped. It must exist.
-            event_time: the column with the time of a record: a timestamp, or epoch milliseconds. None: ``timestamp``.
+            late: what happens to records that are older than ``within``: ``drop``, or the topic that they go to.
+            duplicates_topic: the topic that duplicates go to; None: they are dropped.
+            event_time: the column with the time of a record: a timestamp, or epoch milliseconds; None: ``timestamp``.
             table: name of the table topic; None: ``<flow>-ids``.
             max_ahead: how far the time of a record may be ahead of the clock; None: as far as it likes.
-            on_error: what happens to a record without id or time, or with a time too far ahead, as in `process`.
-            partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, max_dead_letters: as in
+            on_error: what happens to a record without id or time, or with a time too far ahead, as of `process`.
+            partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, max_dead_letters: as of
                 `process`.
 
         Returns:
@@ -363,13 +358,13 @@ class Flow:
         Args:
             df: a streaming DataFrame of this flow.
             table: a compacted topic, but no table of this flow; or a `JoinTable`, which also names its serdes.
-            on: the column with the table's key: string or binary, or what the table's key serde takes.
-            columns: fields of the table's values and their types, for example ``{"name": "string", "tier": "int"}``
-                (with ``value=serdes.JSON`` or a struct); or the name of one new column for the whole value, which is
-                binary unless the serde is STRING, LONG or DOUBLE.
-            how: ``inner``: rows whose key is not in the table are left out. ``left``: their new columns are null.
-            corrupt_column: name of one more column, binary: the value of the table where it cannot be read as
-                ``columns``, whose columns are null then. None: such a value stops the flow with a BadRecordError.
+            on: the column with the table's key: string or binary, or what the key serde takes.
+            columns: fields of the values and their types, or the name of one column for the whole value. Fields
+                (``{"name": "string"}``) need ``value=serdes.JSON`` or a struct. A whole value is binary unless the
+                serde is STRING, LONG or DOUBLE.
+            how: ``inner`` leaves out rows whose key is not in the table; ``left`` keeps them, with nulls.
+            corrupt_column: a further binary column, with values of the table that cannot be read; None: one stops the
+                flow.
 
         Returns:
             The columns of ``df`` and the new ones. Rows keep their order.
@@ -410,12 +405,12 @@ class Flow:
 
         Args:
             df: a streaming DataFrame of this flow.
-            function: gets a ``pyarrow.RecordBatch`` with the columns of ``df``, and returns one or a ``pyarrow.Table``.
-                It may leave rows out, or return more. Times are in UTC. It is pickled and sent to tasks, as processors
-                are.
-            schema: the columns of the rows that it returns: names and types as in SQL (``"key binary, value string"``),
-                or a ``StructType``; None: those of ``df``. Columns may be returned in another order, and with a type
-                that is cast without a change of values, such as ``int32`` in place of ``bigint``.
+            function: gets a ``pyarrow.RecordBatch`` with the columns of ``df`` and returns one, or a ``pyarrow.Table``.
+                Rows may be left out or added. Times are in UTC. The function is pickled when it is given, with the
+                variables that it uses.
+            schema: the columns that it returns, as in SQL (``"key binary, value string"``) or a ``StructType``; None:
+                those of ``df``. Columns may come in another order, and with a type that is cast without a change of
+                values, such as ``int32`` in place of ``bigint``.
 
         Returns:
             A streaming DataFrame with these columns.
@@ -455,23 +450,19 @@ class Flow:
         """Call another service once for each row, many at a time, without state. Write the result with `write`, without
         ``topic=``.
 
-        The function of ``calls`` gets a `Record` with the decoded value, and the key in bytes. It returns the value to
-        write under the same key, or a `Record`, or a list of `Record`s, or None for nothing. When a batch runs again,
-        its calls are made again.
+        The function of ``calls`` gets a `Record` with the decoded value, and the key in bytes; also topic, partition,
+        offset, timestamp and headers, where ``df`` has these columns. It returns the value to write under the same key,
+        or a `Record`, or a list of `Record`s, or None for nothing. When a batch runs again, its calls are made again.
 
         Args:
-            df: a streaming DataFrame of this flow, with the columns key and value (string or binary). The columns
-                topic, partition, offset, timestamp and headers are optional; the function sees them where they are
-                present.
-            calls: what `concurrently` returns. Rows keep their order. Calls for rows of one key are made one after the
-                other, unless ``order=None``.
+            df: a streaming DataFrame of this flow, with the columns key and value (string or binary).
+            calls: what `concurrently` returns. Rows keep their order.
             topic: where results go that name no other topic.
-            dead_letter_topic: where rows go whose call fails, with the cause in their headers. None: a call that fails
-                stops the flow with ProcessorError. With it, operators can only stand in front of this step.
+            dead_letter_topic: where rows go whose call fails; None: the flow stops with ProcessorError. With it,
+                operators can only stand in front of this step.
             value: serde of the values that are read; None: bytes.
             output: serde of results that are not bytes; None: there are only bytes.
-            max_dead_letters: stop the flow when one run has more dead letters than this: a count (``100``), or a share
-                of the rows (``0.01``), which counts from the 100th row on. Nothing of that batch becomes visible.
+            max_dead_letters: as of `process`.
 
         Returns:
             A streaming DataFrame: key, value, topic, headers, timestamp.
@@ -516,37 +507,34 @@ class Flow:
         """Prepare to write a streaming DataFrame; ``.start()`` runs it.
 
         Args:
-            df: made from ``Flow.read`` or ``Flow.process`` of this flow, with the columns of Spark's own Kafka sink
-                (key, value, topic, partition, headers) and optionally timestamp. Other columns are ignored.
-            topic: output topic for all rows. None: every row names its own in the ``topic`` column.
-            trigger: how often a batch (and so a transaction) starts, for example ``"100 milliseconds"``. None: as soon
-                as the previous one is done.
-            guarantee: ``exactly_once``: rows, progress and source offsets are written in one transaction.
-                ``at_least_once``: rows first, then progress, without transactions; a crash in between duplicates rows.
-                After ``Flow.process`` this includes changes of state, and older drivers are fenced.
-                ``at_most_once``: progress first, then rows; a crash or a failure in between loses rows.
-            partitioner: ``key`` chooses partitions as the Java client does. ``source`` keeps the partition a row was
-                read from, without a shuffle. ``round_robin`` fills partitions evenly, without a shuffle; the records of
-                a key lose their order.
-            checkpoint: folder of Spark's checkpoint, which must be kept. Needed for queries with state in Spark
-                (aggregations, stream-stream joins, de-duplication, transformWithState) and for sources that are not
-                topics. With a local master it may be a local path, otherwise all executors must be able to write there
-                (``s3a://...``). None: the flow has no checkpoint, its progress is in Kafka alone.
-            output_mode: Spark's ``append``, ``update`` or ``complete``; the last two need checkpoint=.
-            on_checkpoint_conflict: what happens when the checkpoint and the flow's progress in Kafka do not belong
-                together. ``refuse``: ProgressConflictError. ``resume``: an empty checkpoint is accepted, and the flow
-                continues at its committed offsets with empty Spark state.
-            transaction_timeout: the broker aborts a batch whose transaction is open for longer. It can be at most
+            df: made from `read` or a step of this flow, with the columns of Spark's Kafka sink, and optionally
+                timestamp.
+            topic: output topic for all rows; None: every row names its own in the ``topic`` column.
+            trigger: how often a batch starts, for example ``"100 milliseconds"``; None: as soon as the previous one is
+                done.
+            guarantee: ``exactly_once``, ``at_least_once`` or ``at_most_once``. ``at_least_once``: rows first, then
+                progress, without transactions; a crash in between duplicates rows, and after `process` changes of
+                state. ``at_most_once``: progress first, then rows; a crash or a failure in between loses rows.
+            partitioner: how rows get their partition: ``key``, ``source`` or ``round_robin``. ``key``: as the Java
+                client does, any for a null key; a ``partition`` column takes precedence. ``source``: the one that the
+                row was read from, in a topic with as many; their records keep their order. ``round_robin``: evenly over
+                all, without an order.
+            checkpoint: folder of Spark's checkpoint, which must be kept; None: progress is in Kafka alone. Needed for
+                state in Spark and for sources that are not topics. On a cluster all executors must be able to write
+                there.
+            output_mode: Spark's ``append``, ``update`` or ``complete``; the last two need ``checkpoint=``.
+            on_checkpoint_conflict: ``resume``: accept an empty checkpoint; the flow continues at its offsets with empty
+                state. ``refuse``: ProgressConflictError if the checkpoint and the progress in Kafka do not belong
+                together.
+            transaction_timeout: the broker aborts a batch whose transaction is open for longer. At most
                 ``transaction.max.timeout.ms`` of the brokers (15 minutes by default).
-            compression: none, gzip, snappy, lz4 or zstd.
-            late: what happens to rows that Spark drops because they are later than the watermark of a query with state.
-                ``drop``: they are counted (``BatchSummary.dropped``), and a warning says so. ``fail``: LateRowsError,
-                and the batch is not committed; needs ``guarantee="exactly_once"``.
-            once: process what is in the sources now, in bounded batches, then stop (Spark's availableNow).
-            engine: what reads, processes and writes the batches. ``driver``: the driver alone. ``tasks``: Spark jobs,
-                whose tasks read the topics by themselves. ``auto``: the driver, and with a backlog tasks, see
-                ``docs/performance.md``; the start-up log and ``FlowQuery.engine_reason`` say what and why. With
-                checkpoint=, Spark's micro-batches run the query: then ``auto`` lets the driver write small batches.
+            compression: ``none``, ``gzip``, ``snappy``, ``lz4`` or ``zstd``.
+            late: rows later than Spark's watermark: ``drop`` counts them and warns, ``fail`` raises LateRowsError.
+                ``fail`` needs ``guarantee="exactly_once"``.
+            once: process what is in the sources now, in bounded batches, then stop.
+            engine: what reads, processes and writes the batches: ``auto``, ``driver`` or ``tasks``. ``driver``: the
+                driver alone. ``tasks``: Spark jobs, whose tasks read the topics. ``auto``: the driver, and tasks with a
+                backlog; with ``checkpoint=`` the driver writes small batches.
 
         Raises:
             OptionError, SchemaError, UnsupportedQueryError, UnknownTopicError, ProgressConflictError: raised here or in
@@ -574,19 +562,18 @@ class Flow:
         """Prepare to write a streaming DataFrame to a system other than Kafka, exactly once; ``.start()`` runs it.
 
         The rows of a batch and the flow's progress are in one transaction of that system, which decides where the flow
-        is. Progress in Kafka and the consumer group follow.
+        is. Progress in Kafka and the consumer group follow. Columns of Spark's Kafka source (key, value, headers,
+        topic, partition, offset, timestamp) that the table lacks are those of a dead letter. Without a value it is the
+        row in JSON.
 
         Args:
-            df: made from ``Flow.read`` of this flow, without process steps and without state in Spark. Its columns are
-                those that the sink takes.
+            df: made from `read` of this flow, without process steps and without state in Spark; its columns are those
+                of the sink.
             sink: what is written, for example ``PostgresSink(dsn, "ledger")``.
             trigger: as of `write`.
-            dead_letter_topic: the topic for rows that the system does not take, for example because of a unique index.
-                It must exist. None: such a row stops the flow. Columns of Spark's Kafka source (key, value, headers,
-                topic, partition, offset, timestamp) that the table lacks are those of the dead letter. Without a value
-                it is the row in JSON.
-            max_dead_letters: stop the flow when one run has more of them: a count, or a share of the rows, as of
-                ``Flow.process``. The batch that exceeds it is not committed. None: no limit.
+            dead_letter_topic: the topic for rows that the system does not take; None: such a row stops the flow. It
+                must exist.
+            max_dead_letters: as of `process`.
             once, engine: as of `write`.
 
         Raises:
@@ -616,7 +603,12 @@ class Flow:
         once: bool = False,
         engine: str = "auto",
     ) -> FlowWriter:
-        """As `write_external` with a `PostgresSink`: rows go to a table of a PostgreSQL database, exactly once."""
+        """As `write_external` with a `PostgresSink`: rows go to a table of a PostgreSQL database, exactly once.
+
+        Args:
+            table, dsn, mode, key, flag: as of `PostgresSink`.
+            df, trigger, dead_letter_topic, max_dead_letters, once, engine: as of `write_external`.
+        """
         sink = PostgresSink(dsn, table, mode=mode, key=key, flag=flag)
         return self.write_external(
             df,
@@ -648,12 +640,15 @@ class Flow:
         second flow applies the topic to the system. Each is exactly-once. Rows can be seen in Kafka first.
 
         Args:
-            df, topic, options: as of `write`. The topic must exist.
-            sink: what is written in the end, for example a `PostgresSink`.
-            rows: makes the sink's rows of the topic's records. It gets what `read` returns; with headers if there is a
+            df: as of `write`.
+            topic: what the first flow writes and the second one reads; it must exist.
+            options: further arguments of `write`.
+            sink: what the second flow writes, for example a `PostgresSink`.
+            rows: makes the sink's rows of what `read` returns for the topic; with headers if there is a
                 ``dead_letter_topic``.
-            sink_flow: name of the second flow; None: that of this one, and ``.sink``.
-            trigger, once: of both flows.
+            sink_flow: name of the second flow; None: ``<flow>.sink``.
+            trigger: of both flows.
+            once: both process what is there now, one after the other. ``start()`` returns when the second one runs.
             dead_letter_topic, max_dead_letters: as of `write_external`.
 
         Raises:

@@ -54,14 +54,16 @@ def peek(
     Timestamps decide between partitions.
 
     Args:
-        last: the last records of the topic: at most this many in all partitions together. None: 1000, unless ``first``
-            or ``since`` is given.
-        first: the first records instead, at most this many in all partitions together.
-        since: only records with this timestamp or a later one: a duration before now (``"1 hour"``, or seconds) or a
-            datetime with a time zone. Without ``last`` and ``first`` all of them, at most 1,000,000.
-        partitions: numbers of partitions; None: all.
-        bootstrap_servers: ``host:port``, several separated by commas; None: ``$ONCEFLOW_BOOTSTRAP_SERVERS``.
-        options: connection options, as of `Flow`.
+        spark: any session.
+        topic: the topic to look at.
+        last: its last records, at most this many in all partitions together; None: 1000, without ``first`` and
+            ``since``.
+        first: the first records instead.
+        since: only records from this time on: a duration before now (``"1 hour"``, or seconds) or a datetime with a
+            time zone. Without ``last`` and ``first`` all of them, at most 1,000,000.
+        partitions: only these, for example ``[0, 1]``; None: all.
+        bootstrap_servers: as of `Flow`; None: ``$ONCEFLOW_BOOTSTRAP_SERVERS``.
+        options: as of `Flow`.
 
     Returns:
         The columns of ``Flow.read(..., include_headers=True)``. ``timestamp`` is null if the record has none, or one

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-OPERATIONS = ROOT / "docs" / "operations.md"
+CHANGE = ROOT / "docs" / "change.md"
 DEVELOPMENT = ROOT / "docs" / "development.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 STATE = ROOT / "docs" / "state.md"
@@ -111,7 +111,7 @@ def run_tests(code: str) -> int:
 # ---- examples --------------------------------------------------------------------------------------------
 
 
-def test_the_quick_start_of_the_readme_and_the_reset_of_the_operations_page(
+def test_the_quick_start_of_the_readme_and_the_resets_of_its_flow(
     onceflow_broker: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Every command but the first two, which test_quick_start.py runs, too: they install and start a broker."""
@@ -145,7 +145,7 @@ def test_the_quick_start_of_the_readme_and_the_reset_of_the_operations_page(
 
     assert progress_of(onceflow_broker, flow, deposits) is not None
     monkeypatch.chdir(tmp_path)
-    forget, *others = re.findall(r"^onceflow ((?:reset|progress) .*)$", OPERATIONS.read_text(), re.MULTILINE)
+    forget, *others = re.findall(r"^onceflow ((?:reset|progress) .*)$", CHANGE.read_text(), re.MULTILINE)
     assert len(others) == 3
     for command in (*others, f"{forget} --yes"):  # forgotten at the end
         words = command.replace("validated-deposits", flow).replace("localhost:9092", onceflow_broker).split()

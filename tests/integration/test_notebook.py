@@ -1,4 +1,4 @@
-"""The notebook that docs/operations.md shows, in a real kernel: its cells run one after the other, and the one that
+"""The notebook that docs/run.md shows, in a real kernel: its cells run one after the other, and the one that
 serves is interrupted, as by the stop button."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "run.md"
 #: What a user may see of the signals of the kernel, in a cell.
 HANDLERS = "import signal; print([signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)])"
 #: What a thread prints when its cell has ended is shown nowhere for sure. So the cell waits for it.
@@ -36,7 +36,7 @@ print("heard")
 
 
 def cells_of_the_page() -> list[str]:
-    section = PAGE.read_text().split("### In a notebook\n")[1].split("\n### ")[0]
+    section = PAGE.read_text().split("## In a notebook\n")[1].split("\n## ")[0]
     return re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
 
 

@@ -79,8 +79,8 @@ def test_what_is_taken(onceflow_spark: Any, onceflow_broker: str, mixed: str, ma
         onceflow.peek(onceflow_spark, mixed.lower(), bootstrap_servers=onceflow_broker)
 
 
-def test_the_example_of_the_operations_page(onceflow_spark: Any, onceflow_broker: str, mixed: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+def test_the_example_of_the_page(onceflow_spark: Any, onceflow_broker: str, mixed: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
     (code,) = [
         block
         for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)

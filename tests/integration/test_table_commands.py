@@ -60,9 +60,9 @@ def line_of(stream: Any) -> str:
     return str(stream.readline())
 
 
-def test_the_commands_of_the_operations_page(call: Call, rates: str, onceflow_broker: str) -> None:
+def test_the_commands_of_the_page(call: Call, rates: str, onceflow_broker: str) -> None:
     """All but the one that runs until Ctrl-C."""
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
     (block,) = re.findall(r"^```sh\n(onceflow table list.*?)^```", page, re.MULTILINE | re.DOTALL)
     independent.fill(onceflow_broker, rates, [(b"ada", b'{"n": 7}'), (b"bob", b'{"n": 8}')])
     said = {}

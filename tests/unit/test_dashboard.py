@@ -16,7 +16,7 @@ from onceflow.metrics.counts import COUNTER, HISTOGRAM, METRICS
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD, ALERTS = ROOT / "deploy" / "grafana-dashboard.json", ROOT / "deploy" / "prometheus-alerts.yaml"
-OPERATIONS = ROOT / "docs" / "operations.md"
+MONITOR = ROOT / "docs" / "monitor.md"
 #: Labels that Prometheus itself gives every series, and its own metric of a scrape.
 TARGET = {"job", "instance"}
 OTHERS = {"up": TARGET}
@@ -163,5 +163,5 @@ def test_panels_do_not_overlap() -> None:
 
 
 def test_the_page_names_all_alerts() -> None:
-    told = re.findall(r"^\| `(Onceflow\w+)` \|", OPERATIONS.read_text(), re.MULTILINE)
+    told = re.findall(r"^\| `(Onceflow\w+)` \|", MONITOR.read_text(), re.MULTILINE)
     assert told == [rule["alert"] for rule in RULES]

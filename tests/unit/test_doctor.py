@@ -614,8 +614,8 @@ def test_a_package_that_cannot_be_imported_is_a_finding(package: str) -> None:
 
 
 def test_the_page_lists_the_checks() -> None:
-    page = (ROOT / "docs" / "operations.md").read_text().partition("\n### Is everything set up right?\n")[2]
-    section = page.partition("\n### ")[0]
+    page = (ROOT / "docs" / "diagnose.md").read_text().partition("\n## Check the setup\n")[2]
+    section = page.partition("\n## ")[0]
     listed = re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE)
     assert listed == [
         *(check.name for check in doctor_machine.LOCAL),

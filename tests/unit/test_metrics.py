@@ -42,7 +42,7 @@ from onceflow.state.table_facts import TableFacts
 from onceflow.testing.waiting import wait_until
 
 ORDER = ("flow", "topic", "partition", "step", "error", "table", "kind", "clock")
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+MONITOR = Path(__file__).parents[2] / "docs" / "monitor.md"
 
 
 class Times:
@@ -499,7 +499,7 @@ def test_lag_from_the_report_of_spark(sources: Any, expected: Any) -> None:
 
 
 def test_the_page_names_all_metrics() -> None:
-    section = OPERATIONS.read_text().partition("\n### Metrics\n")[2].partition("\n### ")[0]
+    section = MONITOR.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(onceflow_\w+)` \| (\w+) \| ([^|]*) \|", section, re.MULTILINE)
     told = [(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows]
     assert told == [(name, metric.kind, metric.labels) for name, metric in METRICS.items()]

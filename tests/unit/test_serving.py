@@ -211,7 +211,7 @@ def until(service: subprocess.Popen[str], text: str) -> None:
 # ---- processes of their own; `make fast` leaves these out ------------------------------------------------
 
 
-# The rows of the table of exit codes in docs/operations.md; a negative one is the signal that has ended the process.
+# The rows of the table of exit codes in docs/run.md; a negative one is the signal that has ended the process.
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "code, sent, exit_code",

@@ -25,7 +25,7 @@ class Breaker:
     to it, such as a URL. They live as long as the process, over many batches.
 
     Args:
-        failures: how many in a row, over all calls of the function in the process.
+        failures: how many transient errors in a row, over all calls of the function in the process.
         pause: how long calls are refused.
 
     Raises:

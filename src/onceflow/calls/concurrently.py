@@ -47,25 +47,25 @@ def concurrently(
                     state.put(receipt)
                     yield Record(key, receipt)
 
-    A batch may run again, and then its calls are made again: calls are made **at least once**. Give the other side an
-    idempotency key, such as an identifier in the record, or ``onceflow.idempotency_key(record)``.
+    Results are used in the order of the records. A batch may run again, and then its calls are made again: calls are
+    made **at least once**. Give the other side an idempotency key, such as an identifier in the record, or
+    ``onceflow.idempotency_key(record)``.
 
     Args:
-        function: a plain function, which runs in threads, or a coroutine function, which runs in an event loop. Give
-            a client in a plain function its own timeout, because a thread cannot be stopped from outside.
+        function: a plain function, which runs in threads, or a coroutine function. Give a client in a plain function
+            its own timeout: threads cannot be stopped.
         limit: how many calls are under way at a time in one task.
-        timeout: for one attempt. After that it fails with CallTimeoutError.
+        timeout: for one attempt, which then fails with CallTimeoutError.
         deadline: for all attempts of a call together; None: as long as they take.
         retries: how often a call is made again after a transient error.
         backoff: the pause before the second attempt. It doubles with every further one, up to 30 seconds, and half of
             it is random.
-        transient: which errors are worth another attempt: exception classes, or a function of the exception. None:
-            ConnectionError, TimeoutError and CallTimeoutError.
-        breaker: when calls fail at once, because the other side does not work; None: never.
-        resource: makes a context manager that is entered once per task, for example ``aiohttp.ClientSession``. The
-            function gets what it returns as its first argument.
-        order: ``key``: a record's calls are made when the records before it with the same key are done. None: they
-            may be made earlier; results are still used in order.
+        transient: errors worth another attempt: classes, or a function; None: ConnectionError, TimeoutError,
+            CallTimeoutError.
+        breaker: a `Breaker`: when calls fail at once; None: never.
+        resource: makes a context manager that is entered once per task; the function gets its value as the first
+            argument.
+        order: ``key``: the calls of a key are made one after the other; None: they may be made earlier.
 
     Returns:
         What is called in place of the function. It can be an attribute of a processor's class or object, or be given to

@@ -37,17 +37,14 @@ class ClaimCheck:
 
     ``encode`` returns when the value is stored durably, and so before the transaction of its reference commits.
     ``decode`` reads and verifies it. Use it wherever a serde is taken: for values, outputs, state, maps, tables. It is
-    not for keys.
+    not for keys. Credentials in ``storage_options`` travel to tasks, but appear in no reference, error or log.
 
     Args:
-        store: where large values are kept: a local folder (a path or ``file:///...``; all hosts must see it),
-            ``s3://bucket/prefix``, or a bucket of Google (``gs://``) or Azure (``az://``). One cluster has a store of
-            its own.
+        store: where large values of one cluster are kept: a local folder that all hosts see, ``s3://``, ``gs://`` or
+            ``az://``.
         above: values of more bytes than this are stored: ``"1 MB"``, or a number of bytes.
         inner: the serde of the values themselves; None: they are bytes.
-        storage_options: options of the bucket, with the names that ``DeltaSink`` takes: ``{"aws_access_key_id": ...,
-            "aws_secret_access_key": ...}``. Without them, credentials are those of the environment. They travel to
-            tasks, but appear in no reference, error or log.
+        storage_options: options of the bucket, with the names that `DeltaSink` takes; None: those of the environment.
 
     Raises:
         OptionError: an argument cannot be used.

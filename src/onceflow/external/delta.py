@@ -58,11 +58,11 @@ class DeltaSink(ExternalSink):
     which has the progress row. Other applications may write the table meanwhile.
 
     Args:
-        root: the folder of the table, or a URL of a bucket, for example ``s3://bucket/table``: of S3, Google or Azure.
-            A table that does not exist is created with the columns of the rows.
+        root: the folder of a table, or the URL of a bucket, such as ``s3://bucket/table``; it is created if it does not
+            exist.
         partition_by: partition columns of a table that is created. A table that exists has its own.
         shared: whether the executors of a cluster have this folder, too.
-        storage_options: of deltalake, for the object store: for example ``AWS_REGION``, ``AWS_ENDPOINT_URL``.
+        storage_options: of deltalake, for an object store: for example ``AWS_REGION``, ``AWS_ENDPOINT_URL``.
 
     Raises:
         OptionError: a URL of another kind, or options with which two drivers could overwrite each other's commits.

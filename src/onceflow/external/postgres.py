@@ -130,12 +130,13 @@ class PostgresSink(ExternalSink):
     there, too, unless another schema of the path has it.
 
     Args:
-        dsn: how to connect, as libpq takes it: ``postgresql://user:password@host/database`` or ``host=... dbname=...``.
+        dsn: how to connect: ``postgresql://user:password@host/database``, or libpq's ``host=... dbname=...``.
         table: an existing table, ``name`` or ``schema.name``.
-        mode: ``insert``; ``upsert``: a row replaces the columns of the row with its key; ``delete-by-flag``: likewise,
-            but a row whose ``flag`` is true deletes the row with its key. A flag that is null counts as false.
+        mode: ``insert``, ``upsert`` or ``delete-by-flag``. ``upsert``: a row replaces the columns of the row with its
+            key. ``delete-by-flag``: likewise, but a row whose ``flag`` is true deletes the row with its key. A flag
+            that is null counts as false.
         key: the columns of a primary key or unique index, for ``upsert`` and ``delete-by-flag``.
-        flag: name of the boolean column for ``delete-by-flag``. It is no column of the table.
+        flag: the boolean column for ``delete-by-flag``, which is no column of the table.
 
     Raises:
         OptionError: arguments that do not go together.

@@ -89,7 +89,7 @@ def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsEndpoint:
 
     Args:
         port: 0: a free one, see ``MetricsEndpoint.port``.
-        host: address to listen on; ``0.0.0.0``: all addresses of this machine.
+        host: address to listen on; ``0.0.0.0``: all addresses.
 
     Raises:
         OptionError: the port is no port.

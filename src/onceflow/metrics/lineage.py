@@ -49,10 +49,9 @@ class Lineage:
             onceflow.serve(flow.write(rows, topic="validated"))
 
     Args:
-        client: an ``OpenLineageClient``, which is not closed; None: one that is configured by OpenLineage's own
-            variables and files, such as ``OPENLINEAGE_URL``.
+        client: an ``OpenLineageClient``, which is not closed; None: one as OpenLineage's variables and files say.
         namespace: of the jobs; None: ``$OPENLINEAGE_NAMESPACE``, else ``default``.
-        interval: how often a run sends RUNNING, if it commits batches: ``"1 minute"``, or a number of seconds.
+        interval: how often a run that commits batches sends RUNNING.
 
     Raises:
         EnvironmentUnusableError: the package openlineage-python is missing, or its configuration is wrong.

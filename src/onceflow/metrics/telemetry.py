@@ -39,7 +39,8 @@ class Telemetry:
             onceflow.serve(flow.write(rows, topic="validated"))
 
     Args:
-        tracer_provider, meter_provider: None: the global ones.
+        tracer_provider: where spans go; None: the global provider.
+        meter_provider: where metrics go; None: the global provider.
 
     Raises:
         EnvironmentUnusableError: the package opentelemetry-api is missing.

@@ -55,7 +55,8 @@ def serve(
     finish, up to 10 seconds before the end of ``stop_timeout``.) A second signal within a second is ignored, because it
     often comes with the first one: ``timeout`` signals both a process and its group. A later one ends the process at
     once, with exit code 143 (SIGTERM), 130 (Ctrl-C) or 129 (SIGHUP); the next start continues as after a crash. So does
-    ``stop_timeout``. SIGHUP is ignored under ``nohup``.
+    ``stop_timeout``. A supervisor should wait longer: Kubernetes (``terminationGracePeriodSeconds``) waits 30 seconds
+    by default. SIGHUP is ignored under ``nohup``.
 
     In a notebook, interrupting the kernel stops the queries. There is no limit then, and a second interrupt raises
     KeyboardInterrupt. In another thread than the main one, which gets no signals, ``serve`` runs until a query ends:
@@ -79,12 +80,11 @@ def serve(
     Args:
         queries: what ``Flow.write(...)`` or ``Flow.write(...).start()`` returned. ``serve`` starts the former.
         more: a function that returns further fields for the line of a query. They must be valid in JSON.
-        metrics_port: port of the metrics, for example 9404; 0: a free port; None: there are none.
-        metrics_host: address to listen on; ``0.0.0.0``: all addresses of this machine.
-        stop_timeout: how long a stop may take, from the first signal on. A supervisor that ends the process by SIGKILL
-            should wait longer: Kubernetes (``terminationGracePeriodSeconds``) waits 30 seconds by default.
-        log_format: ``json``: log lines and what is printed to stderr are JSON, see `JsonLogFormatter`; ``text``: as the
-            program has configured it; None: what ``$ONCEFLOW_LOG_FORMAT`` says, else ``text``.
+        metrics_port: port of the metrics; 0: a free port; None: there are none.
+        metrics_host: address to listen on; ``0.0.0.0``: all addresses.
+        stop_timeout: how long a stop may take, from the first signal on.
+        log_format: ``json`` (see `JsonLogFormatter`) or ``text``; None: what ``$ONCEFLOW_LOG_FORMAT`` says, else
+            ``text``.
         telemetry: report metrics and a span for each batch to OpenTelemetry, see `Telemetry`.
         lineage: send OpenLineage events, see `Lineage`.
 

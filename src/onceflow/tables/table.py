@@ -61,17 +61,16 @@ class Table(Lookups):
     that is.
 
     Args:
-        topic: the name of the topic.
-        bootstrap_servers: ``host:port``, several separated by commas.
-        options: connection options by their Java names, as for `Flow`.
-        key, value: serdes of keys and values: ``serdes.STRING``, ``JSON``, ``LONG``, ... Default: bytes.
+        topic: the name of a compacted topic.
+        bootstrap_servers: as of `Flow`.
+        options: as of `Flow`.
+        key, value: serde: ``serdes.STRING``, ``JSON``, ``LONG``, ...
         partitions: follow only these; None: all of them.
-        store: ``lmdb``, ``memory``, ``rocksdb`` (needs the extra ``rocksdb``), or a class of your own.
-        state_dir: folder for local copies; None: ``$ONCEFLOW_STATE_DIR``, or ``~/.local/state/onceflow``.
-        wait: whether `start` and the ``with`` block wait until the table is current. Otherwise lookups answer from what
-            is here already.
+        store: as of `Flow.process`.
+        state_dir: as of `Flow.process`.
+        wait: whether `start` and ``with`` wait until the table is current; otherwise lookups answer from what is here.
         restore_timeout: how long that may take; None: no limit.
-        connect_timeout: how long a start waits while all servers refuse connections.
+        connect_timeout: as of `Flow`.
 
     Raises:
         OptionError: an argument is invalid.

@@ -85,31 +85,27 @@ class Retry(Processor):
     how often the record has failed. The wait grows with every failure of a record. It starts when this flow reads the
     dead letter. A record is parked when it has failed ``max_attempts`` times, or for a cause that no retry can fix. The
     letter of a timer is parked at once, and so is one that was shortened: they are no records of a source. So is one
-    that is too large for the table, or that the retry topic refuses.
-    ``parked_topic`` should be compacted; its keys begin with the origins (``topic/partition/offset``) of the records.
-    ``onceflow parked`` lists, retries and drops parked records.
+    that is too large for the table, or that the retry topic refuses. A record in the retry topic has the headers of its
+    last failure, and the name of this topic in ``onceflow.retry.topic``: a flow that reads it elsewhere counts anew.
+    ``parked_topic`` should be compacted; its keys begin with the origins (``topic/partition/offset``) of the records. A
+    null value is written there as an empty one, with a header that says so. ``onceflow parked`` lists, retries and
+    drops parked records.
 
     Waiting records are rows of the table, each with a timer. Row and timer are deleted in the transaction that writes
     the record to the retry topic, so at any time a record is in exactly one place. Several records may have one origin,
     such as the rows that ``explode`` has made of a record: each waits, is retried and is parked by itself.
 
     Args:
-        retry_topic: gets key, value, timestamp and headers of the record, including those of the last failure, and the
-            name of this topic in ``onceflow.retry.topic``: a flow that reads the record elsewhere counts anew. Old
-            records keep their timestamps, so set ``message.timestamp.type=LogAppendTime`` if it has a retention.
-        parked_topic: gets the same with the origin in its key. A null value is written as an empty one, with a header
-            that says so.
+        retry_topic: the topic of records that are due; the flow whose records fail reads it beside its source. They
+            keep their timestamps: set ``message.timestamp.type=LogAppendTime`` if it has a retention.
+        parked_topic: the topic of records that are given up, with their origins in the keys.
         base: the wait after the first failure.
         factor: by which the wait grows from one failure to the next.
         ceiling: the longest wait.
-        jitter: the share of the wait that is random, so that records that failed together are not all retried at the
-            same time. With 0.5, a wait of 10 seconds is between 5 and 10 seconds. The same attempt of a record always
-            gets the same wait, because a batch may run twice.
-        max_attempts: how often a record is processed before it is parked, including the first time.
-        permanent: causes that no retry can fix, so that their records are parked at once: exception classes, or their
-            names. A class does not include its subclasses, because a dead letter contains only the name. Others, also
-            ``KeyError`` or ``ValueError``, are retried ``max_attempts`` times: add those that can only be errors in
-            the record, ``permanent=Retry.PERMANENT | {"KeyError"}``.
+        jitter: the share of the wait that is random; with 0.5, a wait of 10 seconds is between 5 and 10 seconds.
+        max_attempts: how often a record is processed, the first time included, before it is parked.
+        permanent: causes whose records are parked at once: exception classes, or their names. A class does not include
+            its subclasses. Add causes that can only be errors in the record: ``Retry.PERMANENT | {"KeyError"}``.
 
     Raises:
         OptionError: an argument is invalid.

@@ -23,12 +23,11 @@ class JoinTable:
 
     Args:
         topic: any compacted topic, but no table of the same flow.
-        key: serde of its keys. None: keys are given as bytes or text.
+        key: serde of its keys; None: keys are bytes or text.
         value: serde of its values.
-        co_partitioned: whether its keys are in the same partitions as those of the flow's table. Then each task needs
-            only the partition that it works on. Otherwise every host has a copy of the whole topic.
-        store: the local store: ``lmdb``, ``memory``, ``rocksdb``, or a class of your own.
-        state_dir: folder of the local copies, on every host; None: as for `Flow.process`.
+        co_partitioned: whether its keys are in the partitions of the flow's table; else every host has a copy of the
+            whole topic.
+        store, state_dir: as of `Flow.process`.
     """
 
     topic: str
