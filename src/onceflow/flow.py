@@ -149,8 +149,8 @@ class Flow:
             fail_on_data_loss: whether records that expired unread stop the flow; False: they are skipped, with a
                 warning.
             include_headers: adds the ``headers`` column.
-            options: further options of Spark's Kafka source. With ``minPartitions`` and ``maxRecordsPerPartition`` several
-                tasks read one partition: they need ``partitioner="round_robin"`` or ``checkpoint=``.
+            options: further options of Spark's Kafka source. With ``minPartitions`` and ``maxRecordsPerPartition``,
+                several tasks read one partition: they need ``partitioner="round_robin"`` or ``checkpoint=``.
             until: where the read ends: ``latest``, a time, or ``{partition: offset}``; None: it does not end.
                 ``latest``: at the end of the topic at this call. An offset is the first that is not read. A time (a
                 datetime with a time zone, a text such as ``2025-01-31T08:00:00Z``, or epoch milliseconds): before the
