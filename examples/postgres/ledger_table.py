@@ -57,7 +57,7 @@ def main() -> None:
     with psycopg.connect(dsn) as database:
         database.execute(TABLE)
     rows = ledger_rows(deposits)
-    onceflow.serve(flow.write_postgres(rows, table="ledger", dsn=dsn, trigger="200 milliseconds").start())
+    onceflow.serve(flow.write_external(rows, onceflow.PostgresSink(dsn, "ledger"), trigger="200 milliseconds").start())
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from onceflow.driver.start.startup import Startup
 from onceflow.driver.step.joins import join_frame, join_order
 from onceflow.engine_query import DIRECT
 from onceflow.errors import OptionError
-from onceflow.external.postgres import PostgresSink
 from onceflow.external.sink import ExternalSink
 from onceflow.flow_chain import ChainWriter
 from onceflow.flow_runs import FlowRuns
@@ -585,39 +584,6 @@ class Flow:
         write = check_external(df, sink, given, self.name)
         return FlowWriter(
             lambda: self._runs.start(lambda startup: external_run(prepare_external(self._spark, startup, write)))
-        )
-
-    @known_arguments
-    def write_postgres(
-        self,
-        df: DataFrame,
-        *,
-        table: str,
-        dsn: str,
-        mode: str = "insert",
-        key: Sequence[str] = (),
-        flag: str = "deleted",
-        trigger: str | None = None,
-        dead_letter_topic: str | None = None,
-        max_dead_letters: int | float | None = None,
-        once: bool = False,
-        engine: str = "auto",
-    ) -> FlowWriter:
-        """As `write_external` with a `PostgresSink`: rows go to a table of a PostgreSQL database, exactly once.
-
-        Args:
-            table, dsn, mode, key, flag: as of `PostgresSink`.
-            df, trigger, dead_letter_topic, max_dead_letters, once, engine: as of `write_external`.
-        """
-        sink = PostgresSink(dsn, table, mode=mode, key=key, flag=flag)
-        return self.write_external(
-            df,
-            sink,
-            trigger=trigger,
-            dead_letter_topic=dead_letter_topic,
-            max_dead_letters=max_dead_letters,
-            once=once,
-            engine=engine,
         )
 
     def write_chain(

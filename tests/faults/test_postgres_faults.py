@@ -323,7 +323,7 @@ def test_deadlock(make_ledger: Callable[..., Ledger], caplog: Any) -> None:
     look = psycopg.connect(ledger.dsn, autocommit=True)
     with other, look, ledger.pipe.open() as flow:
         rows = flow.read(ledger.pipe.source).selectExpr("partition AS id", "offset AS number")
-        writer = flow.write_postgres(rows, table="totals", dsn=ledger.dsn, mode="upsert", key=["id"])
+        writer = flow.write_external(rows, onceflow.PostgresSink(ledger.dsn, "totals", mode="upsert", key=["id"]))
         other.execute("SET deadlock_timeout = '1h'")
         other.execute("UPDATE totals SET number = -2 WHERE id = 3")
         query = writer.start()
@@ -573,7 +573,9 @@ def test_fifty_columns(make_ledger: Callable[..., Ledger]) -> None:
         ledger.pipe.fill(1000)
         with ledger.pipe.open() as flow:
             rows = flow.read(ledger.pipe.source).selectExpr("partition", "offset", *select)
-            query = flow.write_postgres(rows, table="wide", dsn=ledger.dsn, once=True, engine=engine).start()
+            query = flow.write_external(
+                rows, onceflow.PostgresSink(ledger.dsn, "wide"), once=True, engine=engine
+            ).start()
             query.awaitTermination(120)
     expected = [
         (

@@ -638,7 +638,6 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "Flow.join_table",
         "Flow.write",
         "Flow.write_external",
-        "Flow.write_postgres",
         "Flow.write_chain",
         "serve",
         "serve_metrics",

@@ -305,7 +305,7 @@ def test_a_query_with_state_in_spark(make_pipe: Callable[..., Any], made: Callab
         with pytest.raises(
             UnsupportedQueryError, match=r"(?s)takes no checkpoint.*two flows.*Flow.write\(\.\.\., check"
         ):
-            flow.write_postgres(counts, table="t", dsn=dsn)
+            flow.write_external(counts, PostgresSink(dsn, "t"))
 
 
 def test_a_flow(
@@ -325,7 +325,7 @@ def test_a_flow(
                 "key", "headers", "topic", "timestamp", "timestampType", "partition", "offset", "string(value) AS value"
             )
             options = {"dead_letter_topic": dead, "once": True, **options}
-            query = flow.write_postgres(rows, table="ledger", dsn=dsn, **options).start()
+            query = flow.write_external(rows, PostgresSink(dsn, "ledger"), **options).start()
             query.awaitTermination(120)
             return query
 

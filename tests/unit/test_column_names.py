@@ -215,7 +215,6 @@ def test_options_of_read_that_are_almost_known() -> None:
         ("map", {"scheme": "a int"}, "did you mean 'schema'?"),
         ("deduplicate", {"ID": "id"}, "did you mean 'id'?"),
         ("join_table", {"columms": "x"}, "did you mean 'columns'?"),
-        ("write_postgres", {"Key": ["id"]}, "did you mean 'key'?"),
         ("enrich", {"colour": "red"}, "Its arguments are df, calls"),
     ],
 )

@@ -177,11 +177,11 @@ class Bench:
         return self.records, self.records, total
 
     def _flow(self, table: str, measured: Measured) -> float:
-        from onceflow import Flow
+        from onceflow import Flow, PostgresSink
 
         with Flow(table, self.spark, bootstrap_servers=self.servers) as flow:
             rows = self.columns.select(flow.read(self.topic, max_records_per_batch=self._per_batch))
-            query = flow.write_postgres(rows, table=table, dsn=self.dsn, once=True).start()
+            query = flow.write_external(rows, PostgresSink(self.dsn, table), once=True).start()
             wait(query)
             for batch in query.batches[1:]:
                 for step, seconds in batch.seconds.items():

@@ -247,7 +247,7 @@ def serve(output: Path, **given: Any) -> None:
 @click.option("--dsn", help="A PostgreSQL server that runs already, as libpq takes it.  [default: one is started]")
 @output_option
 def postgres(output: Path, **given: Any) -> None:
-    """Compare Flow.write_postgres with Spark's JDBC writer and with COPY.
+    """Compare a PostgresSink with Spark's JDBC writer and with COPY.
 
     Flow and JDBC writer (in foreachBatch, at-least-once) read the same topic. COPY gets the same rows from memory: it
     is the limit of the server. "only read" throws the rows away: it is the limit of the source. The exit code is 1
