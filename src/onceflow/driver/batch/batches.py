@@ -41,19 +41,8 @@ _SHARE = 0.1  # warn when more than this share of the batches is slow
 _TURN_S = 0.05  # how often a batch that may not begin yet checks whether the query is being stopped
 
 
-class BatchSteps(Steps, Protocol):
-    """The steps of the batches of one query (``driver/kafka/commit.py``, ``driver/external/commit.py``)."""
-
-    flow: str
-    progress: Progress  # what is committed
-
-    def plan_without_records(self, batch: int) -> None:
-        """As the plan of other batches, for a batch that only fires timers."""
-        ...
-
-    def settle(self) -> None:
-        """The last batch is committed, and the engine has noted it."""
-        ...
+class TimerSteps(Protocol):
+    """What the steps of a query with timers also offer: batches that only fire timers."""
 
     def are_timers_left(self) -> bool:
         """Whether more timers were due than the last batch was allowed to fire."""
@@ -61,6 +50,26 @@ class BatchSteps(Steps, Protocol):
 
     def nothing(self) -> SourceRange:
         """A range without records, where progress is."""
+        ...
+
+    def plan_without_records(self, batch: int) -> None:
+        """As the plan of other batches, for a batch that only fires timers."""
+        ...
+
+
+class BatchSteps(Steps, Protocol):
+    """The steps of the batches of one query (``driver/kafka/commit.py``, ``driver/external/commit.py``)."""
+
+    flow: str
+    progress: Progress  # what is committed
+
+    @property
+    def timers(self) -> TimerSteps | None:
+        """For batches that only fire timers; None: the query has none."""
+        ...
+
+    def settle(self) -> None:
+        """The last batch is committed, and the engine has noted it."""
         ...
 
     def ended_batch(self, rows: Rows) -> None:
@@ -175,25 +184,27 @@ class Batches:
 
         The next batch with records may only begin at the next trigger.
         """
-        if not self._steps.are_timers_left():
+        timers = self._steps.timers
+        if timers is None or not timers.are_timers_left():
             return
         nothing = replace(source, start=source.end)
         until = time.monotonic() + self._options.timers_s
-        while self._steps.are_timers_left() and not self.stopping and time.monotonic() < until:
-            if not self._run_without_records(rows, nothing):
+        while timers.are_timers_left() and not self.stopping and time.monotonic() < until:
+            if not self._run_without_records(rows, nothing, timers):
                 return  # not committed: the timers were only set again, and nothing has changed
 
     def _catch_up(self, rows: Rows) -> None:
         """After a promotion, the timers that the earlier version has fired come before the next records."""
-        while handover.owes_timers(self.progress) and not self.stopping:
-            if not self._run_without_records(rows, self._steps.nothing()):
+        timers = self._steps.timers
+        while timers is not None and handover.owes_timers(self.progress) and not self.stopping:
+            if not self._run_without_records(rows, timers.nothing(), timers):
                 return
 
-    def _run_without_records(self, rows: Rows, nothing: SourceRange) -> bool:
+    def _run_without_records(self, rows: Rows, nothing: SourceRange, timers: TimerSteps) -> bool:
         """A batch that only fires timers. Returns whether it was committed."""
         batch = self.progress.batch_id + 1
         self._steps.settle()
-        self._steps.plan_without_records(batch)
+        timers.plan_without_records(batch)
         with located(flow=self.flow, batch=batch), log_context.within(batch=batch):
             self._run_planned(_no_rows(rows, nothing), batch, nothing, BatchSummary(batch, 0))
         return self.progress.batch_id == batch

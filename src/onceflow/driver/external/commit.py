@@ -125,16 +125,11 @@ class ExternalCommit:
         self._at: BatchAttempt | None = None  # the last one
         self._watch = SourceWatch(session.cluster, session.names.flow)
         self.flow = session.names.flow
+        self.timers = None  # a query with an external sink has no process steps
         self.progress = owned.progress
         self.machine = Transaction(Mode.EXTERNAL, GIVEN)
 
     # ---- what the loop asks -----------------------------------------------------------------
-
-    def nothing(self) -> SourceRange:
-        raise NotImplementedError("there are no timers")
-
-    def are_timers_left(self) -> bool:
-        return False
 
     def ended(self) -> None:
         """The query is over."""
@@ -162,9 +157,6 @@ class ExternalCommit:
         check_contiguous(source.start, known, self._sources.starts, flow=self.flow, batch=batch)
         self._watch.planned(source, self.progress, Deadline(_LOOK_S, "looking at the sources"))
         hooks.at("plan", where="driver", flow=self.flow, batch=batch)
-
-    def plan_without_records(self, batch: int) -> None:
-        raise NotImplementedError("there are no timers")
 
     # ---- the steps -----------------------------------------------------------------------------------
 

@@ -136,6 +136,10 @@ class BatchCommit:
         """The state of the transaction."""
         return self._delivery.machine
 
+    @property
+    def timers(self) -> BatchCommit:
+        return self
+
     def are_timers_left(self) -> bool:
         """Whether more timers were due than the last batch was allowed to fire."""
         return self._state is not None and self._state.are_timers_left()
