@@ -228,7 +228,7 @@ def test_a_worker_without_the_package_for_json(
 ) -> None:
     monkeypatch.setenv(json_logs.VARIABLE, "json")
     monkeypatch.setitem(sys.modules, "onceflow.logs.json_logs", None)
-    monkeypatch.delattr(onceflow, "json_logs")
+    monkeypatch.delattr(onceflow.logs, "json_logs")
     for _ in range(2):
         task_logs.use_format()
     (line,) = [record.getMessage() for record in caplog.records]
@@ -294,7 +294,7 @@ def test_the_environment_and_a_handler_of_the_program() -> None:
 
 def test_a_hook_of_the_program_is_still_called() -> None:
     """Whether it was set before or after, and however many flows there are."""
-    use = "from onceflow import json_logs\nfor _ in range(2): json_logs.use_json()\n"
+    use = "from onceflow.logs import json_logs\nfor _ in range(2): json_logs.use_json()\n"
     hook = "import sys\ndef hook(kind, error, trace):\n    print('reported', error)\nsys.excepthook = hook\n"
 
     def ends(code: str) -> tuple[str, str]:

@@ -254,7 +254,7 @@ def test_the_namespace_of_the_environment(client: Client, monkeypatch: pytest.Mo
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "onceflow.metrics.lineage", raising=False)
+    monkeypatch.delitem(sys.modules, "onceflow.metrics.lineage_events", raising=False)
     monkeypatch.setitem(sys.modules, "openlineage.client", None)
     with pytest.raises(EnvironmentUnusableError, match=r"onceflow\[lineage\]"):
         onceflow.Lineage()
@@ -367,7 +367,7 @@ def test_what_the_client_says_at_its_end(
     result: Any, told: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     later = Later(result)
-    monkeypatch.setattr("onceflow.metrics.lineage.new_client", lambda: later)
+    monkeypatch.setattr("onceflow.metrics.lineage_events.new_client", lambda: later)
     watching = onceflow.Lineage()
     Query().start().end("complete")
     if result is None:

@@ -26,8 +26,6 @@ PUBLIC = frozenset(
         "pyspark.sql.types",
     }
 )
-# Chaos runs put a worker daemon of their own into Spark (spark.python.daemon.module), which extends Spark's.
-ALLOWED = {"chaos/daemon.py": ["pyspark.daemon"]}
 PRIVATE_ATTRIBUTES = frozenset(
     {
         "_active_spark_context",
@@ -70,7 +68,7 @@ def test_nothing_private_of_spark_outside_its_package() -> None:
         text = path.read_text()
         if SUSPECT.search(text):  # most modules need not be parsed
             found[path.relative_to(SOURCE).as_posix()] = sorted(set(found_in(ast.parse(text))))
-    assert {path: names for path, names in found.items() if names} == ALLOWED
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def test_the_test_finds_what_it_looks_for() -> None:

@@ -9,18 +9,14 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
 from onceflow._version import __version__
 from onceflow.errors import EnvironmentUnusableError, OptionError
-from onceflow.metrics.counts import COUNTER, HISTOGRAM, METRICS, Counts, Labels, Metric
-from onceflow.metrics.gauges import looked_up
 from onceflow.metrics.watch import FlowWatch, WatchedQuery, are_healthy, are_ready
 from onceflow.options.arguments import known_arguments
 
@@ -103,7 +99,7 @@ def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsEndpoint:
     try:
         from prometheus_client import CollectorRegistry, exposition
 
-        from onceflow.metrics.endpoint import Collector
+        from onceflow.metrics.families import Collector
     except ImportError as missing:
         raise EnvironmentUnusableError(
             "Metrics need the package prometheus-client",
@@ -226,33 +222,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """Requests are not logged."""
-
-
-class Collector:
-    """Gives every metric of METRICS to prometheus-client at each scrape."""
-
-    def __init__(self, watch: FlowWatch) -> None:
-        self._watch = watch
-
-    def collect(self) -> Iterator[Any]:
-        """All metrics."""
-        found = {name: looked_up(self._watch, name) for name in METRICS}  # before the lock, because Spark may be slow
-        with self._watch.counts.lock:
-            return iter([_family(name, metric, self._watch.counts, found[name]) for name, metric in METRICS.items()])
-
-
-def _family(name: str, metric: Metric, counts: Counts, given: Mapping[Labels, float] | None) -> Any:
-    if metric.kind == HISTOGRAM:
-        histogram = HistogramMetricFamily(name, metric.text, labels=metric.labels)
-        for labels, found in counts.distributions.get(name, {}).items():
-            histogram.add_metric(labels, buckets=found.cumulative(), sum_value=found.total)
-        return histogram
-    values = counts.values.get(name, {}) if given is None else given
-    kind = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
-    family: Any = kind(name.removesuffix("_total"), metric.text, labels=metric.labels)
-    for labels, value in values.items():
-        family.add_metric(labels, value)
-    return family
 
 
 #: By this a client knows whose document it is.

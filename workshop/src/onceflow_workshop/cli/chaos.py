@@ -65,7 +65,7 @@ def chaos(
     list_only: bool,
     keep: Path | None,
 ) -> int:
-    """Inject faults around running flows, then check every record.
+    """Inject faults around running flows, and check what they wrote.
 
     Processes are killed and stopped, and connections are cut. The test bed is started for it: clusters of Kafka and
     Spark, and the driver process of the flows. The last line of stdout is JSON. The exit code is 0 only if nothing is
