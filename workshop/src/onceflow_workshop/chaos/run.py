@@ -8,7 +8,8 @@ import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -242,11 +243,11 @@ def _look(bed: TestBed, findings: Findings) -> None:
             check_state(kind, bed.names.target(kind).state(), findings)
 
 
-def _has_read(servers: str, flow: str, ends: dict[int, int]) -> bool:
+def _has_read(servers: str, flow: str, ends: Mapping[tuple[str, int], int]) -> bool:
     """Whether a flow has read its source. A broker that was just killed may not answer yet."""
     try:
         return independent.committed_offsets(servers, flow) == ends
-    except TimeoutError:
+    except futures.TimeoutError:  # before Python 3.11 not the built-in one
         return False
 
 
