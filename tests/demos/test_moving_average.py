@@ -391,7 +391,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(choices: MovingAvera
 @pytest.mark.parametrize("module", ["vega_datasets", "matplotlib.figure"])
 def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(EnvironmentUnusableError, match=r"pip install 'onceflow\[demos\]'"):
+    with pytest.raises(EnvironmentUnusableError, match=r"pip install ./workshop"):
         run(MovingAverageChoices())
 
 
