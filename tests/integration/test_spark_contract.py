@@ -105,7 +105,9 @@ MEMBERS = [
         "batch_plan.py",
         "random numbers are the same in all batches of a backlog",
     ),
-    Member(f"{_SQL}.api.python.PythonSQLUtils", "readArrowStreamFromFile", 1, "row_program.py", "joins need micro-batches"),
+    Member(
+        f"{_SQL}.api.python.PythonSQLUtils", "readArrowStreamFromFile", 1, "row_program.py", "joins need micro-batches"
+    ),
     Member(f"{_SQL}.api.python.PythonSQLUtils", "toDataFrame", 3, "row_program.py", "joins need micro-batches"),
     Member(f"{_CLASSIC}.Dataset", "ofRows", 2, "plans.py", _STEP),
     Member("org.apache.spark.SparkContext", "env", 0, "shuffles.py", _OFFSETS),
