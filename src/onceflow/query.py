@@ -32,6 +32,9 @@ log = logging.getLogger("onceflow")
 #: The conditions of a query, and how it may have ended besides.
 STARTING, RUNNING, STOPPED, FAILED, COMPLETE = "starting", "running", "stopped", "failed", "complete"
 
+# The thread of a query normally ends in milliseconds, unless it waits for brokers.
+_STOP_S, _LOOK_S = 10.0, 0.1
+
 
 class FlowQuery(EngineHandle):
     """Returned by ``Flow.write(...).start()``.
@@ -348,10 +351,6 @@ def _shown(error: BaseException) -> BaseException | None:
     """The cause that is shown with an error. Spark's causes only add Java's stack, and repeat the reason. The direct
     engine's is the Python exception itself."""
     return error.__cause__ if isinstance(error, StreamingQueryException) else None
-
-
-# The thread of a query normally ends in milliseconds, unless it waits for brokers.
-_STOP_S, _LOOK_S = 10.0, 0.1
 
 
 class QueryStop:

@@ -29,6 +29,9 @@ from onceflow.user_code import RESOURCE, TRANSIENT, of_hook
 _CANCEL_S, _CLOSE_S = 1.0, 5.0
 _LOOK_S = 0.5
 
+_THREADS_CLOSE_S = 0.2  # a call that never returns must not keep a process alive
+NAME = "onceflow-call"
+
 
 class CallRunner:
     """Makes calls, at most ``limit`` of each target at a time.
@@ -413,10 +416,6 @@ def _timed_out(target: CallTarget, timeout_s: float, what: str) -> CallTimeoutEr
         f"{target.name} {what} within {timeout_s:g} s",
         next_step="raise timeout= of onceflow.concurrently, or find out why the other side is slow",
     )
-
-
-_THREADS_CLOSE_S = 0.2
-NAME = "onceflow-call"
 
 
 class DaemonThreads:

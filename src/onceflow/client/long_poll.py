@@ -44,6 +44,14 @@ from onceflow.protocol.names import TopicPartition
 
 REQUEST_TIMEOUT_MS = 30_000
 
+MAX_WAIT_MS = 500
+_PAUSED_WAIT_MS = 50  # while partitions are paused: those that are resumed cannot be asked for before the response
+_LOOK_S = 2.0  # the most that one look at the metadata may take
+_REPLICAS_LAG = 5  # attempts: a replica that has just become the leader may lag behind
+_REMOTE_ATTEMPT = 5  # the pause of so many attempts, before records in remote storage are asked for again
+_TURNS_MIN, _TURNS_MAX = 4, 20  # of the event loop, until a request is written if its connection is ready
+_BY_ID = 13  # from this version on, Fetch names topics by their ids (KIP-516)
+
 
 class PollResult(NamedTuple):
     """The response to a request, or why there is none.
@@ -86,15 +94,6 @@ class Arrived:
     """A future for ``NetworkSelector.poll(future=...)``: done when any response has arrived."""
 
     is_done = False
-
-
-MAX_WAIT_MS = 500
-_PAUSED_WAIT_MS = 50  # while partitions are paused: those that are resumed cannot be asked for before the response
-_LOOK_S = 2.0  # the most that one look at the metadata may take
-_REPLICAS_LAG = 5  # attempts: a replica that has just become the leader may lag behind
-_REMOTE_ATTEMPT = 5  # the pause of so many attempts, before records in remote storage are asked for again
-_TURNS_MIN, _TURNS_MAX = 4, 20  # of the event loop, until a request is written if its connection is ready
-_BY_ID = 13  # from this version on, Fetch names topics by their ids (KIP-516)
 
 
 class LongPoll(Generic[C]):

@@ -40,6 +40,8 @@ _END_S = 120.0
 #: States of a transactional id in which the coordinator writes no more markers for its last transaction.
 _OVER = frozenset({"CompleteCommit", "CompleteAbort", "Empty", DEAD})
 
+_IDLE_S = 1.0  # then the thread in the background ends
+
 
 class Markers:
     """Makes sure that a transaction is decided in all its partitions before the next one begins. Not thread-safe.
@@ -323,9 +325,6 @@ class _Look:
 def _named(topic_partitions: Iterable[TopicPartition]) -> str:
     named = [f"{topic}-{partition}" for topic, partition in sorted(topic_partitions)]
     return ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
-
-
-_IDLE_S = 1.0
 
 
 class Background:

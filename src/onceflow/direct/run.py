@@ -39,6 +39,12 @@ from onceflow.spark.pickling import pickled
 from onceflow.spark.row_program import RowPrograms
 from onceflow.state.table_facts import TableFacts
 
+log = logging.getLogger("onceflow")
+
+# On this machine, the driver and its tasks share the cores, often with the broker. With fewer cores tasks do not help.
+_LOCAL_CORES_MIN, _CORES_MIN = 3, 2
+_PATIENCE_S = 30.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class DirectRun(RunOfEngine):
@@ -206,13 +212,6 @@ def _end_of_run(takeover: Takeover, starts: TopicOffsets, deadline: Deadline) ->
         return {t: {n: max(start, bounds[t].get(n, 0)) for n, start in each.items()} for t, each in starts.items()}
     wanted = {topic: sorted(offsets) for topic, offsets in starts.items()}
     return list_offsets(takeover.session.cluster, wanted, LATEST, deadline)
-
-
-log = logging.getLogger("onceflow")
-
-# On this machine, the driver and its tasks share the cores, often with the broker. With fewer cores tasks do not help.
-_LOCAL_CORES_MIN, _CORES_MIN = 3, 2
-_PATIENCE_S = 30.0
 
 
 def range_source(

@@ -27,6 +27,10 @@ _HANDLERS_MAX = 32
 # How often the server looks whether it is to end.
 _LOOK_S = 0.1
 
+#: By this a client knows whose document it is.
+SERVICE = "onceflow"
+_COUNTS = ("batches_committed", "attempts_aborted", "batches_lost", "dead_letters", "late_records", "duplicates")
+
 
 class MetricsEndpoint:
     """What ``serve_metrics`` returns. It ends with ``close``, with the ``with`` statement, or with the process.
@@ -222,11 +226,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """Requests are not logged."""
-
-
-#: By this a client knows whose document it is.
-SERVICE = "onceflow"
-_COUNTS = ("batches_committed", "attempts_aborted", "batches_lost", "dead_letters", "late_records", "duplicates")
 
 
 def driver_document(watch: FlowWatch) -> dict[str, Any]:

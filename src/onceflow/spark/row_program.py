@@ -32,6 +32,10 @@ from onceflow.spark.memory_file import MemoryFile
 from onceflow.spark.query_session import active, clone_of
 from onceflow.spark.row_plan import NoProgramError, planned
 
+# From Spark 4 on, upper() and lower() need a table of all characters, which takes a second to make.
+_CASES = "org.apache.spark.sql.catalyst.util.CollationAwareUTF8String"
+_CASES_PATTERN = "UPPER_OR_LOWER"
+
 
 class RowProgram:
     """What operators of an analyzed plan do with rows. One thread makes all calls, but for `interrupt`.
@@ -201,11 +205,6 @@ def _executed(df: DataFrame) -> Any:
     return rdd
 
 
-# From Spark 4 on, upper() and lower() need a table of all characters, which takes a second to make.
-_CASES = "org.apache.spark.sql.catalyst.util.CollationAwareUTF8String"
-_CASES_PATTERN = "UPPER_OR_LOWER"
-
-
 def initialize_ahead(make: JavaFunctions, plan: Any) -> None:
     """Initialize those that a plan is going to use in a thread, while it is optimized and planned."""
     if plan.containsPattern(make.tree_pattern(_CASES_PATTERN)):
@@ -219,7 +218,10 @@ def _initialize(make: JavaFunctions, loader: Any) -> None:
 
 
 class RowJob:
-    """What operators of an analyzed plan do with rows, by a job each time.
+    """What operators of an analyzed plan do with rows, by a job each time: joins with static DataFrames, subqueries.
+
+    The rows of the batch become a small DataFrame, and the operators of the query stand on it. Spark optimizes and
+    plans them for every batch, as it does for every micro-batch.
 
     Args:
         spark: the session of the query. Its settings are those of this moment.

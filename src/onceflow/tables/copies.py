@@ -49,6 +49,20 @@ _REPAIRS_PER_S = 600.0  # a copy that was well for so long has been repaired
 _TOO_MANY = 3
 _TOLD_S = 60.0
 
+log = logging.getLogger("onceflow.tables")
+
+#: A commit record counts as the copy of a table of no flow.
+NO_FLOW = ""
+#: Blob with the time when the copy last contained everything that was committed.
+_CURRENT = "current"
+#: Blob of a copy that was made from snapshots of its partition (``snapshot_per_partition`` of `Flow.process`).
+_SNAPSHOTS = "snapshots"
+#: Blob that says for how many partitions, and up to which offset, all keys are where the default partitioner puts them.
+_PLACED = "placed"
+_CHECKED_ROWS = 10_000  # keys at once, of a copy whose blob is out of date
+_OUT_OF_TOUCH_MS = 10_000  # at least; less is usual, even if tombstones are kept for a shorter time
+_PERSISTED_S = 10.0  # how often a position is written that moves without rows
+
 
 class Health:
     """Of one copy. One thread changes it, any thread may look.
@@ -100,21 +114,6 @@ class Health:
 
     def _rest(self, pause_s: float, longest_s: float) -> None:
         self.not_before = time.monotonic() + min(pause_s, longest_s)
-
-
-log = logging.getLogger("onceflow.tables")
-
-#: A commit record counts as the copy of a table of no flow.
-NO_FLOW = ""
-#: Blob with the time when the copy last contained everything that was committed.
-_CURRENT = "current"
-#: Blob of a copy that was made from snapshots of its partition (``snapshot_per_partition`` of `Flow.process`).
-_SNAPSHOTS = "snapshots"
-#: Blob that says for how many partitions, and up to which offset, all keys are where the default partitioner puts them.
-_PLACED = "placed"
-_CHECKED_ROWS = 10_000  # keys at once, of a copy whose blob is out of date
-_OUT_OF_TOUCH_MS = 10_000  # at least; less is usual, even if tombstones are kept for a shorter time
-_PERSISTED_S = 10.0  # how often a position is written that moves without rows
 
 
 class RawChange(NamedTuple):

@@ -36,6 +36,15 @@ from onceflow.state.stores.stored_rows import Stores
 from onceflow.tables.copies import Copy, RawChange
 from onceflow.tables.lag import Lag, Progress, Restore
 
+log = logging.getLogger("onceflow.tables")
+
+_ATTEMPT_S, _PAUSE_S = 10.0, 0.5  # while a broker does not answer: how long one attempt may take
+_POLL_S = 0.5
+_METADATA_S = 3.0
+_PROGRESS_S, _LOOK_S = 5.0, 0.5
+_STOP_S = 5.0
+_REPAIR_S = 30.0  # how long a lookup waits for a copy that is read again
+
 
 def not_repaired(topic: str, restore: Restore, problem: OnceflowError | None, waited_s: float) -> DeadlineExceededError:
     """A lookup has waited in vain for a copy that is read again."""
@@ -87,16 +96,6 @@ def has_more_partitions(topic: str, now: int, before: int) -> UnknownTopicError:
         topic=topic,
         next_step="open the table again: it follows all partitions then. Keys may have moved to other ones",
     )
-
-
-log = logging.getLogger("onceflow.tables")
-
-_ATTEMPT_S, _PAUSE_S = 10.0, 0.5  # while a broker does not answer: how long one attempt may take
-_POLL_S = 0.5
-_METADATA_S = 3.0
-_PROGRESS_S, _LOOK_S = 5.0, 0.5
-_STOP_S = 5.0
-_REPAIR_S = 30.0  # how long a lookup waits for a copy that is read again
 
 
 class Follower:

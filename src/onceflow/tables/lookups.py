@@ -19,6 +19,13 @@ from onceflow.state.stores.stored_rows import StoredRows
 
 _BYTES = (bytes, bytearray, memoryview)
 
+_TYPES: dict[Any, pa.DataType] = {
+    serdes.BYTES: pa.binary(),
+    serdes.STRING: pa.string(),
+    serdes.LONG: pa.int64(),
+    serdes.DOUBLE: pa.float64(),
+}
+
 
 class Lookups(abc.ABC):
     """What can be read from a table. Subclasses say where its rows are.
@@ -197,14 +204,6 @@ def _wrong(what: str, given: object, expected: str, cause: Exception | None = No
         detail="" if cause is None else f"{type(cause).__name__}: {cause}",
         next_step="keys are encoded by the table's key serde: Table(..., key=serdes.STRING) takes text",
     )
-
-
-_TYPES: dict[Any, pa.DataType] = {
-    serdes.BYTES: pa.binary(),
-    serdes.STRING: pa.string(),
-    serdes.LONG: pa.int64(),
-    serdes.DOUBLE: pa.float64(),
-}
 
 
 def column(values: Sequence[Any], serde: Any, what: str, topic: str) -> pa.Array:

@@ -49,6 +49,9 @@ _OF_ID = (
     "--tables"
 )
 
+#: The first offset, and the one behind the last.
+Span = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -395,10 +398,6 @@ class Audit:
 
 def _counts(each: Difference) -> str:
     return f"expected {counted(each.expected, 'time')}, found {counted(each.found, 'time')}"
-
-
-Span = tuple[int, int]
-"""The first offset, and the one behind the last."""
 
 
 @dataclass

@@ -63,6 +63,9 @@ _TWICE = "the flow was moved back in time, and has read records twice"
 _SIZES = "some records became letters, or were shortened, because of what topics take, which a replay does not know"
 _CHANGED = "a command such as `onceflow reset` has deleted or changed rows of the table"
 
+_TRIAL_RECORDS = 2_000
+_TRIAL_LATER_MS = 400 * 24 * 3600 * 1000  # another minute, hour, weekday and year
+
 
 @dataclass(frozen=True)
 class ReplayOptions:
@@ -450,10 +453,6 @@ def _has_rows(progress: Progress, table: str) -> bool:
     return any(any(progress.changelogs.get(topic, {}).values()) for topic in (table, table + INTERNAL_SUFFIX))
 
 
-_RECORDS = 2_000
-_LATER_MS = 400 * 24 * 3600 * 1000  # another minute, hour, weekday and year
-
-
 def dependences(what: Replayed, reader: CommittedReader, begin: Offsets, end: Offsets, folder: Path) -> Iterator[str]:
     """What the results depend on, as reasons why a difference may be no mistake.
 
@@ -461,7 +460,7 @@ def dependences(what: Replayed, reader: CommittedReader, begin: Offsets, end: Of
     processing time, which a replay does not notice in a column processor. The first records are processed from an empty
     state each time.
     """
-    share = max(1, _RECORDS // max(1, sum(len(end[topic]) for topic in what.sources)))
+    share = max(1, _TRIAL_RECORDS // max(1, sum(len(end[topic]) for topic in what.sources)))
     start = {topic: {p: begin.get(topic, {}).get(p, 0) for p in end[topic]} for topic in what.sources}
     part = {topic: {p: min(end[topic][p], at + share) for p, at in each.items()} for topic, each in start.items()}
     now_ms = clock_ms()
@@ -474,7 +473,7 @@ def dependences(what: Replayed, reader: CommittedReader, begin: Offsets, end: Of
         together = results("together", BATCH_RECORDS, now_ms)
         if results("single", 1, now_ms) != together:
             yield CALLS
-        if results("later", BATCH_RECORDS, now_ms + _LATER_MS) != together:
+        if results("later", BATCH_RECORDS, now_ms + _TRIAL_LATER_MS) != together:
             yield CLOCK
     except ProcessorError:
         return  # for example, it needs the state that it begins with

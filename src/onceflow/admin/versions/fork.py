@@ -34,6 +34,8 @@ _SECONDS = 60.0
 
 Ends = dict[str, dict[int, int]]
 
+_NOT_COPIED = ("cleanup.policy", "min.insync.replicas")  # create_own_topic sets them
+
 
 @dataclass(frozen=True)
 class Forked:
@@ -214,9 +216,6 @@ def _stable(cluster: Cluster, topics: Mapping[str, str], origin: Progress, deadl
 
 def _total(ends: Offsets) -> int:
     return sum(sum(by_partition.values()) for by_partition in ends.values())
-
-
-_NOT_COPIED = ("cleanup.policy", "min.insync.replicas")  # create_own_topic sets them
 
 
 def check_copied_topics(cluster: Cluster, origin: Progress, table: str, name: str, deadline: Deadline) -> None:

@@ -217,7 +217,7 @@ def missing(old: Progress, new: Progress, *, new_timers: bool) -> str:
 
 def _fired_until(table: TableProgress, clock: str) -> int:
     """Up to when no timer of a clock is left. If some are left before the time of the last batch: that time, and
-    `promote_timers.py` looks for them."""
+    `promotion_timers.py` looks for them."""
     return max(table.fired[clock], table.soonest.get(clock, 0) - 1)
 
 

@@ -39,6 +39,10 @@ log = logging.getLogger("onceflow")
 #: How long a start may take, in seconds.
 START_SECONDS = 60.0
 
+_SIMILAR_S = 3.0  # how long a start looks for flows of a similar name
+#: What names of versions end with.
+_VERSION = re.compile(r"[-_.]?(v?\d+|next|new|copy|fork|test|beta|green|blue)$")
+
 
 class Takeover:
     """A driver takes a flow over, and holds it from its first connection until it is closed.
@@ -289,19 +293,17 @@ class Takeover:
         self._is_used = True
 
 
-_SECONDS = 3.0
-#: What names of versions end with.
-_VERSION = re.compile(r"[-_.]?(v?\d+|next|new|copy|fork|test|beta|green|blue)$")
-
-
 def warn_of_similar(cluster: Cluster, progress: Progress, names: Names) -> None:
     """Log a warning if a flow of a similar name reads the same topics.
+
+    The program may have been meant as a copy of that flow, which `onceflow fork` was to make: it was not confirmed, or
+    has failed. As a new flow it would read everything again, and write it again.
 
     Args:
         progress: with which the new flow begins.
     """
     try:
-        found = CommittedProgress().read(cluster, Deadline(_SECONDS, "looking for flows of a similar name"))
+        found = CommittedProgress().read(cluster, Deadline(_SIMILAR_S, "looking for flows of a similar name"))
     except OnceflowError as problem:
         log.debug("flow %s: no flows of a similar name: %s", names.flow, problem)
         return

@@ -59,6 +59,8 @@ log = logging.getLogger("onceflow.state")
 
 _NOTHING = TaskReport(())
 
+_MIN_RECORDS, _MIN_BYTES = 200_000, 64 << 20  # smaller copies are left to the batch
+
 
 class StateStep:
     """The process steps of one query.
@@ -345,11 +347,13 @@ class StateStep:
         )
 
 
-_MIN_RECORDS, _MIN_BYTES = 200_000, 64 << 20
-
-
 def prepare(table: TableState, order: PrepareOrder, context: SparkContext, *, again: bool) -> None:
-    """Bring the copies of a table on this machine up to date, and note that they are verified.
+    """Bring large copies of a table on this machine up to date before a batch writes anything.
+
+    The timeout of a transaction starts with the first that is written, records or source offsets, so this cannot make
+    it time out. The work is done in tasks: they use all cores, and a damaged copy can only kill a Python worker. Small
+    copies are left to the batch, because they take it little time. All of this needs a local master: on a cluster it is
+    not known on which host a task will run.
 
     Args:
         again: check all copies, not only those that this run has not checked yet, because an attempt has failed.

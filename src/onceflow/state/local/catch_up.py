@@ -53,6 +53,8 @@ IN_SYNC, SETTLED, CAUGHT_UP, RESTORED = "in sync", "settled", "caught up", "rest
 #: Without a changelog: what was committed is not on this host, and cannot be read from anywhere.
 LOST = "lost"
 
+_VALUE, _PLAIN, _STAMPED = (pa.scalar(each, pa.binary()) for each in (rows.VALUE, b"\0", stamps.FLAGS))
+
 
 class Source(Protocol):
     """Reads committed records (``client.committed.CommittedReader``)."""
@@ -386,9 +388,6 @@ def _ends_with_snapshot(records: RecordColumns) -> bool:
     """Whether the last record of the key of snapshots is one."""
     found = records.values.filter(pc.equal(records.keys, SNAPSHOT_KEY))
     return len(found) > 0 and is_snapshot(SNAPSHOT_KEY, found[-1].as_py())
-
-
-_VALUE, _PLAIN, _STAMPED = (pa.scalar(each, pa.binary()) for each in (rows.VALUE, b"\0", stamps.FLAGS))
 
 
 def table_rows(records: RecordColumns) -> RowColumns:

@@ -29,9 +29,26 @@ from onceflow.state.stores.lmdb_pages import read_meta
 #: How long those who need all readers to be absent wait. A reader may check a whole copy.
 WAIT_S = 60.0
 
+_T = TypeVar("_T")
+_Identity = tuple[tuple[int, int], ...]
+
+DATA, LOCK = "data.mdb", "lock.mdb"
+_MAP_BYTES = 1 << 30
+_READERS_MAX = 512
+_LOCK_BYTES = 36864  # of so many readers, and whole pages
+_IDLE_MAX = 64
+# A changed row makes LMDB write a new copy of its page. With this much free room, a transaction seldom fills the map.
+_ROOM_PER_BYTE, _MIN_ROOM = 4, 16 << 20
+_READER_ATTEMPTS, _READER_PAUSE_S = 20, 0.005
+_MAP_ATTEMPTS = 10  # it is doubled each time
+
 
 class Readers:
-    """Of one environment in this process. A thread that reads may begin to read again."""
+    """The threads of this process that read one environment. A thread that reads may begin to read again.
+
+    LMDB's readers do not wait for its writer. They must only be absent while the process enlarges its map, which may
+    move it, and while it closes the environment.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -87,20 +104,6 @@ class Readers:
                 f"Gave up after {WAIT_S:g} s: a thread is reading the local state in {self._folder}",
                 next_step="an iteration over the state may not have been ended; end it, or close what it reads",
             )
-
-
-_T = TypeVar("_T")
-_Identity = tuple[tuple[int, int], ...]
-
-DATA, LOCK = "data.mdb", "lock.mdb"
-_MAP_BYTES = 1 << 30
-_READERS_MAX = 512
-_LOCK_BYTES = 36864  # of so many readers, and whole pages
-_IDLE_MAX = 64
-# A changed row makes LMDB write a new copy of its page. With this much free room, a transaction seldom fills the map.
-_ROOM_PER_BYTE, _MIN_ROOM = 4, 16 << 20
-_READER_ATTEMPTS, _READER_PAUSE_S = 20, 0.005
-_MAP_ATTEMPTS = 10  # it is doubled each time
 
 
 class Environment:
