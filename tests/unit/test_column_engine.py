@@ -19,6 +19,7 @@ from onceflow.state.engine.column_engine import ColumnEngine
 from onceflow.state.format import rows
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow_workshop.testing.engines import engine_of
 
 FIELDS = {"total": "int64", "last": "string"}
 STRUCT = struct(**FIELDS)
@@ -56,7 +57,7 @@ def store(tmp_path: Path) -> Any:
 
 
 def engine(processor: Any, store: Any, *, now_ms: int = 0, **options: Any) -> ColumnEngine:
-    return ColumnEngine(processor, store, flow="f", table="t", partition=2, batch=7, now_ms=now_ms, **options)
+    return engine_of(ColumnEngine, processor, store, partition=2, now_ms=now_ms, **options)
 
 
 def batch(*pairs: tuple[Any, Any], **columns: Any) -> pa.RecordBatch:

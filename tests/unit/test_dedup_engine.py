@@ -25,6 +25,7 @@ from onceflow.state.local.catch_up import stamped_rows
 from onceflow.state.local.format import Changes
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.stamped_view import StampedView
+from onceflow_workshop.testing.engines import engine_of
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
@@ -37,8 +38,8 @@ def store(tmp_path: Path) -> Any:
 
 def engine(store: Any, watermark_ms: int | None = None, *, options: Any = None, **how: Any) -> DedupEngine:
     how = how or {"within_ms": 1000}
-    given_options = {"flow": "f", "table": "t", "partition": 2, "batch": 7, "now_ms": 5, **(options or {})}
-    run = DedupEngine(Deduplication(**how), store, watermark_ms=watermark_ms, **given_options)
+    given_options = {"partition": 2, "now_ms": 5, **(options or {})}
+    run = engine_of(DedupEngine, Deduplication(**how), store, watermark_ms=watermark_ms, **given_options)
     run.start()
     return run
 

@@ -21,7 +21,6 @@ from onceflow import ColumnProcessor, Processor, Record, serdes
 from onceflow.errors import BadRecordError, OptionError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state.api.joined_table import JoinedTable
-from onceflow.state.engine.choice import engine_for
 from onceflow.state.format import rows
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
@@ -30,6 +29,7 @@ from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow.state.stores.stored_rows import StoredRows
 from onceflow.tables.lookups import Lookups
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow_workshop.testing.engines import engine_of
 
 A, BLANKS, ORDER = b'{"id":1,"shop":2}', b'{"id": 1, "shop": 2}', b'{"shop":2,"id":1}'
 FORMS = [A, BLANKS, ORDER, b'\n{"id":1.0,"\\u0073hop":2}']
@@ -227,9 +227,7 @@ def test_a_record_looks_up_its_own_key_in_whatever_bytes_it_came(
         store.write({rows.timer_key(raw, b"t"): rows.pack(rows.timer_payload(b"p", 1))}, index=True)
         put(rows_of, {b"another": b"x", **({raw: b"S"} if exists else {})})
         table = joined({own: rows_of}, key=serde, own=own, partitions=partitions)
-        engine = engine_for(processor)(
-            store, flow="f", table="s", partition=own, batch=1, now_ms=5, watermark_ms=None, tables={"t": table}
-        )
+        engine = engine_of(None, processor, store, partition=own, now_ms=5, tables={"t": table})
         engine.start()
         engine.feed(pa.RecordBatch.from_pydict({"key": [raw], "value": [b"1"]}))
         engine.finish()
@@ -329,7 +327,7 @@ def test_a_processor_yields_its_own_key_in_the_bytes_in_which_it_came(raw: bytes
     MemoryStore.remove(tmp_path)
     timer = rows.pack(rows.timer_payload(b"p", 1))
     store.write({rows.timer_key(raw, b"t"): timer}, index=True)
-    engine = engine_for(Own())(store, flow="f", table="t", partition=0, batch=1, now_ms=5, watermark_ms=None)
+    engine = engine_of(None, Own(), store, now_ms=5)
     engine.start()
     engine.feed(pa.RecordBatch.from_pydict({"key": [raw, raw], "value": [b"1", b"2"]}))
     engine.finish()

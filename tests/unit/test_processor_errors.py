@@ -23,6 +23,7 @@ from onceflow.state.format import rows, segments
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow_workshop.testing.engines import engine_of
 
 
 class Touchy(Processor):
@@ -153,15 +154,15 @@ def test_a_timer_that_fails_becomes_a_letter_that_names_it() -> None:
 
 
 def test_the_causes_of_timers_are_told_as_those_of_records_are() -> None:
-    engine = Engine(
-        Touchy(), MemoryStore.open(Path("timers")), flow="f", table="t", partition=3, batch=1, now_ms=0,
+    engine = engine_of(
+        Engine, Touchy(), MemoryStore.open(Path("timers")), partition=3, batch=1,
         on_error="dead-letter", dead_letter_topic="failed",
     )  # fmt: skip
     engine.feed(pa.record_batch({"key": [b"k"], "value": [b"0"]}))
     store = MemoryStore.open(Path("timers"))
     store.write(engine.local_changes(), index=True)
-    again = Engine(
-        Touchy(), store, flow="f", table="t", partition=3, batch=2, now_ms=5000,
+    again = engine_of(
+        Engine, Touchy(), store, partition=3, batch=2, now_ms=5000,
         on_error="dead-letter", dead_letter_topic="failed",
     )  # fmt: skip
     again.start()
@@ -487,10 +488,9 @@ def test_a_negative_timestamp_is_not_written_again() -> None:
 
 
 def test_options_that_lead_nowhere() -> None:
-    place = {"flow": "f", "table": "t", "partition": 0, "batch": 0, "now_ms": 0}
     for options in ({"on_error": "skip"}, {"on_error": "dead-letter"}):
         with pytest.raises(OptionError):
-            Engine(Processor(), None, **place, **options)
+            engine_of(Engine, Processor(), None, **options)
 
 
 def test_a_processor_that_defines_nothing() -> None:

@@ -20,6 +20,7 @@ from onceflow.state.api.serdes import JSON
 from onceflow.state.engine.record_engine import Engine
 from onceflow.state.format import rows
 from onceflow.state.stores.memory_store import MemoryStore
+from onceflow_workshop.testing.engines import engine_of
 
 KEYS = [b"a", b"a\0", b"\0" * 600, b"b" * 600, b"b" * 600 + b"c", b""]
 NAMES = ["x", "x\0", "y"]
@@ -191,12 +192,10 @@ def test_batches_do_what_dicts_do(examples: int) -> None:
                 model.now_ms += wait_ms
                 watermark_ms += step_ms
                 before = copy.deepcopy(model)
-                engine = Engine(
+                engine = engine_of(
+                    Engine,
                     Scripted(),
                     store,
-                    flow="f",
-                    table="t",
-                    partition=0,
                     batch=number,
                     now_ms=model.now_ms,
                     watermark_ms=watermark_ms,

@@ -25,6 +25,7 @@ from onceflow.state.engine.dedup_engine import DedupEngine
 from onceflow.state.engine.input_batch import milliseconds
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow_workshop.testing.engines import engine_of
 
 NOW = 1_795_000_000_000
 DAY = 86_400_000
@@ -135,13 +136,10 @@ def store(tmp_path: Path) -> Iterator[Any]:
 
 
 def dedup(store: Any, **options: Any) -> DedupEngine:
-    run = DedupEngine(
+    run = engine_of(
+        DedupEngine,
         Deduplication(within_ms=DAY, **options),
         store,
-        flow="f",
-        table="t",
-        partition=0,
-        batch=1,
         now_ms=NOW,
         on_error="dead-letter",
         dead_letter_topic="dead",

@@ -20,9 +20,9 @@ from onceflow import BadRows, ColumnProcessor, Processor, Record, serdes, window
 from onceflow.protocol.progress import Origin
 from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.state.api.deduplication import EVENT_TIME, Deduplication
-from onceflow.state.engine.choice import engine_for
 from onceflow.state.engine.watermark import Watermark
 from onceflow.state.stores.memory_store import MemoryStore
+from onceflow_workshop.testing.engines import engine_of
 
 NOW = 1_795_000_000_000
 DAY = 86_400_000
@@ -151,12 +151,10 @@ class Run:
         """Run a batch. Returns the keys of its late records, and the watermark behind it."""
         self.watermark.planned({("in", each.partition) for each in arriving})
         topic = TopicRules("out", max_message_bytes=BYTES_OF_A_RECORD)
-        run = engine_for(self.make())(
+        run = engine_of(
+            None,
+            self.make(),
             self.store,
-            flow="f",
-            table="t",
-            partition=0,
-            batch=1,
             now_ms=NOW,
             watermark_ms=self.watermark.advance(),
             on_error="dead-letter",

@@ -9,6 +9,7 @@ import pyarrow as pa
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.serdes import JSON, STRING
 from onceflow.state.engine.record_engine import Engine
+from onceflow_workshop.testing.engines import engine_of
 
 
 class Text(Processor):
@@ -33,7 +34,7 @@ class Text(Processor):
 def engine(processor: Processor, store: Any, *, now_ms: int = 0, **options: Any) -> Engine:
     if "allowed_lateness" in vars(processor):
         options.setdefault("late_topic", "late")
-    return Engine(processor, store, flow="f", table="t", partition=0, batch=7, now_ms=now_ms, **options)
+    return engine_of(Engine, processor, store, now_ms=now_ms, **options)
 
 
 def batch(*pairs: tuple[Any, Any], **columns: Any) -> pa.RecordBatch:

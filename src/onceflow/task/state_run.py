@@ -21,6 +21,7 @@ from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.protocol.topic_rules import ANYTHING, TopicRules, WriteRules
 from onceflow.state.api.joined_table import JoinedTable
+from onceflow.state.engine.base import BatchTimes, EngineOptions
 from onceflow.state.engine.choice import AnyEngine, engine_for, makes_calls
 from onceflow.state.format import rows
 from onceflow.state.joins.copies import JoinedCopies
@@ -79,9 +80,20 @@ class StateRun:
         join_source: Source | None = None,
         calls_s: float | None = None,
     ) -> None:
-        self._own_topics = own_topics
         self._spec = spec
-        self._rules = WriteRules(rules, self._row_rules(rules))
+        self._options = EngineOptions(
+            spec.flow,
+            spec.table,
+            default_ttl_ms=spec.default_ttl_ms,
+            on_error=spec.on_error,
+            dead_letter_topic=spec.dead_letter_topic,
+            late_topic=spec.late_topic,
+            source_topic=spec.source_topic,
+            own_topics=own_topics or OwnTopics(),
+            rules=WriteRules(rules, self._row_rules(rules)),
+            max_timers_per_batch=spec.max_timers_per_batch,
+        )
+        self._times = BatchTimes(moment.batch, moment.now_ms, moment.watermark_ms, moment.timers_until, moment.unfired)
         self._moment = moment
         self._source = source
         self._changelog = changelog
@@ -173,26 +185,7 @@ class StateRun:
         opened = open_local(spec, moment, partition, self._source, still_owner=self._still_owner)
         if (opened.records or opened.how == LOST) and spec.store.on_disk:
             self.brought_up.append(Prepared.of(opened, spec, partition))
-        engine = engine_for(spec.processor, self._calls)(
-            opened.store,
-            flow=spec.flow,
-            table=spec.table,
-            partition=partition,
-            batch=moment.batch,
-            now_ms=moment.now_ms,
-            watermark_ms=moment.watermark_ms,
-            timers_until=moment.timers_until,
-            unfired=moment.unfired,
-            default_ttl_ms=spec.default_ttl_ms,
-            on_error=spec.on_error,
-            dead_letter_topic=spec.dead_letter_topic,
-            late_topic=spec.late_topic,
-            source_topic=spec.source_topic,
-            own_topics=self._own_topics,
-            rules=self._rules,
-            max_timers_per_batch=spec.max_timers_per_batch,
-            tables=tables,
-        )
+        engine = engine_for(spec.processor, self._calls)(opened.store, partition, self._times, self._options, tables)
         self._open[partition] = _Open(opened, engine, [], [])
         if self._opened is not None:
             self._opened(partition)

@@ -22,6 +22,7 @@ from onceflow.state.api.record import Header, Record
 from onceflow.state.api.scope import Scope
 from onceflow.state.api.serdes import BYTES, struct
 from onceflow.state.api.timers import Timer, timer_of
+from onceflow.state.engine.base import BatchTimes, EngineOptions
 from onceflow.state.engine.choice import engine_for
 from onceflow.state.engine.output_collector import SCHEMA
 from onceflow.state.format import exact_json, rows
@@ -60,7 +61,7 @@ class ProcessorDriver:
             begins at 0, and event times may be as far ahead of it as they like (``max_ahead`` does not hold).
         tables: what ``state.table(name)`` finds, as dicts: ``{"rates": {"EUR": {"rate": 1.1}}}``. A test may change the
             dicts; the next batch sees that.
-        options: options of the engine: ``on_error="dead-letter"``, ``default_ttl_ms``, ``max_timers_per_batch``, ...
+        options: `EngineOptions` by name: ``on_error="dead-letter"``, ``default_ttl_ms``, ``max_timers_per_batch``, ...
 
     Attributes:
         outputs: all records that were yielded so far, decoded by the processor's serdes if they can.
@@ -89,7 +90,8 @@ class ProcessorDriver:
         self.dead_letters: _Records = []
         self.counts: dict[str, int] = {}
         self.causes: dict[str, tuple[int, str]] = {}
-        self._options = {"dead_letter_topic": _DEAD, "late_topic": _LATE, "keeps_time": now_ms is not None, **options}
+        given = {"dead_letter_topic": _DEAD, "late_topic": _LATE, "keeps_time": now_ms is not None, **options}
+        self._options = EngineOptions("test", "table", **given)
         self._queue: list[tuple[int, Record]] = []  # partition of the table and record, in bytes
         self._offsets: dict[tuple[str, int], int] = {}
         self._latest: dict[tuple[str | None, int], int] = {}
@@ -216,18 +218,9 @@ class ProcessorDriver:
         engines = []
         written = []
         tables = {name: joined_table(name, content, self.now_ms) for name, content in self.tables.items()}
+        times = BatchTimes(number, self.now_ms, self.watermark_ms)
         for partition, store in enumerate(self._stores):
-            engine = engine_for(self.processor)(
-                store,
-                flow="test",
-                table="table",
-                partition=partition,
-                batch=number,
-                now_ms=self.now_ms,
-                watermark_ms=self.watermark_ms,
-                tables=tables,
-                **self._options,
-            )
+            engine = engine_for(self.processor)(store, partition, times, self._options, tables)
             engine.start()
             records = [record for at, record in queued if at == partition]
             if records:
@@ -269,9 +262,9 @@ class ProcessorDriver:
         for row in batch.to_pylist():
             headers = tuple((each["key"], each["value"]) for each in row["headers"] or ())
             record = Record(row["key"], row["value"], row["topic"], headers, row["timestamp"])
-            if record.topic is not None and record.topic == self._options["late_topic"]:
+            if record.topic is not None and record.topic == self._options.late_topic:
                 self.late.append(record)
-            elif record.topic is not None and record.topic == self._options["dead_letter_topic"]:
+            elif record.topic is not None and record.topic == self._options.dead_letter_topic:
                 self.dead_letters.append(record)
             else:
                 record.key, record.value = _decoded(record.key, decode_key), _decoded(record.value, decode_value)

@@ -20,9 +20,7 @@ from dataclasses import replace
 from pyspark.sql import DataFrame
 
 from onceflow import hooks
-from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Outcome
 from onceflow.clock import clock_ms
 from onceflow.driver.batch import errors as batch_errors
@@ -37,7 +35,8 @@ from onceflow.driver.kafka.delivery import Delivery
 from onceflow.driver.kafka.output_writer import OutputWriter
 from onceflow.driver.record import handover
 from onceflow.driver.record.numbering import Numbering
-from onceflow.driver.record.offset_log import SourceRange, Sources, TopicOffsets, check_contiguous, read_range
+from onceflow.driver.record.offset_log import SourceRange, Sources, TopicOffsets, check_contiguous
+from onceflow.driver.record.session import DriverSession
 from onceflow.driver.step.joins import Joins
 from onceflow.driver.step.row_calls import RowCalls
 from onceflow.driver.step.state_step import StateStep
@@ -51,12 +50,10 @@ from onceflow.errors import (
 )
 from onceflow.logs import log_context
 from onceflow.planning.options import BatchSummary, SinkOptions
-from onceflow.planning.ownership import Columns
 from onceflow.protocol.batches import ProducerIdAndEpoch
-from onceflow.protocol.names import Names, TopicPartition
+from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import DriverProcess, Offsets, Progress
 from onceflow.protocol.transaction import Event, Phase, Transaction
-from onceflow.spark.checkpoint_files import Folder
 from onceflow.task.row_writer import Companion
 
 log = logging.getLogger("onceflow.sink")
@@ -69,14 +66,13 @@ class BatchCommit:
     """The steps of the batches of one query.
 
     Args:
-        progress: committed progress as read after ``init``; the sink keeps it current.
+        session: the connection to Kafka, and the flow's names.
         driver: this process, as progress says who has committed it.
-        columns: the columns of the rows, which have been checked.
-        cores: returns how many tasks Spark can run at once. Called for every batch, because executors come and go.
-        delivery: runs the steps as the guarantee requires.
-        checkpoint: folder of the query's checkpoint, where Spark's offset log is; None: with the direct engine.
-        numbering: relates Spark's batch numbers to progress; None without a checkpoint.
+        progress: committed progress as read after ``init``; the sink keeps it current.
         sources: the topics that the query reads.
+        writer: sends the rows.
+        delivery: runs the steps as the guarantee requires.
+        numbering: relates the batch numbers in Spark's checkpoint to progress; None: with the direct engine.
         state: the process steps of the query, if it has any.
         joins: the tables that it joins with.
         calls: its calls of other services row by row.
@@ -84,50 +80,36 @@ class BatchCommit:
 
     def __init__(
         self,
-        *,
-        names: Names,
-        settings: ClientSettings,
-        cluster: Cluster,
-        delivery: Delivery,
-        progress: Progress,
+        session: DriverSession,
         driver: DriverProcess | None,
+        progress: Progress,
         options: SinkOptions,
-        columns: Columns,
-        cores: Callable[[], int],
-        checkpoint: Folder | None,
-        numbering: Numbering | None = None,
+        *,
         sources: Sources,
-        state: StateStep | None = None,
+        writer: OutputWriter,
+        delivery: Delivery,
+        numbering: Numbering | None,
+        state: StateStep | None,
         joins: Joins,
         calls: RowCalls,
     ) -> None:
-        self._names, self._driver, self._joins, self._calls = names, driver, joins, calls
-        self._state = state
-        self._settings = settings
-        self._cores = cores
+        names = session.names
+        self._names, self._settings = names, session.cluster.settings
+        self._driver = driver
+        self._options = options
+        self._sources = sources
+        self._writer = writer
         self._delivery = delivery
         self._numbering = numbering
-        self._options = options
-        self._checkpoint = checkpoint
-        self._sources = sources
-        self._writer = OutputWriter(
-            flow=names.flow,
-            settings=settings,
-            cluster=cluster,
-            delivery=delivery,
-            options=options,
-            columns=columns,
-            cores=cores,
-            source_partitions=sources.partitions,
-            state=state,
-            numbering=numbering,
-        )
+        self._state = state
+        self._joins = joins
+        self._calls = calls
         self._late_rows: LateRows | None = None
         if options.late is not None and numbering is not None:
             self._late_rows = LateRows(names.flow, options.late, numbering.rows_dropped)
         self._stores_open = False  # whether the driver has processed the last batch in this run
         self._is_quick = False  # and in little time
-        self._watch = SourceWatch(cluster, names.flow)
+        self._watch = SourceWatch(session.cluster, names.flow)
         self.flow = names.flow
         self.progress = progress
 
@@ -181,7 +163,7 @@ class BatchCommit:
         attempt.begun_at = time.monotonic()
         progress: Progress | None = None
         if self._delivery.progress_first:
-            self._joins.prepare(rows, self._cores)
+            self._joins.prepare(rows, self._writer.cores)
             progress = self.progress = self._move_progress(attempt, ())
         with timed(summary, "write"):
             attempt.companion = self._ahead(rows, attempt)
@@ -222,9 +204,9 @@ class BatchCommit:
     def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
         """The source range of the batch; whether it is committed. If not, it must start where progress ends (I2)."""
         numbering = self._numbering
-        if self._checkpoint is None or numbering is None:
+        if numbering is None:
             raise RuntimeError("without a checkpoint, the engine plans ranges")
-        source = read_range(self._checkpoint, spark_batch_id, self._sources.partitions)
+        source = numbering.read_range(spark_batch_id, self._sources.partitions)
         if numbering.is_committed(spark_batch_id, source, self.progress):
             hooks.at("plan", where="driver", flow=self._names.flow, batch=self.progress.batch_id)
             return source, True

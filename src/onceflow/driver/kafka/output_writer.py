@@ -13,7 +13,6 @@ from pyspark.sql import DataFrame
 from onceflow import hooks
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.settings import ClientSettings
 from onceflow.driver.batch.audit import Audit, Part, in_tasks
 from onceflow.driver.batch.fetched_rows import FetchedRows, Rows
 from onceflow.driver.batch.range_rows import RangeRows, sent
@@ -64,9 +63,8 @@ class OutputWriter:
 
     def __init__(
         self,
-        *,
         flow: str,
-        settings: ClientSettings,
+        *,
         cluster: Cluster,
         delivery: Delivery,
         options: SinkOptions,
@@ -77,12 +75,11 @@ class OutputWriter:
         numbering: Numbering | None,
     ) -> None:
         self._flow = flow
-        self._settings = settings
         self._cluster = cluster
         self._delivery = delivery
         self._options = options
         self._columns = columns
-        self._cores = cores
+        self.cores = cores
         self._source_partitions = dict(source_partitions)
         self._state = state
         self._numbering = numbering
@@ -137,7 +134,7 @@ class OutputWriter:
             and expected_bytes <= _DRIVER_BYTES_MAX
             and attempt.summary.attempts == 1
         )
-        cores = 1 if on_driver else self._cores()
+        cores = 1 if on_driver else self.cores()
         if not math.isfinite(expected_rows):
             expected_bytes = float(cores * _TASK_BYTES)  # not known: use all cores
         return self._write_outgoing(self._outgoing(df), attempt, self._tasks_for(expected_bytes, cores), on_driver)
@@ -154,7 +151,7 @@ class OutputWriter:
                 return parts
             outgoing = self._state.outgoing(df, place, order)
         expected_bytes = source.max_rows * self._rows_out * (self._row_bytes or _GUESSED_ROW_BYTES)
-        return self._write_outgoing(outgoing, attempt, self._tasks_for(expected_bytes, self._cores()), on_driver=False)
+        return self._write_outgoing(outgoing, attempt, self._tasks_for(expected_bytes, self.cores()), on_driver=False)
 
     def _outgoing(self, df: DataFrame) -> Outgoing:
         return Outgoing(df, self._columns, self._options.topic)
@@ -192,7 +189,7 @@ class OutputWriter:
         A task fails at a row that belongs to another one. Only a transaction takes back what was written until then. So
         with a weaker guarantee, rows are moved wherever that could happen.
         """
-        cores, topic = self._cores(), self._options.topic
+        cores, topic = self.cores(), self._options.topic
         targets = self._targets if topic is not None or self._state is not None else self._every_target()
         read = list(self._source_partitions.values())
         written = [] if topic is None else [targets[topic].partitions]
@@ -256,7 +253,7 @@ class OutputWriter:
         partitions = len(source.news())
         if partitions <= _READ_TASKS_PER_CORE:  # most topics of a small flow; without a call to Spark
             return None
-        most = _READ_TASKS_PER_CORE * self._cores()
+        most = _READ_TASKS_PER_CORE * self.cores()
         return most if partitions > most else None
 
     def on_commit(self, checked: Audit, summary: BatchSummary) -> None:
@@ -296,7 +293,7 @@ class OutputWriter:
         return WriteOrder(
             flow=self._flow,
             batch=attempt.batch,
-            settings=self._settings,
+            settings=self._cluster.settings,
             transactional_id=self._delivery.transactional_id,
             producer=attempt.producer,
             sequences=self._delivery.sequences,

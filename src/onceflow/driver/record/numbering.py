@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow.driver.record.offset_log import SourceRange
+from onceflow.driver.record.offset_log import SourceRange, read_range
 from onceflow.errors import ProgressConflictError
 from onceflow.protocol.progress import CheckpointProgress, Progress
 from onceflow.spark import jvm
@@ -46,6 +46,14 @@ class Numbering:
         if self._query_id is None:
             self._query_id = look_at(self._folder).query_id or ""
         return self._query_id
+
+    def read_range(self, batch: int, partitions: Mapping[str, int]) -> SourceRange:
+        """The source range of Spark's batch, from the offset log of the checkpoint.
+
+        Args:
+            partitions: as of `offset_log.read_range`.
+        """
+        return read_range(self._folder, batch, partitions)
 
     def is_committed(self, batch: int, source: SourceRange, progress: Progress) -> bool:
         """Whether Spark's batch is the last committed one.

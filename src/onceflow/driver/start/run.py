@@ -16,6 +16,7 @@ from onceflow.driver.batch.sink import BatchSink
 from onceflow.driver.batch.watching import Watch
 from onceflow.driver.kafka.commit import BatchCommit
 from onceflow.driver.kafka.delivery import delivery
+from onceflow.driver.kafka.output_writer import OutputWriter
 from onceflow.driver.record import handover
 from onceflow.driver.start.checkpoint_location import CheckpointLocation, kept_location
 from onceflow.driver.start.report import StartReport, report
@@ -284,28 +285,34 @@ def batch_commit(prepared: PreparedQuery, options: SinkOptions, location: Checkp
         location: of the checkpoint from which ranges are read; None: the engine knows them itself.
     """
     startup, query, progress = prepared.startup, prepared.query, prepared.progress
-    session = startup.takeover.session
-    return BatchCommit(
-        state=query.state,
-        names=startup.takeover.names,
-        settings=startup.takeover.settings,
+    takeover, state = startup.takeover, query.state
+    session, sources = takeover.session, takeover.sources_read
+    with_state = None if state is None else state.opened(progress)
+    delivered = delivery(options.guarantee, session, prepared.written, with_state=with_state)
+    numbering = None if location is None else location.numbering
+    writer = OutputWriter(
+        startup.flow,
         cluster=session.cluster,
-        delivery=delivery(
-            options.guarantee,
-            session,
-            prepared.written,
-            with_state=None if query.state is None else query.state.opened(progress),
-        ),
-        progress=progress,
-        driver=startup.takeover.driver,
+        delivery=delivered,
         options=options,
         columns=prepared.write.columns,
         cores=current_cores(prepared.spark),
-        checkpoint=None if location is None else location.folder,
-        numbering=None if location is None else location.numbering,
-        sources=startup.takeover.sources_read,
+        source_partitions=sources.partitions,
+        state=state,
+        numbering=numbering,
+    )
+    return BatchCommit(
+        session,
+        takeover.driver,
+        progress,
+        options,
+        sources=sources,
+        writer=writer,
+        delivery=delivered,
+        numbering=numbering,
+        state=state,
+        joins=Joins(startup.joins, session.cluster, progress, settings=takeover.settings, flow=startup.flow),
         calls=RowCalls(startup.calls, options.transaction_timeout_s),
-        joins=Joins(startup.joins, session.cluster, progress, settings=startup.takeover.settings, flow=startup.flow),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,84 @@ COUNTS = ("records", "late", "dead_letters", "duplicates", "aside", "timers_fire
 went to the topics of late records, dead letters and duplicates."""
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a step says to the engines of all its partitions, in all its batches.
+
+    Args:
+        flow, table: for messages.
+        default_ttl_ms: time to live of rows that are put without one; None: the processor's ``ttl``.
+        on_error: what happens when a record cannot be processed. ``fail``: the batch fails. ``dead-letter``: the record
+            becomes a dead letter.
+        dead_letter_topic, late_topic: topics of dead letters and late records.
+        source_topic: topic of records that have no topic column.
+        own_topics: topics that outputs must not be written to.
+        rules: what may be written.
+        max_timers_per_batch: how many timers may fire, those with the earliest times first. The others wait for the
+            next batch. None: all that are due.
+        keeps_time: whether the processing time of batches is the time of day, so that event times can be compared with
+            it.
+    """
+
+    flow: str
+    table: str
+    default_ttl_ms: int | None = None
+    on_error: str = "fail"
+    dead_letter_topic: str | None = None
+    late_topic: str | None = None
+    source_topic: str | None = None
+    own_topics: OwnTopics = field(default_factory=OwnTopics)
+    rules: WriteRules = ANYTHING
+    max_timers_per_batch: int | None = TIMERS_PER_BATCH
+    keeps_time: bool = True
+
+    def check(self, processor: Any, *, may_drop_late: bool) -> None:
+        """Check that they go with a processor.
+
+        Args:
+            may_drop_late: whether late records are only counted if there is no topic for them.
+
+        Raises:
+            OptionError: the topic of dead letters or late records is missing, or ttl or allowed_lateness is not a
+                duration.
+        """
+        if self.on_error not in ("fail", "dead-letter"):
+            raise OptionError(
+                f"on_error is {self.on_error!r}", next_step="use 'fail' or 'dead-letter'.", flow=self.flow
+            )
+        if self.on_error == "dead-letter" and self.dead_letter_topic is None:
+            raise OptionError("on_error='dead-letter' needs a topic for dead letters", flow=self.flow)
+        if processor.allowed_lateness is not None and self.late_topic is None and not may_drop_late:
+            raise OptionError("a processor with allowed_lateness needs a topic for late records", flow=self.flow)
+        check_windows(processor, self.flow)
+        for name in ("ttl", "allowed_lateness", "max_ahead"):
+            value = getattr(processor, name)
+            try:
+                if value is not None and duration_ms(value) <= 0 and name == "ttl":
+                    raise ValueError("it must be positive")
+            except ValueError as error:
+                raise OptionError(f"{type(processor).__name__}.{name}: {error}", flow=self.flow) from None
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """A batch, and the times with which it begins. They are the same for all partitions.
+
+    Args:
+        now_ms: processing time in epoch milliseconds.
+        watermark_ms: the watermark; None while it is not known.
+        timers_until: by clock, the time up to which timers may fire; a clock without an entry fires none. None: all
+            that are due may fire.
+        unfired: timers before that time that may not fire either.
+    """
+
+    batch: int
+    now_ms: int
+    watermark_ms: int | None = None
+    timers_until: Mapping[str, int] | None = None
+    unfired: frozenset[TimerId] = frozenset()
+
+
 class BaseEngine:
     """Runs a processor over one partition's part of a batch: start(), feed() and settle() for every Arrow
     batch, finish().
@@ -57,22 +136,8 @@ class BaseEngine:
     Args:
         processor: user code.
         store: committed state of the partition. Nothing else may write to it while the engine is in use.
-        flow, table, batch: for messages.
         partition: partition of the table.
-        now_ms: processing time of the batch.
-        watermark_ms: the watermark of the batch; None while it is not known.
-        default_ttl_ms: time to live of rows that are put without one; None: the processor's ``ttl``.
-        on_error: what happens when a record cannot be processed. ``fail``: the batch fails. ``dead-letter``: the record
-            becomes a dead letter.
-        dead_letter_topic, late_topic: topics of dead letters and late records.
-        source_topic: topic of records that have no topic column.
-        own_topics: topics that outputs must not be written to.
-        rules: what may be written.
-        max_timers_per_batch: how many timers may fire, those with the earliest times first. The others wait for the
-            next batch. None: all that are due.
         tables: tables that the flow joins with, by name.
-        timers_until, unfired: see `AttemptContext`.
-        keeps_time: whether ``now_ms`` is the time of day, so that event times can be compared with it.
 
     Attributes:
         timers_left: whether more timers were due than one batch may fire, or one of them has not done all of its work.
@@ -85,7 +150,7 @@ class BaseEngine:
         causes: of dead letters, by class of the cause: their number, and a description of the first one.
 
     Raises:
-        OptionError: the topic of dead letters or late records is missing, or ttl or allowed_lateness is not a duration.
+        OptionError: see `EngineOptions.check`.
     """
 
     may_drop_late = False
@@ -95,46 +160,32 @@ class BaseEngine:
         self,
         processor: Any,
         store: Store,
-        *,
-        flow: str,
-        table: str,
         partition: int,
-        batch: int,
-        now_ms: int,
-        watermark_ms: int | None = None,
-        default_ttl_ms: int | None = None,
-        on_error: Literal["fail", "dead-letter"] = "fail",
-        dead_letter_topic: str | None = None,
-        late_topic: str | None = None,
-        source_topic: str | None = None,
-        own_topics: OwnTopics | None = None,
-        rules: WriteRules = ANYTHING,
-        max_timers_per_batch: int | None = TIMERS_PER_BATCH,
+        times: BatchTimes,
+        options: EngineOptions,
         tables: Mapping[str, JoinedTable] | None = None,
-        timers_until: Mapping[str, int] | None = None,
-        unfired: frozenset[TimerId] = frozenset(),
-        keeps_time: bool = True,
     ) -> None:
+        options.check(processor, may_drop_late=self.may_drop_late)
         self.processor = copy.copy(processor)
-        self.flow, self.table, self.partition, self.batch = flow, table, partition, batch
-        self.now_ms, self.watermark_ms, self._late_before_ms = now_ms, watermark_ms, watermark_ms
+        self.flow, self.table, self.partition, self.batch = options.flow, options.table, partition, times.batch
+        self.now_ms, self.watermark_ms, self._late_before_ms = times.now_ms, times.watermark_ms, times.watermark_ms
         self.uses_event_time = processor.allowed_lateness is not None
-        self._check(on_error, dead_letter_topic, late_topic)
+        default_ttl_ms = options.default_ttl_ms
         if default_ttl_ms is None and processor.ttl is not None:
             default_ttl_ms = duration_ms(processor.ttl)
-        self._dead_letter_topic = dead_letter_topic if on_error == "dead-letter" else None
-        self._late_topic, self._source_topic = late_topic, source_topic
-        self._timers_until, self._unfired = timers_until, due.Unfired(unfired)
-        self.timers_left, self.fired, self._max_timers = False, set[str](), max_timers_per_batch
-        self._rules, self._overlay = rules, Overlay(store, rules.small_row_bytes)
+        self._dead_letter_topic = options.dead_letter_topic if options.on_error == "dead-letter" else None
+        self._late_topic, self._source_topic = options.late_topic, options.source_topic
+        self._timers_until, self._unfired = times.timers_until, due.Unfired(times.unfired)
+        self.timers_left, self.fired, self._max_timers = False, set[str](), options.max_timers_per_batch
+        self._rules, self._overlay = options.rules, Overlay(store, options.rules.small_row_bytes)
         self._tables = tables or {}
         self._scope = self._scope_over(self._overlay, default_ttl_ms)
         self._scope.check_rows = self._check_rows
-        self._own_topics = own_topics or OwnTopics()
-        self._collector = OutputCollector(own_topics=self._own_topics, rules=rules)
+        self._own_topics = options.own_topics
+        self._collector = OutputCollector(own_topics=self._own_topics, rules=options.rules)
         self.max_event_ms, self.untimed = dict[Origin, int](), set[Origin]()
-        self._max_ahead = processor.max_ahead if keeps_time else None
-        self._last_ms = _last_ms(now_ms, self._max_ahead)
+        self._max_ahead = processor.max_ahead if options.keeps_time else None
+        self._last_ms = _last_ms(self.now_ms, self._max_ahead)
         self.counts, self.causes = dict.fromkeys(COUNTS, 0), dict[str, tuple[int, str]]()
 
     def _scope_over(self, overlay: Overlay, ttl_ms: int | None = None, kind: type[Scope] = Scope) -> Scope:
@@ -150,22 +201,6 @@ class BaseEngine:
         scope.has_event_time = self.uses_event_time or self.watermark_ms is not None
         scope.tables = self._tables
         return scope
-
-    def _check(self, on_error: str, dead_letter_topic: str | None, late_topic: str | None) -> None:
-        if on_error not in ("fail", "dead-letter"):
-            raise OptionError(f"on_error is {on_error!r}", next_step="use 'fail' or 'dead-letter'.", flow=self.flow)
-        if on_error == "dead-letter" and dead_letter_topic is None:
-            raise OptionError("on_error='dead-letter' needs a topic for dead letters", flow=self.flow)
-        if self.uses_event_time and late_topic is None and not self.may_drop_late:
-            raise OptionError("a processor with allowed_lateness needs a topic for late records", flow=self.flow)
-        check_windows(self.processor, self.flow)
-        for name in ("ttl", "allowed_lateness", "max_ahead"):
-            value = getattr(self.processor, name)
-            try:
-                if value is not None and duration_ms(value) <= 0 and name == "ttl":
-                    raise ValueError("it must be positive")
-            except ValueError as error:
-                raise OptionError(f"{type(self.processor).__name__}.{name}: {error}", flow=self.flow) from None
 
     # ---- what the caller calls -----------------------------------------------------------------------
 
