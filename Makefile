@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 JOBS := $(or $(TEST_JOBS),2)
 PARALLEL := $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
-# `make test-spark` runs tests with another version of Spark, `make test` the short form with an old one.
+# `make test-spark` runs tests with another version of Spark, `make test-long` the short form with an old one.
 SPARK ?= 3.5
 MARKS ?= not long
 SPARK_VENV := .venv-spark-$(SPARK)
@@ -48,12 +48,12 @@ setup: $(VENV)/.jars ## virtual environment, pinned packages, jars
 demo: setup ## run the main example: deposits, exactly once
 	$(BIN)/onceflow demo deposits
 
-test: setup ## all tests but the longest, and a short form of them with an older Spark
+test: setup ## all tests but the longest
 	$(PYTEST) $(PARALLEL) -m "not long"
-	$(MAKE) --no-print-directory test-spark SPARK=$(OLD_SPARK) MARKS="short_form and not long"
 
-test-long: setup ## the longest tests: more of the same, and what takes its time
+test-long: setup ## the longest tests: more of the same, what takes its time, and a short form with an older Spark
 	$(PYTEST) $(PARALLEL) -m long
+	$(MAKE) --no-print-directory test-spark SPARK=$(OLD_SPARK) MARKS="short_form and not long"
 
 test-spark: $(SPARK_VENV)/.jars ## tests of what Spark does, with another version: make test-spark SPARK=3.5
 	$(SPARK_VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(PARALLEL) -m "$(MARKS)" $(SPARK_TESTS)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import hypothesis
 import pytest
@@ -66,20 +66,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Mark those of the suite of external sinks that kill processes: the suite, which others use, has no marks of ours.
 
-    Long tests get more time: one of two minutes takes twice as long beside another one.
+    Of a test that is long but for some parameters, all others are long. Long tests get more time: one of two minutes
+    takes twice as long beside another one.
     """
     from onceflow.spark import versions
 
     for item in items:
         if getattr(item, "originalname", "") == "test_processes_are_killed_at_any_moment":
             item.add_marker(pytest.mark.faults)
+        if not _is_short(item):
+            item.add_marker(pytest.mark.long)
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG_SECONDS))
+    _check_short(items)
     marks = {item: item.get_closest_marker("spark_since") for item in items}
     newer = [item for item, mark in marks.items() if mark and versions.current() < mark.args]
     if newer:
         config.hook.pytest_deselected(items=newer)
         items[:] = [item for item in items if item not in newer]
+
+
+def _is_short(item: pytest.Item) -> bool:
+    """Whether the mark ``long_but`` names the parameters of a test, or it has no such mark."""
+    mark = item.get_closest_marker("long_but")
+    return mark is None or cast(pytest.Function, item).callspec.id in mark.args
+
+
+def _check_short(items: list[pytest.Item]) -> None:
+    """Refuse names of parameters that do not exist: `make test` would leave the test out."""
+    collected: dict[Any, list[str]] = {}
+    named: dict[Any, set[str]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("long_but")) is not None:
+            function = cast(pytest.Function, item)
+            collected.setdefault(function.function, []).append(function.callspec.id)
+            named[function.function] = {str(name) for name in mark.args}
+    for function, ids in collected.items():
+        missing = named[function] - {*ids}
+        if missing and len(ids) > 1:  # one alone was chosen on the command line
+            raise pytest.UsageError(
+                f"long_but of {function.__name__}: no parameters {sorted(missing)} in {sorted(ids)}"
+            )
 
 
 DRIVER = Path(__file__).parent / "faults" / "driver.py"

@@ -73,6 +73,7 @@ def test_a_copy_repeats_a_link_that_came_before() -> None:
         assert links.value(case) != links.value(links.cases[case.of])
 
 
+@pytest.mark.long
 def test_one_percent_of_the_rows_is_bad_in_every_way() -> None:
     links = Links(SEED, 1500)
     rows = [row for case in links.loaded() for row in links.rows(case)]

@@ -126,6 +126,7 @@ def test_averages_by_hand() -> None:
     ]
 
 
+@pytest.mark.long
 def test_averages_by_definition(measurements: list[Measurement], expected: list[Expected]) -> None:
     """Every hundredth, from nothing but the series."""
     good = [each for each in measurements if each.cause is None]
@@ -145,6 +146,7 @@ def test_halves_go_up(values: list[int], average: int) -> None:
     assert data.average(values) == average
 
 
+@pytest.mark.long_but("Averages")
 @pytest.mark.parametrize("version", [service.Averages, service.ColumnAverages])
 def test_the_service_makes_these_averages_and_letters(
     version: Callable[[], object], measurements: list[Measurement]
@@ -342,6 +344,7 @@ def test_the_beginning_ends_where_a_series_begins_again(
     assert demo.beginning([]) == []
 
 
+@pytest.mark.long
 def test_the_picture_is_one(tmp_path: Path, measurements: list[Measurement], expected: list[Expected]) -> None:
     image = pytest.importorskip("matplotlib.image")
     path = tmp_path / "averages.png"

@@ -74,6 +74,7 @@ def test_names_are_unique_and_keys_but_for_orders_that_come_twice(orders: list[d
 # ---- the service does what the seed says ---------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_processors_bring_every_order_to_where_the_seed_says(few: list[data.Order]) -> None:
     """Both processors without Kafka and Spark; what Kafka does between them is done here."""
     charging = ProcessorDriver(Charge(), on_error="dead-letter")

@@ -298,6 +298,7 @@ def test_workers_die(make_external: Callable[..., External], inject: Any, kind: 
     flow.check()
 
 
+@pytest.mark.long_but("False")
 @pytest.mark.parametrize("applied", [True, False])
 def test_the_answer_of_a_commit_is_lost(make_external: Callable[..., External], applied: bool) -> None:
     flow = make_external()
@@ -322,6 +323,7 @@ def test_a_second_driver_takes_over(make_external: Callable[..., External], kind
     flow.check()
 
 
+@pytest.mark.long
 def test_an_older_state_of_the_database_is_restored(make_external: Callable[..., External], caplog: Any) -> None:
     flow = make_external()
     flow.pipe.fill(900)
@@ -336,6 +338,7 @@ def test_an_older_state_of_the_database_is_restored(make_external: Callable[...,
     assert "an older state of" in caplog.text
 
 
+@pytest.mark.long
 def test_a_reset_writes_no_dead_letter_again(make_external: Callable[..., External], caplog: Any) -> None:
     """The progress row still decides, and its letters were written when its batch ended."""
     flow = make_external(letters=True)
@@ -350,6 +353,7 @@ def test_a_reset_writes_no_dead_letter_again(make_external: Callable[..., Extern
         caplog.clear()
 
 
+@pytest.mark.long
 def test_another_database_is_refused(make_external: Callable[..., External]) -> None:
     flow, other = make_external(), make_external()
     flow.pipe.fill(100)
@@ -360,6 +364,7 @@ def test_another_database_is_refused(make_external: Callable[..., External]) -> 
     assert not flow.select("SELECT * FROM sqlite_master WHERE name = 'onceflow_progress'")
 
 
+@pytest.mark.long
 def test_flows_of_one_name_write_to_one_database(make_external: Callable[..., External]) -> None:
     """They have different prefixes. One starts, and is refused, while the other one runs."""
     one, two = make_external(), make_external()

@@ -229,6 +229,7 @@ def pinned_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(copies.JoinedCopies, "handle", named)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -73,18 +73,21 @@ def pipe(make_state_pipe: Any) -> Any:
     return made
 
 
+@pytest.mark.long
 def test_deleted(pipe: Any) -> None:
     shutil.rmtree(pipe.folder / "0")
     (pipe.folder / "1" / "data.mdb").unlink()
     goes_on(pipe)
 
 
+@pytest.mark.long
 def test_older_copy(pipe: Any) -> None:
     for partition in range(4):
         replace(pipe, partition, pipe.first / str(partition))
     goes_on(pipe)
 
 
+@pytest.mark.long
 def test_copy_of_another_partition(pipe: Any) -> None:
     now = keep(pipe, "now")
     replace(pipe, 0, now / "1")
@@ -92,6 +95,7 @@ def test_copy_of_another_partition(pipe: Any) -> None:
     goes_on(pipe)
 
 
+@pytest.mark.long
 def test_newer_than_kafka(pipe: Any, make_state_pipe: Any) -> None:
     """A copy from a flow's life before a reset: the table starts empty, the copy is ahead of it."""
     from onceflow.admin.change.reset import reset
@@ -108,6 +112,7 @@ def test_newer_than_kafka(pipe: Any, make_state_pipe: Any) -> None:
     goes_on(pipe)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed,tasks",
     [(0, False), (2, True), *(pytest.param(*more, marks=pytest.mark.long) for more in ((1, False), (3, True)))],
@@ -162,6 +167,7 @@ def test_readable_while_the_flow_writes(pipe: Any) -> None:
     assert onceflow.Table.of_flow(pipe.folder).get(b"no such key") is None
 
 
+@pytest.mark.long
 def test_pages_lost_when_the_machine_went_down_under_a_living_driver(
     pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -164,6 +164,9 @@ def test_a_broken_build_is_found_out(
         assert all(isinstance(error, FencedError) for error in mutants.refused)
 
 
+@pytest.mark.long_but(
+    "killed after write-checkpoint", "an attempt fails half-way-driver", "tasks give back, and more records come-tasks"
+)
 @pytest.mark.parametrize("engine, fault", SOUND_CASES)
 def test_the_sound_build_passes(
     run: Callable[[str, str, str], Any], audits: list[Any], engine: str, fault: str
@@ -194,6 +197,7 @@ def test_kafka_refuses_an_epoch_that_was_aborted(run: Callable[[str, str, str], 
     assert verdict.verdict == PASSED, verdict
 
 
+@pytest.mark.long
 def test_kafka_refuses_sequences_that_start_anew(run: Callable[[str, str, str], Any]) -> None:
     """Unless the halves of a batch have as many rows for a partition: then it takes the second for the first, above."""
     verdict, ends = run("rows come in two halves, by key", "sequences_start_anew", CHECKPOINT)

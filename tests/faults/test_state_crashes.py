@@ -109,6 +109,7 @@ def test_python_workers_killed(make_state_pipe: Any, inject_at_every_step: Any, 
     pipe.check()
 
 
+@pytest.mark.long_but("settle-kill")
 @pytest.mark.parametrize(
     "step, action", [("begin", "raise"), ("settle", "kill"), pytest.param("write", "raise", marks=pytest.mark.long)]
 )
@@ -168,6 +169,7 @@ def test_second_driver_takes_over(make_state_pipe: Any) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 def test_aborted_state_is_not_visible(make_state_pipe: Any, inject: Any) -> None:
     """I7: a batch that fails after its changes were produced leaves nothing: not in the topic, not in the store."""
     pipe = make_state_pipe()

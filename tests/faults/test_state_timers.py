@@ -160,6 +160,7 @@ def test_late_records_go_to_their_topic(make_state_pipe: Any, late_topic: str) -
     assert dict(seen[0].headers)["onceflow.error.class"] == b"LateRecord"
 
 
+@pytest.mark.long
 def test_processing_time_and_ttl(make_state_pipe: Any, make_topic: Any) -> None:
     """A timer of the wall clock fires without data; rows that have outlived their ttl become tombstones."""
     import onceflow
@@ -194,6 +195,7 @@ def test_processing_time_and_ttl(make_state_pipe: Any, make_topic: Any) -> None:
     assert dict.fromkeys(keys, b"x") == {row.key: row.value for row in rows if row.value is not None}
 
 
+@pytest.mark.long
 def test_timers_of_a_partition_whose_records_are_filtered_out(
     make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,6 +232,7 @@ def test_unusable_connect_timeout(pipe: Any, text: str, words: str) -> None:
         onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap, connect_timeout=text)
 
 
+@pytest.mark.long
 def test_no_broker(pipe: Any) -> None:
     servers = f"127.0.0.1:{free_ports(1)[0]}"
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=servers, connect_timeout="1 second")
@@ -330,6 +331,7 @@ def test_a_broker_that_names_an_unknown_host(pipe: Any, made_up: Callable[[str],
 # ---- found in the rows ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long_but("driver")
 @pytest.mark.parametrize("engine", ["tasks", "driver"])
 def test_null_topic(pipe: Any, engine: str) -> None:
     flow = pipe.open()
@@ -354,6 +356,7 @@ def test_unknown_topic_in_a_column(pipe: Any, engine: str, monkeypatch: pytest.M
     check_nothing_written(pipe)
 
 
+@pytest.mark.long_but("2147483647-tasks", "4-driver")
 @pytest.mark.parametrize(
     "partition, engine",
     [
@@ -371,6 +374,7 @@ def test_partition_out_of_range(pipe: Any, partition: int, engine: str) -> None:
     check_nothing_written(pipe)
 
 
+@pytest.mark.long_but("driver")
 @pytest.mark.parametrize("engine", ["tasks", "driver"])
 def test_record_larger_than_the_broker_allows(pipe: Any, engine: str) -> None:
     flow = pipe.open()
@@ -456,6 +460,7 @@ def test_user_code_that_raises(pipe: Any, kind: str, monkeypatch: pytest.MonkeyP
 # ---- sources that are not what they were ----------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_expired_source_records(make_pipe: Any) -> None:
     from confluent_kafka import TopicPartition
     from confluent_kafka.admin import AdminClient

@@ -88,6 +88,7 @@ def test_a_row_that_cannot_be_written(
     assert independent.read_topic(pipe.bootstrap, pipe.target, decided=True) == []
 
 
+@pytest.mark.long_but("expression-driver", "size-tasks")
 @pytest.mark.parametrize(
     "what, engine",
     [

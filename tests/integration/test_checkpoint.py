@@ -370,6 +370,7 @@ def test_duplicates_are_known_for_as_long_as_the_watermark_says(make_service: An
     assert service.new() == ["a:1"]
 
 
+@pytest.mark.long
 @pytest.mark.spark_since(4, 1)
 def test_transform_with_state(make_service: Any, setting: Any) -> None:
     """Python's ``transformWithState``: values and timers survive restarts, timers fire once."""
@@ -596,6 +597,7 @@ def test_a_failed_attempt_leaves_nothing_in_the_state(
 # ---- sources that change while the flow stands still ---------------------------------------------------
 
 
+@pytest.mark.long
 def test_new_partitions(make_service: Any) -> None:
     """Progress moves when they are found, also by a start that writes nothing; Spark's log does not."""
     from confluent_kafka.admin import AdminClient, NewPartitions
@@ -674,6 +676,7 @@ def test_a_batch_that_at_most_once_loses_is_in_the_state(make_service: Any, tmp_
 # ---- checkpoints that do not belong --------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_checkpoints_that_do_not_belong(make_service: Any) -> None:
     """Each of them is refused and said what it is; nothing is written, and the right one still goes on."""
     service, other = make_service(copies), make_service(copies)
@@ -734,6 +737,7 @@ def test_an_empty_checkpoint_goes_on_at_committed_offsets_when_asked_to(
     assert service.new() == sums(more + more)
 
 
+@pytest.mark.long
 def test_a_flow_begins_to_keep_a_checkpoint_and_gives_it_up(make_service: Any) -> None:
     """Both are changes of mind that have to be said."""
     service = make_service(copies)
@@ -748,6 +752,7 @@ def test_a_flow_begins_to_keep_a_checkpoint_and_gives_it_up(make_service: Any) -
     service.refused("belongs to another query", "without a checkpoint since")
 
 
+@pytest.mark.long
 def test_an_empty_checkpoint_of_other_sources_cannot_be_resumed(make_service: Any, tmp_path: Path) -> None:
     files = tmp_path / "files"
     files.mkdir()

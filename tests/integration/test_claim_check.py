@@ -74,6 +74,7 @@ def objects_of(claim: ClaimCheck) -> set[str]:
 # ---- a bucket ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_values_in_a_bucket(s3: S3Server, tmp_path: Path) -> None:
     claim = bucket_claim(s3)
     value = os.urandom(20 << 20)  # in several parts
@@ -103,6 +104,7 @@ def test_missing_and_altered_objects_of_a_bucket(s3: S3Server) -> None:
         claim.decode(raw)
 
 
+@pytest.mark.long
 def test_a_bucket_that_is_not_there(s3: S3Server) -> None:
     claim = bucket_claim(s3)
     raw = claim.encode(large(1))
@@ -187,6 +189,7 @@ def run(query: Any) -> None:
         query.stop()
 
 
+@pytest.mark.long_but("auto")
 @pytest.mark.parametrize("engine", ["auto", "tasks"])
 def test_a_processor(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], s3: S3Server, tmp_path: Path,
@@ -640,6 +643,7 @@ def test_what_flows_write_is_read_too_or_nothing_is_deleted(
     independent.fill(onceflow_broker, PROGRESS_TOPIC, [(flow.flow.encode(), None) for flow in flows])
 
 
+@pytest.mark.long
 def test_a_flow_with_snapshots_goes_on_after_a_collection(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def opened(cluster: Cluster, topic: str) -> Transactions:
     return transactions
 
 
+@pytest.mark.long
 def test_a_connection_whose_first_attempt_ran_out_of_time(
     onceflow_broker: str, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def _what_tasks_see(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatc
     yield pa.RecordBatch.from_pydict({"seen": [context.getLocalProperty("spark.sql.codegen.factoryMode")]})
 
 
+@pytest.mark.long
 def test_the_setting_is_of_one_job_and_the_users_wins(onceflow_spark: Any) -> None:
     seen = onceflow_spark.range(0, 10, 1, 1).mapInArrow(_what_tasks_see, "seen string")
 

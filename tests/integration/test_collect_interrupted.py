@@ -39,6 +39,7 @@ main(["claim-check", "collect", *arguments])
 """
 
 
+@pytest.mark.long_but("delete")
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("_listed", "_refer")), "_write_marker", "delete"]
 )

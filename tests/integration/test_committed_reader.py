@@ -130,6 +130,7 @@ def interleaved(bootstrap: str, topic: str, **options: str) -> None:
     b.transaction(topic, pairs_of("b2 aborted", 100), commit=False)
 
 
+@pytest.mark.long
 def test_when_the_first_committed_record_was_written(
     cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str
 ) -> None:
@@ -250,6 +251,7 @@ def test_a_transaction_that_ends_while_it_is_waited_for(
 # ---- what topics can look like -----------------------------------------------------------------------------
 
 
+@pytest.mark.long_but("gzip-producer")
 @pytest.mark.parametrize("by", ["producer", "broker"])
 @pytest.mark.parametrize("compression", ["gzip", "snappy", "lz4", "zstd"])
 def test_compressed_by_librdkafka_and_by_java(
@@ -428,6 +430,7 @@ def fake_batch(base_offset: int, value: bytes = b"v") -> bytes:
     return base_offset.to_bytes(8, "big") + batch.head[8:] + bytes(batch.body)
 
 
+@pytest.mark.long
 def test_problems_that_pass_are_waited_out() -> None:
     problems = ["throttled", ConnectionFailedError("gone"), 6, 3, 5, 56, 74, 78, -1]
     cluster = FakeCluster(*problems, (fake_batch(0), 2), (fake_batch(1), 2))

@@ -154,6 +154,7 @@ def test_a_version_with_an_error(
     assert {place["topic"] for each in lost for place in each["places"]} == {pipe.target}
 
 
+@pytest.mark.long
 def test_what_is_refused(make_pipe: Any, make_topic: Any, call: Callable[..., Result], compare: Compare) -> None:
     pipe = make_pipe(partitions=1)
     pipe.fill(10)

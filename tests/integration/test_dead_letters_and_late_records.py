@@ -38,6 +38,7 @@ class Even(onceflow.Processor):
             yield onceflow.Record(key, b"x")
 
 
+@pytest.mark.long_but("driver")
 @pytest.mark.parametrize(
     "write",
     [{}, {"engine": "tasks"}],
@@ -211,6 +212,7 @@ def test_rows_that_spark_drops_as_late(make_pipe: Any, tmp_path: Path, caplog: p
         flow.write(flow.read(pipe.source), topic=pipe.target, late="fail", guarantee="at_least_once")
 
 
+@pytest.mark.long
 def test_a_start_that_changes_nothing(make_pipe: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing to read: no batch. Starting offsets of a flow that has run: told."""
     pipe = make_pipe()
@@ -251,6 +253,7 @@ class Sized(onceflow.Processor):
         raise LookupError("nobody is there")
 
 
+@pytest.mark.long_but("driver")
 @pytest.mark.parametrize("engine", ["driver", "tasks"])
 def test_what_topics_do_not_take_becomes_letters(
     make_pipe: Any, make_topic: Any, engine: str, monkeypatch: pytest.MonkeyPatch

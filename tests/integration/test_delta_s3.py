@@ -79,6 +79,7 @@ def test_what_is_left_is_removed(s3: S3Server) -> None:
     assert len(rows_of(sink)) == 40
 
 
+@pytest.mark.long
 def test_names_of_files_are_those_of_the_log(s3: S3Server) -> None:
     """Whatever characters the values of partition columns have: other readers look for them there."""
     sink = sink_of(s3, partition_by="text")
@@ -120,6 +121,7 @@ def test_rows_that_are_set_aside(s3: S3Server) -> None:
     assert sorted(rows_of(sink), key=lambda row: row["id"]) == [rows[0], *rows[2:]]
 
 
+@pytest.mark.long
 def test_a_large_file_has_several_parts(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onceflow.external.delta_files._BUFFER_BYTES", 4 << 20)
     sink = sink_of(s3)

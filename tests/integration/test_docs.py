@@ -583,6 +583,7 @@ def words_of_spark() -> frozenset[str]:
     return frozenset(found)
 
 
+@pytest.mark.long
 def test_settings_of_spark_exist() -> None:
     known = words_of_spark()
     assert "spark.no.such.setting" not in known
@@ -669,6 +670,7 @@ def test_errors_that_docs_name_exist() -> None:
             assert name in onceflow.__all__ or hasattr(builtins, name), f"{page.name}: {name}"
 
 
+@pytest.mark.long
 def test_the_manifest_for_kubernetes(onceflow_spark: Any) -> None:
     """Read by the Kubernetes client that Spark has. Names agree with each other, with the page and with Spark."""
     text = MANIFEST.read_text()

@@ -62,6 +62,7 @@ def engines(onceflow_broker: str, onceflow_spark: Any, make_topic: MakeTopic, re
 # ---- copies ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_but("driver-none")
 @pytest.mark.parametrize("compression", ["none", "lz4"])
 def test_every_kind_of_record_of_one_partition(engines: Engines, compression: str) -> None:
     source = filled(engines, compression=compression)
@@ -87,6 +88,7 @@ def test_values_alone(engines: Engines) -> None:
     assert not any(each.headers for each in direct.records)
 
 
+@pytest.mark.long
 def test_constants_alone(engines: Engines) -> None:
     """A record becomes a row also if nothing of it is used. And a topic that the query does not use is no reason to go
     on for ever."""
@@ -101,6 +103,7 @@ def test_constants_alone(engines: Engines) -> None:
     assert by_partition(direct, timestamp=False) == by_partition(spark, timestamp=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "partitioner, guarantee",
     [("key", "at_least_once"), pytest.param("round_robin", "at_most_once", marks=pytest.mark.long)],
@@ -134,6 +137,7 @@ def test_the_sides_of_a_union_are_taken_by_the_places_of_their_columns(engines: 
     assert whole(direct, timestamp=False) == whole(spark, timestamp=False)
 
 
+@pytest.mark.long
 def test_records_stay_in_their_partition(engines: Engines) -> None:
     source = filled(engines, 4)
     direct, spark = engines.both(
@@ -265,6 +269,7 @@ def both_process(engines: Engines, ledger: Any, tmp_path: Path) -> Callable[...,
     return run
 
 
+@pytest.mark.long_but("driver-exactly_once")
 @pytest.mark.parametrize("guarantee", ["exactly_once", "at_least_once"])
 @pytest.mark.parametrize("engines", ["driver"], indirect=True)  # it compares with tasks by itself
 def test_a_process_step(engines: Engines, ledger: Any, both_process: Any, guarantee: str) -> None:
@@ -344,6 +349,7 @@ def other_than(engine: str) -> str:
     return PLACES[1 - PLACES.index(engine)]
 
 
+@pytest.mark.long
 def test_a_flow_alternates(make_pipe: Any, inject: Any) -> None:
     """From start to start, every second one after an injected fault."""
     pipe = make_pipe()

@@ -41,6 +41,7 @@ def test_copies_exactly_once(make_pipe: Any, partitioner: str, engine: str) -> N
     assert sum(batch.records for batch in query.batches) == 2500
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "partitioner, path",
     [("key", "driver"), pytest.param("source", "4 tasks", marks=pytest.mark.long)],
@@ -55,6 +56,7 @@ def test_few_tasks_of_a_micro_batch_read_many_partitions(make_pipe: Any, partiti
     assert max(tasks_of_stages(pipe, query)) == 4, "two for each core"
 
 
+@pytest.mark.long
 def test_tasks_of_a_micro_batch_keep_source_partitions(make_pipe: Any) -> None:
     """So few that each has a task of its own."""
     pipe = make_pipe()
@@ -64,6 +66,7 @@ def test_tasks_of_a_micro_batch_keep_source_partitions(make_pipe: Any) -> None:
     assert {batch.path for batch in query.batches} == {"4 tasks"}
 
 
+@pytest.mark.long
 def test_the_tasks_of_a_repartitioned_query_are_left_alone(make_pipe: Any) -> None:
     pipe = make_pipe(partitions=12)
     pipe.fill(500)
@@ -87,6 +90,7 @@ def tasks_of_stages(pipe: Any, query: Any) -> list[int]:
     return [tracker.getStageInfo(stage).numTasks for stage in stages]
 
 
+@pytest.mark.long_but("driver")
 @pytest.mark.parametrize("engine", ["tasks", "driver"])
 def test_round_robin_uses_every_partition(make_pipe: Any, engine: str) -> None:
     pipe = make_pipe(partitions=3, target_partitions=5)
@@ -123,6 +127,7 @@ def test_progress_record_is_the_truth(make_pipe: Any) -> None:
     assert last.batch_id == query.batches[-1].batch
 
 
+@pytest.mark.long
 def test_reports_of_spark_look_like_those_of_other_engines(make_pipe: Any) -> None:
     pipe = make_pipe()
     pipe.fill(1200)
@@ -159,6 +164,7 @@ def _shape(report: Any) -> Any:
     return [_shape(value) for value in report] if isinstance(report, list) else type(report)
 
 
+@pytest.mark.long_but("tasks")
 @pytest.mark.parametrize("engine", ["tasks", "driver"])
 def test_many_topics_headers_and_timestamps_in_one_transaction(make_pipe: Any, make_topic: Any, engine: str) -> None:
     from pyspark.sql import functions as F
@@ -187,6 +193,7 @@ def test_many_topics_headers_and_timestamps_in_one_transaction(make_pipe: Any, m
         assert all(s.timestamp_ms == int(s.value or b"") + 1_000_000 for s in seen)
 
 
+@pytest.mark.long_but("driver")
 @pytest.mark.parametrize("engine", ["tasks", "driver"])
 def test_explicit_partition_column_and_null_keys(make_pipe: Any, engine: str) -> None:
     from pyspark.sql import functions as F
@@ -220,6 +227,7 @@ def test_compressed_batches_are_read_by_librdkafka(make_pipe: Any, compression: 
     pipe.check()
 
 
+@pytest.mark.long
 def test_large_batches_are_split_below_the_topic_limit(make_pipe: Any, make_topic: Any) -> None:
     pipe = make_pipe()
     pipe.target = make_topic("narrow", 4, max_message_bytes=20_000)
@@ -279,6 +287,7 @@ def test_aborted_and_undecided_source_records_are_not_read(make_pipe: Any) -> No
     assert len(seen) == 50
 
 
+@pytest.mark.long
 def test_chain_of_flows(make_pipe: Any, make_topic: Any) -> None:
     first = make_pipe()
     first.fill(1000)
@@ -399,6 +408,7 @@ def test_an_error_of_user_code_that_speaks_of_cancelling_is_run_again(make_pipe:
     pipe.check()
 
 
+@pytest.mark.long
 def test_a_large_batch_that_is_filtered_to_nothing(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every write task reports, also when the shuffle in front of it has no rows."""
     monkeypatch.setattr(output_writer, "_TASK_BYTES", 1000)

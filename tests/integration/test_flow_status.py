@@ -218,6 +218,7 @@ def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: 
     assert call(flow, "--max-lag", "1000000").return_value == 1  # not known
 
 
+@pytest.mark.long_but("True")
 @pytest.mark.parametrize("snapshots", [False, True])
 def test_tables_are_counted_when_asked_for(
     make_pipe: Callable[..., Any], make_topic: Callable[..., str], call: Call, snapshots: bool

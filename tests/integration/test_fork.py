@@ -126,6 +126,7 @@ def test_under_load(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 def test_what_is_refused(make_pipe: Any, make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     pipe = make_state_pipe(partitions=2)
     pipe.fill(50)

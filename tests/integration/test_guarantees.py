@@ -50,6 +50,7 @@ def crash_case(guarantee: str, step: str, engine: str) -> Any:
     return pytest.param(guarantee, step, engine, marks=marks)
 
 
+@pytest.mark.long_but("at_least_once-write-driver", "at_most_once-write-tasks", "at_most_once-progress-driver")
 @pytest.mark.parametrize(
     "guarantee, step, engine",
     [crash_case(g, s, engine) for g in GUARANTEES for s in ("write", "progress") for engine in ("driver", "tasks")],
@@ -142,6 +143,7 @@ def test_an_attempt_of_the_direct_engine_that_fails(
     )
 
 
+@pytest.mark.long_but("at_least_once-driver", "at_most_once-driver")
 @pytest.mark.parametrize("engine", ["tasks", "driver"])
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
 def test_without_faults_everything_is_there_once_and_in_order(make_pipe: Any, guarantee: str, engine: str) -> None:

@@ -68,6 +68,7 @@ def test_a_flow_with_an_aborted_attempt(
     assert {op.driver for op in load(path).ops} == {f"driver-{n}" for n in range(len(ends))}
 
 
+@pytest.mark.long_but("driver")
 @pytest.mark.parametrize("engine", ["tasks", "driver"])
 def test_headers_are_kept_and_rows_numbered(make_pipe: Any, tmp_path: Path, engine: str) -> None:
     """Three rows of every record, which has headers of its own or none."""
@@ -105,6 +106,7 @@ def test_filtered_records_have_no_outputs(make_pipe: Any, tmp_path: Path) -> Non
     assert verdict_on(pipe, path).kinds == {LOST, TORN}
 
 
+@pytest.mark.long
 def test_records_that_the_flow_has_not_written(make_pipe: Any, tmp_path: Path) -> None:
     pipe, path = make_pipe(), tmp_path / "history"
     pipe.fill(500)
@@ -144,6 +146,7 @@ def test_what_was_not_recorded_or_cannot_be_read_is_unknown(make_pipe: Any, tmp_
     assert verdict_on(pipe, path, foreign=True).verdict == PASSED
 
 
+@pytest.mark.long
 def test_a_flow_that_runs_is_unknown(make_pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, path = make_pipe(), tmp_path / "history"
     pipe.fill(500)

@@ -194,6 +194,7 @@ def test_who_is_alone_goes_on(names: Names, connect: Callable[[], Cluster]) -> N
     assert Driver(connect(), names).progress == driver.progress
 
 
+@pytest.mark.long
 def test_who_slept_through_the_batches_of_a_newer_driver_is_fenced(
     names: Names, connect: Callable[[], Cluster]
 ) -> None:
@@ -232,6 +233,7 @@ def test_who_was_replaced_after_it_was_forgotten_is_fenced(names: Names, connect
     newer.commit()
 
 
+@pytest.mark.long
 def test_a_reset_meanwhile_is_noticed(names: Names, connect: Callable[[], Cluster], forgetful: str) -> None:
     from onceflow.admin.change.reset import reset
 

@@ -127,6 +127,7 @@ def joined(onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., 
     return Joined(onceflow_broker, onceflow_spark, make_topic, tmp_path)
 
 
+@pytest.mark.long_but("tasks")
 @WAYS
 def test_each_batch_sees_the_table_at_one_offset(joined: Joined, write: dict[str, Any]) -> None:
     joined.put(EUR=1.0, USD=1.1, GBP=0.8)
@@ -253,6 +254,7 @@ def test_join_table(joined: Joined, how: str) -> None:
     assert joined.pinned() == joined.ends()
 
 
+@pytest.mark.long
 def test_join_table_with_other_serdes_and_operators(joined: Joined, make_topic: Callable[..., str]) -> None:
     """Keys and values of other types, null keys, an empty table, and operators, steps and Spark's state around it."""
     from pyspark.sql import functions as F
@@ -453,6 +455,7 @@ def test_a_join_before_state_in_spark(joined: Joined) -> None:
     assert zones.seen() == [("a", 2), ("a", 4), ("b", 1)]
 
 
+@pytest.mark.long
 def test_a_batch_is_drained_with_the_tables_as_they_were(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its offsets and at its time, so that the state is that of the rows that were committed."""
     monkeypatch.setattr(checkpoint_location, "COMPLETE_COMMIT_LOG", False)

@@ -98,6 +98,7 @@ def quota(cluster: Cluster) -> Iterator[Callable[[str, float], None]]:
         alter(client_id, 0.0, remove=True)
 
 
+@pytest.mark.long
 def test_a_throttled_connection_is_used_again(
     onceflow_broker: str, make_topic: Callable[..., str], quota: Callable[[str, float], None]
 ) -> None:

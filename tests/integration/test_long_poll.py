@@ -147,6 +147,7 @@ def delete_before(bootstrap: str, topic: str, offset: int) -> None:
     admin.delete_records([begin])[begin].result(30)
 
 
+@pytest.mark.long_but("2000-columns")
 @FORMS
 @pytest.mark.parametrize(
     "fetch_bytes", [pytest.param(1, marks=pytest.mark.long), 2000, pytest.param(8_000_000, marks=pytest.mark.long)]
@@ -231,6 +232,7 @@ def test_what_a_broker_has_on_its_disk(
         assert is_hole(cluster, topic, 0, 2, deadline) is found
 
 
+@pytest.mark.long
 def test_ranges_as_columns(cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str) -> None:
     topic = make_topic("ranges", 1)
     fill_mixed(onceflow_broker, topic, 1)
@@ -301,6 +303,7 @@ def test_requests_are_sent_without_waiting(cluster: Cluster, make_topic: MakeTop
     assert [row[2] for row in taken.rows()[0]] == [b"1", b"2"]
 
 
+@pytest.mark.long
 def test_a_request_is_sent_only_behind_what_was_taken(
     cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str
 ) -> None:
@@ -408,6 +411,7 @@ def test_damage_names_the_partition_and_can_be_passed(
     assert taken.rows() == expected
 
 
+@pytest.mark.long
 def test_a_response_that_nobody_reads_in_time_is_no_fault_of_the_broker(
     cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def route(batch: pa.RecordBatch, *, to: dict[bool, str]) -> pa.RecordBatch:
     )
 
 
+@pytest.mark.long_but("tasks", "driver")
 @pytest.mark.short_form
 @pytest.mark.parametrize("engine", ["tasks", "driver", "checkpoint"])
 def test_rows_are_changed_left_out_and_routed(make_pipe: Any, make_topic: Any, engine: str) -> None:
@@ -92,6 +93,7 @@ class Last(onceflow.Processor):
         yield onceflow.Record(key, records[-1].value)
 
 
+@pytest.mark.long_but("driver, also behind")
 @pytest.mark.parametrize(
     "engine, behind",
     [("tasks", True), pytest.param("tasks", False, marks=pytest.mark.long), ("driver", True), ("driver", False)],

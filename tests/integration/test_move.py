@@ -358,6 +358,7 @@ def exported(call: Call, pipe: Any, path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_export_and_import(make_pipe: Any, call: Call, tmp_path: Path) -> None:
     pipe = make_pipe(partitions=2)
     fill(pipe.bootstrap, pipe.source, [20, 10])
@@ -460,6 +461,7 @@ def test_a_file_that_does_not_fit(make_pipe: Any, call: Call, tmp_path: Path) ->
     assert seen(pipe) == at(0)
 
 
+@pytest.mark.long
 def test_a_file_with_state(make_state_pipe: Any, call: Call, tmp_path: Path) -> None:
     pipe = make_state_pipe(partitions=2)
     pipe.fill(200)

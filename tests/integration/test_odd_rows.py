@@ -114,6 +114,7 @@ def test_rows_without_a_key_or_a_value(engines: Engines) -> None:
     assert of(result, "explode of a case") == Counter([(b"0", b"1"), (b"0", None), *others])
 
 
+@pytest.mark.long
 def test_headers_and_times_stay(engines: Engines) -> None:
     """quixio/quix-streams 375. Two headers have one name, quarkusio/quarkus 50988."""
     topic = produced(engines, RECORDS)
@@ -130,6 +131,7 @@ def test_headers_and_times_stay(engines: Engines) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_filter_that_drops_everything(engines: Engines) -> None:
     """faust-streaming/faust 287: what a filter has dropped is not read again. And nothing is written."""
     topic, target = produced(engines, RECORDS), engines.make_topic("out", 3)
@@ -143,6 +145,7 @@ def test_a_filter_that_drops_everything(engines: Engines) -> None:
     assert read == [len(RECORDS), 0]
 
 
+@pytest.mark.long
 def test_texts_that_name_a_time_elsewhere(engines: Engines) -> None:
     """They are times in casts to types of times only, though Spark casts them to the binary type of a key, too."""
     topic = produced(engines, [(b"now", b"today "), (b"k", b"now "), (b"today", None)])
@@ -195,6 +198,7 @@ def test_partitions_that_do_not_exist(engines: Engines) -> None:
     assert "partition" in str(caught.value)
 
 
+@pytest.mark.long
 def test_one_time_for_all_rows_of_a_batch(engines: Engines) -> None:
     """apache/spark 57480."""
     topic = produced(engines, RECORDS)
@@ -210,6 +214,7 @@ def test_one_time_for_all_rows_of_a_batch(engines: Engines) -> None:
     assert len(times) == 1
 
 
+@pytest.mark.long
 def test_chance_is_thrown_once(engines: Engines) -> None:
     """apache/flink 21799: what a filter has looked at is what comes out."""
     topic = produced(engines, [(b"k", b"%d" % n) for n in range(200)])

@@ -350,6 +350,7 @@ def test_mistakes(run: Run, make_topic: Any, onceflow_broker: str) -> None:
     run("abort", name, "--yes")
 
 
+@pytest.mark.long
 def test_missing_permissions(run: Run, secure: Secure) -> None:
     """READ on the topic is needed to look; DESCRIBE on all ids to be certain; ALTER on the cluster for a marker."""
     topic = f"hidden-{uuid.uuid4().hex[:8]}"

@@ -145,6 +145,7 @@ def test_a_module_that_only_the_driver_has(make_pipe: Callable[..., Any], of_the
             assert "Packaging your code" in caught.value.next_step
 
 
+@pytest.mark.long
 def test_a_module_that_a_function_imports_late(make_pipe: Callable[..., Any]) -> None:
     """Only a task can find out: the batch is not run again, and the error names the module."""
     late = F.udf(lambda _: str(__import__("never_installed")))

@@ -252,6 +252,7 @@ def test_what_was_aborted_is_not_there(lot: Lot) -> None:
     assert lot.origins() == [MANY[6][0], MANY[5][0]]
 
 
+@pytest.mark.long
 def test_what_was_done_behind_an_open_transaction_is_seen(lot: Lot) -> None:
     """The flow that parks has a transaction open, and behind its beginning the record was dropped."""
     (name,) = lot.park(MANY[0], named=False)

@@ -105,6 +105,7 @@ def test_the_command(onceflow_broker: str, mixed: str) -> None:
     assert (empty.exit_code, empty.stderr) == (0, f"No committed records in {mixed}.\n")
 
 
+@pytest.mark.long
 def test_a_running_flow_goes_on(make_pipe: Any, onceflow_broker: str) -> None:
     pipe = make_pipe()
     pipe.fill(20)

@@ -74,6 +74,7 @@ def write(sink: PostgresSink, rows: list[dict[str, Any]]) -> None:
     written(sink, pa.RecordBatch.from_pylist(rows), sets_aside=False)
 
 
+@pytest.mark.long_but("before")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_answers_are_lost(made: Callable[..., str], postgres: LocalPostgres, when: str) -> None:
     """Of a commit, and of the takeovers that find out how it has ended. The owner tells that these were its own."""
@@ -139,6 +140,7 @@ def test_rows_are_inserted_in_order_where_that_shows(made: Callable[..., str], m
     assert run(dsn, f"SELECT a FROM t ORDER BY {order}") == [(n,) for n in range(100)]
 
 
+@pytest.mark.long_but("False")
 @pytest.mark.parametrize("sets_aside", [False, True])
 def test_tasks_have_the_order_of_their_receipts(made: Callable[..., str], sets_aside: bool) -> None:
     """Task 10 comes after task 2, although its name is smaller. They may read one partition, with minPartitions."""
@@ -355,6 +357,7 @@ def test_a_flow(
     assert pipe.committed_progress()[-1].batch_id == 3
 
 
+@pytest.mark.long
 def test_one_sink_for_two_flows(
     make_pipe: Callable[..., Any], make_topic: Callable[..., str], made: Callable[..., str]
 ) -> None:

@@ -216,6 +216,7 @@ def busy(attempt: BatchAttempt, sink: PostgresSink, receipts: list[bytes], secon
     sink.commit_accepted(attempt, receipts, progress)
 
 
+@pytest.mark.long
 def test_a_driver_that_is_busy_in_a_transaction(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a million refused rows, for example. The server would end the transaction, in every attempt."""
     monkeypatch.setattr(postgres_sink, "_LOCK_S", 1)
@@ -229,6 +230,7 @@ def test_a_driver_that_is_busy_in_a_transaction(dsn: str, monkeypatch: pytest.Mo
     sink.close()
 
 
+@pytest.mark.long
 def test_a_session_that_is_idle_while_tasks_work(dsn: str) -> None:
     """And a task that is: it waits for rows within its COPY."""
     run(dsn, "CREATE TABLE t (k int)")
@@ -273,6 +275,7 @@ def test_a_session_that_was_ended_while_it_was_idle(dsn: str) -> None:
     sink.close()
 
 
+@pytest.mark.long_but("statement_timeout")
 @pytest.mark.parametrize("setting", ["statement_timeout", "transaction_timeout"])
 def test_limits_of_a_role_are_told(dsn: str, setting: str) -> None:
     """Of a statement in the commit, and of the COPY of a task."""
@@ -367,6 +370,7 @@ def test_a_task_cannot_connect(dsn: str, first: bool) -> None:
 # ---- errors of a start -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", ["lock_timeout", "statement_timeout"])
 def test_a_takeover_that_waits_for_a_lock(dsn: str, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     """The error says who holds it. It is no wrong login."""

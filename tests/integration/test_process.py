@@ -37,6 +37,7 @@ def paths(query: Any) -> set[str]:
     return {commit.path for commit in query.batches}
 
 
+@pytest.mark.long
 def test_tasks_without_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
     """Keys are where Kafka's partitioner puts them, so source partitions are taken as they are."""
     pipe = make_state_pipe()
@@ -47,6 +48,7 @@ def test_tasks_without_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 def test_tasks_with_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
     """The number of partitions of the table has no divisor in common with that of the source."""
     pipe = make_state_pipe(partitions=2, target_partitions=3)
@@ -56,6 +58,7 @@ def test_tasks_with_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 def test_source_that_is_partitioned_in_another_way(make_state_pipe: Any, by_tasks: Any) -> None:
     """As many partitions, but keys are elsewhere (librdkafka's own partitioner): found out, and shuffled."""
     pipe = make_state_pipe()
@@ -148,6 +151,7 @@ def test_inside_a_query(make_state_pipe: Any, engine: str) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "engine, path", [("auto", "driver"), pytest.param("tasks", "2 reading tasks", marks=pytest.mark.long)]
 )
@@ -191,6 +195,7 @@ def test_operators_that_change_nothing(make_state_pipe: Any, by_tasks: Any, engi
     pipe.check()
 
 
+@pytest.mark.long
 def test_a_step_inside_a_query_that_yields_nothing(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write tasks that get no row report, too, when there are several of them."""
     monkeypatch.setattr(output_writer, "_TASK_BYTES", 10_000)
@@ -216,6 +221,7 @@ def test_restarts_go_on_with_the_state(make_state_pipe: Any, by_tasks: Any) -> N
         pipe.check()
 
 
+@pytest.mark.long
 def test_lost_local_state(make_state_pipe: Any) -> None:
     pipe = make_state_pipe()
     pipe.fill(1500)
@@ -279,6 +285,7 @@ def test_snapshot_per_partition(make_state_pipe: Any) -> None:
     assert stored == sums
 
 
+@pytest.mark.long
 def test_a_processor_that_raises(make_state_pipe: Any, by_tasks: Any) -> None:
     """The batch aborts; the error names the record. Dead-lettered, the rest of the batch counts."""
     pipe = make_state_pipe()
@@ -355,6 +362,7 @@ def test_foreign_rows_are_not_taken_for_state(make_state_pipe: Any) -> None:
         assert f"onceflow reset {pipe.flow}" in refused.value.next_step
 
 
+@pytest.mark.long
 def test_a_table_that_was_made_again(make_state_pipe: Any) -> None:
     pipe = make_state_pipe()
     pipe.fill(50)
@@ -366,6 +374,7 @@ def test_a_table_that_was_made_again(make_state_pipe: Any) -> None:
         pipe.run()
 
 
+@pytest.mark.long
 def test_versions(make_state_pipe: Any) -> None:
     pipe = make_state_pipe()
     pipe.fill(100)
@@ -544,6 +553,7 @@ def test_topics_that_a_record_must_not_name(make_state_pipe: Any, named: str, in
     assert independent.read_topic(pipe.bootstrap, pipe.target) == []
 
 
+@pytest.mark.long
 def test_topics_that_a_column_must_not_name(make_pipe: Any) -> None:
     pipe = make_pipe(partitions=2)
     pipe.fill(20)
@@ -569,6 +579,7 @@ def test_outputs_are_placed_by_key(make_state_pipe: Any) -> None:
         pipe.run(partitioner="round_robin")
 
 
+@pytest.mark.long_but("driver")
 @pytest.mark.parametrize(
     "write",
     [{}, {"engine": "tasks"}],

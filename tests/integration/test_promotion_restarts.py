@@ -199,6 +199,7 @@ def test_killed_and_the_copy_is_started_again(
     assert told(call(*pair.command()[:-2]))["already"]
 
 
+@pytest.mark.long
 @pairs_of([(True, False)])
 def test_slow_and_the_copy_is_started_again(
     make_pair: Callable[..., Pair], tmp_path: Path, state: bool, together: bool
@@ -244,6 +245,7 @@ def test_killed_and_nothing_else_is_started(make_pair: Callable[..., Pair]) -> N
     startup.takeover.close()
 
 
+@pytest.mark.long
 def test_a_flow_that_has_become_another_one(make_pair: Callable[..., Pair], call: Call) -> None:
     """Its name is not in use: nothing is done to it but `onceflow reset`, and `onceflow fork` to it."""
     pair = make_pair(state=False, together=True)

@@ -379,6 +379,7 @@ def test_an_instance_that_loses_its_group_comes_back(
     assert client.get(f"/tables/{topic}/keys/key-0003").json()["value"] == {"n": 3}
 
 
+@pytest.mark.long
 def test_a_rebalance_that_takes_longer_than_a_poll(topic: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """kafka-python forgets it if it was begun because of new metadata: the instance would fall out of its group for
     good, and take itself for the only one, as the others do."""

@@ -100,6 +100,7 @@ def test_slow_clients_and_many_connections(
     assert {ends(each)[:15] for each in many} == {b"HTTP/1.1 200 OK"}
 
 
+@pytest.mark.long
 def test_requests_of_every_kind(onceflow_broker: str, topic: str, serve: Serve) -> None:
     """Requests made from the OpenAPI document, valid and invalid ones: no 500, and answers are as the document says."""
     from hypothesis import HealthCheck, given, settings

@@ -172,6 +172,7 @@ def test_it_is_killed_while_it_restores(
     assert restoring > rounds
 
 
+@pytest.mark.long
 def test_what_it_says_while_it_restores(
     behind_proxy: tuple[str, str, Proxy], server: Callable[..., ServerProcess]
 ) -> None:

@@ -295,6 +295,7 @@ def test_without_read_on_the_topic(secure: Secure, guarded: str, serve: Serve) -
     assert SECRET not in refused.text
 
 
+@pytest.mark.long
 def test_without_read_on_the_group(
     secure: Secure, guarded: str, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -312,6 +313,7 @@ def test_without_read_on_the_group(
     assert caplog.text.count("grant READ on the group") == 1
 
 
+@pytest.mark.long
 def test_a_session_that_the_broker_refuses(onceflow_broker: str, topic: str, tmp_path: Path) -> None:
     """It could never be a member of the group, so it ends."""
     arguments = [topic, "--bootstrap-servers", onceflow_broker, "--instances", f"group-{topic}", "--session-timeout"]
@@ -327,6 +329,7 @@ def test_a_session_that_the_broker_refuses(onceflow_broker: str, topic: str, tmp
     assert "Traceback" not in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "missing",
     ["fastapi", *(pytest.param(name, marks=pytest.mark.long) for name in ("uvicorn", "httptools", "aiohttp"))],

@@ -127,6 +127,7 @@ def test_sql_goes_to_tasks_and_back_under_load(make_pipe: Any) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 def test_tasks_take_over_by_what_batches_cost(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has said when. (The bounds are smaller than they are in production.)"""
     monkeypatch.setattr(direct_run, "_LOCAL_CORES_MIN", 1)
@@ -190,6 +191,7 @@ def test_a_function_with_a_broadcast_variable(
     assert counted(onceflow_broker, target) == Counter((key, b"number " + (value or b"")) for key, value in sent)
 
 
+@pytest.mark.long
 def test_tasks_keep_to_the_trigger(make_pipe: Any) -> None:
     """When nothing is left to read, the next batch waits for it."""
     pipe = make_pipe(partitions=2, target_partitions=2)
@@ -212,6 +214,7 @@ def test_tasks_keep_to_the_trigger(make_pipe: Any) -> None:
         assert at - began[0] >= n * timedelta(milliseconds=700) - timedelta(milliseconds=10), began
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "guarantee",
     [
@@ -239,6 +242,7 @@ def test_keys_that_are_elsewhere_are_moved(
     assert len({each.partition for each in seen}) == 4
 
 
+@pytest.mark.long
 def test_rows_that_name_topics_of_different_sizes(
     make_flow: Callable[..., Flow], make_topic: MakeTopic, onceflow_broker: str
 ) -> None:
@@ -348,6 +352,7 @@ class Forwarding(Processor):
             yield Record(value=record.value, key=b"to-" + record.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "partitions", [(4, 4), pytest.param((4, 3), marks=pytest.mark.long), pytest.param((3, 5), marks=pytest.mark.long)]
 )

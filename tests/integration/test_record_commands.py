@@ -130,6 +130,7 @@ def test_lines_before_a_bad_one_are_written(call: Call, onceflow_broker: str, ma
     call("produce", topic, lines=b"z" * 5000)  # what is compressed may be larger
 
 
+@pytest.mark.long
 def test_input_is_written_as_it_comes(command: Command, onceflow_broker: str, make_topic: Callable[..., str]) -> None:
     """A producer that waits for the next line has written the last one; Ctrl-C tells how many there are."""
     topic = make_topic("slow", 1)
@@ -225,6 +226,7 @@ def test_from_topic_to_topic(call: Call, onceflow_broker: str, make_topic: Calla
     assert {(key, value) for key, value, *_ in contents(first)} == set(sent)
 
 
+@pytest.mark.long
 def test_a_reader_that_goes_away(
     command: Command, call: Call, onceflow_broker: str, make_topic: Callable[..., str]
 ) -> None:

@@ -341,6 +341,7 @@ def test_an_empty_table(make_state: Any) -> None:
     assert state.stores() == ({}, ["restored"] * 5)
 
 
+@pytest.mark.long_but("2-5")
 @pytest.mark.parametrize("table,internal", [(5, 5), (2, 5), (4, 3)])
 def test_topics_that_were_altered_before(make_state: Any, table: int, internal: int) -> None:
     state = make_state(2, 50)
@@ -594,6 +595,7 @@ def test_without_marks_rows_are_missing(make_state: Any, serve: Serve, monkeypat
         wait_until(lambda: asking.wrong, 30, "a key is missing")
 
 
+@pytest.mark.long_but("1")
 @pytest.mark.parametrize("instances", [1, 2])
 def test_a_query_server_while_rows_move(make_state: Any, serve: Serve, instances: int) -> None:
     """A key that exists is never missing: it is answered, or the client is told to ask again. Counts and ranges have
@@ -716,6 +718,7 @@ def test_a_join_that_starts_while_rows_move(make_state: Any, monkeypatch: pytest
 # ---- when it ends early ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long_but("progress")
 @pytest.mark.parametrize(
     "step",
     [pytest.param("init", marks=pytest.mark.long), "write", "progress", pytest.param("end", marks=pytest.mark.long)],
@@ -758,6 +761,7 @@ def test_interrupted(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state.check(5)
 
 
+@pytest.mark.long
 def test_another_driver_starts_meanwhile(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = make_state(2, 50)
 
@@ -774,6 +778,7 @@ def test_another_driver_starts_meanwhile(make_state: Any, monkeypatch: pytest.Mo
     state.check(5)
 
 
+@pytest.mark.long
 def test_timeouts(make_state: Any, inject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = make_state(2, 50)
     with pytest.raises(onceflow.OptionError, match=r"INVALID_TRANSACTION_TIMEOUT"):
@@ -826,6 +831,7 @@ def test_a_flow_goes_on(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -
     pipe.check()
 
 
+@pytest.mark.long
 def test_a_flow_of_snapshots_goes_on(make_state_pipe: Any) -> None:
     pipe = make_state_pipe(partitions=2)
     state = State(pipe.bootstrap, pipe.flow, pipe.source, pipe.table, pipe.tmp_path, lambda *_: {}, None)  # type: ignore[arg-type]

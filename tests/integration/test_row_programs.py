@@ -213,6 +213,7 @@ def test_columns_that_are_never_null(bench: Bench) -> None:
     assert bench.driver(rows, query) == bench.job(query) == [("1", "[1]", "True", "'A'"), ("2", "[]", "False", "'B'")]
 
 
+@pytest.mark.long
 @pytest.mark.short_form
 def test_functions_see_the_columns_that_there_are(bench: Bench) -> None:
     """Those of the DataFrame, in their order, and no others, whatever is in front of the function."""
@@ -245,6 +246,7 @@ def test_columns_of_one_name_and_no_columns(bench: Bench) -> None:
     assert (made, count) == ([], 3)
 
 
+@pytest.mark.long
 def test_no_rows(bench: Bench) -> None:
     rows = bench.spark.range(5).selectExpr("id")
     for query in (rows.where("id < 0"), rows.where("false"), rows.selectExpr("id", "id + 1"), rows.where("id + 1 < 0")):
@@ -255,6 +257,7 @@ def test_no_rows(bench: Bench) -> None:
         assert not any(map(len, made))
 
 
+@pytest.mark.long
 def test_many_rows_are_computed_as_they_are_taken(bench: Bench) -> None:
     """Another program may run in between. And whoever takes no more leaves nothing behind."""
     rows = bench.spark.range(5).selectExpr("id")
@@ -274,6 +277,7 @@ def test_many_rows_are_computed_as_they_are_taken(bench: Bench) -> None:
     assert whole(other, given, 5)[1] == 5
 
 
+@pytest.mark.long
 def test_whoever_takes_no_more_keeps_no_lock_of_a_broadcast_variable(bench: Bench) -> None:
     rows = bench.spark.range(2).selectExpr("id")
     sent = bench.spark.sparkContext.broadcast(["x" * 5000, "y" * 5000])

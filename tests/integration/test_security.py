@@ -97,6 +97,7 @@ def run(secure: Secure, pipe: Any, *, mechanism: str = SCRAM, **write: Any) -> A
         flow.close()
 
 
+@pytest.mark.long
 def test_the_progress_topic_cannot_be_created(secure: Secure, pipe: Any) -> None:
     """Runs first: no flow has made the topic on this broker yet."""
     grant(secure, list(needed(pipe).values()))
@@ -104,6 +105,7 @@ def test_the_progress_topic_cannot_be_created(secure: Secure, pipe: Any) -> None
         run(secure, pipe)
 
 
+@pytest.mark.long_but("SCRAM-SHA-512-tasks")
 @pytest.mark.parametrize("mechanism, engine", [(SCRAM, "tasks"), ("PLAIN", "driver")])
 def test_least_privileges_over_tls(secure: Secure, pipe: Any, mechanism: str, engine: str) -> None:
     # CREATE on the one topic; without it an operator makes the topic (see the test above).
@@ -178,6 +180,7 @@ def test_write_is_missing_where_describe_is_not(secure: Secure, pipe: Any) -> No
     assert independent.read_topic(secure.internal, pipe.target) == []
 
 
+@pytest.mark.long_but("table-WRITE")
 @pytest.mark.parametrize("missing", ["", "table-READ", "table-WRITE", "internal-READ"])
 def test_privileges_of_a_flow_with_state(secure: Secure, pipe: Any, ledger: Any, tmp_path: Path, missing: str) -> None:
     """Both topics of the table: READ and WRITE, and CREATE unless an operator has made them."""
@@ -410,6 +413,7 @@ def test_an_open_transaction_of_somebody_else(secure: Secure, pipe: Any, may_des
     assert ("lacks DESCRIBE on its transactional id" in warning) is not may_describe
 
 
+@pytest.mark.long_but("True")
 @pytest.mark.parametrize("may_read", [False, True])
 def test_an_output_that_others_write_to(
     secure: Secure, pipe: Any, may_read: bool, caplog: pytest.LogCaptureFixture

@@ -186,6 +186,7 @@ def _chain(flow: Flow, topic: str, other: str, tables: list[str]) -> DataFrame:
     return done.union(flow.read(other).where("offset % 50 = 0").select("key", "value"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engines", ["driver"], indirect=True)  # it compares with tasks by itself
 def test_a_chain_of_steps_and_sql(engines: Engines) -> None:
     source, other = filled(engines, partitions=3), filled(engines)

@@ -105,6 +105,7 @@ def test_operators_and_nulls(engines: Engines, topic: str) -> None:
     compare(engines, topic, QUERIES)
 
 
+@pytest.mark.long
 def test_functions_with_broadcast_variables(engines: Engines, topic: str) -> None:
     """PySpark also broadcasts every function of more than 1 MB."""
     names = {f"k{n}": f"name {n}" for n in range(12)}

@@ -107,6 +107,7 @@ def test_a_first_start_one_after_a_stop_and_one_after_a_crash(make_pipe: Any, st
     pipe.check()
 
 
+@pytest.mark.long
 def test_tables_and_weaker_guarantees(make_state_pipe: Any, starts: Starts) -> None:
     pipe = make_state_pipe(partitions=2)
     pipe.fill(40)
@@ -136,6 +137,7 @@ def test_without_a_transactional_id_nobody_is_fenced(make_pipe: Any, starts: Sta
     assert facts["fenced"] is facts["transactional_id"] is None
 
 
+@pytest.mark.long
 def test_state_in_spark_and_another_system(make_pipe: Any, starts: Starts, tmp_path: Path) -> None:
     pipe = make_pipe(partitions=1)
     pipe.fill(3)

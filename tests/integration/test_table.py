@@ -159,6 +159,7 @@ def test_a_restore_tells_how_far_it_has_read(
     assert (table.restore.running, table.count()) == (False, 2)
 
 
+@pytest.mark.long
 def test_a_table_continues_from_its_copy(
     onceflow_broker: str, topic: str, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,6 +205,7 @@ class SlowStore(MemoryStore):
         return super().write(*given, **named)
 
 
+@pytest.mark.long
 def test_a_position_is_not_ahead_of_the_rows(onceflow_broker: str, topic: str, opened: Open) -> None:
     writer = Writer(onceflow_broker, topic)
     table = opened(topic, store=SlowStore)
@@ -281,6 +283,7 @@ def test_keys_of_any_partitioner_are_found(onceflow_broker: str, make_topic: Cal
     assert len(table.multi_get([b"k%d" % n for n in range(300)])) == 200
 
 
+@pytest.mark.long
 def test_a_topic_that_changes_is_an_error(
     onceflow_broker: str, topic: str, make_topic: Callable[..., str], opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +307,7 @@ def test_a_topic_that_changes_is_an_error(
         wait_until(lambda: table.get(b"k") is not None, 60, "not reached")
 
 
+@pytest.mark.long
 def test_a_recreated_topic_is_not_taken_for_the_old_one(
     onceflow_broker: str, make_topic: Callable[..., str], opened: Open
 ) -> None:
@@ -449,6 +453,7 @@ def test_another_process_reads_what_was_committed(
     assert not stale
 
 
+@pytest.mark.long
 def test_the_table_of_a_flow_that_keeps_snapshots(make_state_pipe: Any, opened: Open) -> None:
     pipe = make_state_pipe()
     for _ in range(2):

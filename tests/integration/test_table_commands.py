@@ -173,6 +173,7 @@ def test_negative_numbers(call: Call, make_topic: Callable[..., str], onceflow_b
     assert "comes after" in call("range", longs, "--key", "long", "--start", "-5", "--end", "5", code=2).output
 
 
+@pytest.mark.long
 def test_what_is_not_there(call: Call, make_topic: Callable[..., str], rates: str) -> None:
     empty = make_topic("empty", 2, cleanup_policy="compact")
     assert (call("range", empty).output, call("count", empty).output) == ("", "0\n")
@@ -187,6 +188,7 @@ def test_what_is_not_there(call: Call, make_topic: Callable[..., str], rates: st
     assert isinstance(away, BrokerUnreachableError)
 
 
+@pytest.mark.long
 def test_the_second_call_reads_only_what_is_new(
     call: Call, onceflow_broker: str, rates: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,6 +202,7 @@ def test_the_second_call_reads_only_what_is_new(
     assert call("get", rates, "k0").stdout == "k0\tnew\n"
 
 
+@pytest.mark.long
 def test_a_reader_that_goes_away(
     command: Command,
     onceflow_broker: str,
@@ -250,6 +253,7 @@ def test_changes_as_they_are_committed(
         assert one.stderr.read().strip() == ""
 
 
+@pytest.mark.long
 def test_a_tail_ends_with_its_topic(call: Call, rates: str, monkeypatch: pytest.MonkeyPatch) -> None:
     listen = Follower.listen
 

@@ -138,6 +138,7 @@ def test_a_table_is_closed_by_a_callback(onceflow_broker: str, topic: str, tmp_p
         assert table.count() == 3
 
 
+@pytest.mark.long
 def test_a_thread_that_is_slow_to_end_keeps_its_partitions(
     onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +255,7 @@ class Rotten(LmdbStore):
         raise StoreCorruptError("the local store is damaged: for this test")
 
 
+@pytest.mark.long
 def test_a_copy_that_cannot_be_repaired(
     onceflow_broker: str, topic: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -93,6 +93,7 @@ def test_a_new_version_takes_over(version_1: str, make_state_pipe: Callable[...,
     after.check()
 
 
+@pytest.mark.long_but("driver")
 @pytest.mark.parametrize("engine", ["driver", "tasks"])
 def test_copies_exactly_once(pipe: Any, engine: str) -> None:
     query = pipe.run(engine=engine)
@@ -131,6 +132,7 @@ def test_a_transaction_that_timed_out_is_run_again(pipe: Any, inject: Any) -> No
     pipe.check()
 
 
+@pytest.mark.long
 def test_a_timeout_that_the_commit_meets(pipe: Any, inject: Any) -> None:
     inject("progress", "pause", batch=1, seconds=2.5)
     query = pipe.run(transaction_timeout="1 second")

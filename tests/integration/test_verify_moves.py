@@ -63,6 +63,7 @@ def second(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_after_a_promotion(
     make_state_pipe: Callable[..., Any], make_topic: Callable[..., str], verify: Any, call: Any, second: Path
 ) -> None:
@@ -97,6 +98,7 @@ def test_after_a_promotion(
     assert lost["kind"] == "lost", "the one that the new version had to write"
 
 
+@pytest.mark.long
 def test_after_resets(make_pipe: Callable[..., Any], verify: Any, call: Any, onceflow_broker: str) -> None:
     pipe = make_pipe(partitions=2)
     pipe.fill(100)
@@ -126,6 +128,7 @@ def test_after_resets(make_pipe: Callable[..., Any], verify: Any, call: Any, onc
     assert last["found"]["doubled"] >= 1, "more often than it was read"
 
 
+@pytest.mark.long
 def test_without_progress(make_state_pipe: Callable[..., Any], verify: Any, call: Any) -> None:
     """The flow forgets what it has read, and keeps its rows: the first outputs have other sums."""
     pipe = make_state_pipe(partitions=2)

@@ -148,6 +148,7 @@ def test_event_time(make_state_pipe: Callable[..., Any], make_topic: Callable[..
     assert last["checked"]["output records"] > 80, "timers that have fired"
 
 
+@pytest.mark.long
 def test_after_a_migration(make_state_pipe: Callable[..., Any], verify: Any, tmp_path: Path) -> None:
     """Rows that an earlier version has written stay as they are until their key has records again."""
     path = tmp_path / "newer_ledger.py"

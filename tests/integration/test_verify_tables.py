@@ -133,6 +133,7 @@ def test_copies_that_differ(make_state_pipe: Callable[..., Any], verify: Any) ->
     assert "is damaged" in found[0]["text"]
 
 
+@pytest.mark.long
 def test_a_table_that_is_replaced_meanwhile(
     make_state_pipe: Callable[..., Any], verify: Any, onceflow_broker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from onceflow_workshop.testing.proxy import Proxy
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.long
 def test_a_transaction_that_stays_open_on_a_source(
     make_pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

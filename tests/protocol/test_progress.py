@@ -281,6 +281,7 @@ def test_progress_of_10_000_partitions_and_two_tables_fits_into_a_record() -> No
     assert len(encode(one)[1]) - len(encode(replace(one, epochs={}))[1]) < 50, "usually, most epochs are equal"
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, derandomize="CI" in os.environ)
 @given(data=st.data(), count=st.integers(95, 130))
 def test_round_trip_of_many_partitions(data: st.DataObject, count: int) -> None:

@@ -186,6 +186,7 @@ def test_every_combination_is_measured_once() -> None:
 # ---- the plot -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     one, two = ([float(ms + number % 50) for number in range(500)] for ms in (20, 200))

@@ -128,6 +128,7 @@ def test_a_value_with_references_in_any_two_forms_refers() -> None:
             assert refers([raw]), (outer, inner)
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(
     parts=st.lists(

@@ -358,6 +358,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=5, max_size=14), applied=st.booleans())
 def test_any_order_of_faults(tmp_path_factory: pytest.TempPathFactory, steps: list[str], applied: bool) -> None:

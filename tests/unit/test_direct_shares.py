@@ -58,6 +58,7 @@ def rotating(reader: SourceReader, logs: Logs, starts: dict[int, int], inflated:
     return reader
 
 
+@pytest.mark.long_but("100-50-4")
 @pytest.mark.parametrize("partitions, most, inflated", [(2, 1, 4), (9, 500, 4), (64, 500, 1), (100, 50, 4)])
 def test_all_partitions_are_read_at_the_same_pace(
     reader_of: Callable[..., SourceReader],

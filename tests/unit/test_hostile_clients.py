@@ -161,6 +161,7 @@ def test_bytes_that_are_no_request(begin: bytes, more: bytes) -> None:
         assert ended(made)
 
 
+@pytest.mark.long_but("idle", "a part of a body")
 @pytest.mark.parametrize(
     "first, then",
     [(b"", b""), (b"GET /health", b""), (GET, b""), (GET, b"\r\n"), (GET, b"GET"), (CHUNKED, b"5\r\nx")],
@@ -175,6 +176,7 @@ def test_connections_without_a_request_end(first: bytes, then: bytes) -> None:
         wait_until(lambda: not served.open, 30, lambda: f"{served.open} connections are open")
 
 
+@pytest.mark.long
 def test_a_connection_with_requests_goes_on() -> None:
     with Serving() as served, served.connect(b"") as made:
         end = time.monotonic() + 3 * LIMITS.stall_s

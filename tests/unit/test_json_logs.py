@@ -282,6 +282,7 @@ def test_a_service_writes_nothing_else_to_stderr() -> None:
     assert [json.loads(line)["batch"] for line in ended.stdout.splitlines()] == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_the_environment_and_a_handler_of_the_program() -> None:
     configured = "logging.basicConfig(level=logging.ERROR, format='mine %(message)s')\n"
     quits = "serve(Query(asks=lambda query: query.fail(None)))\nlogging.getLogger('x').error('done')\n"
@@ -308,6 +309,7 @@ def test_a_hook_of_the_program_is_still_called() -> None:
     assert ends(f"{use}{hook}{use}1 / 0") == ("reported division by zero\n", "")
 
 
+@pytest.mark.long
 def test_the_exit_code_of_a_fenced_flow_survives_another_flow() -> None:
     fenced = "lambda query: query.fail(onceflow.FencedError('a newer driver runs'))"
     ended = run(

@@ -653,6 +653,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.long_but("lmdb")
 @pytest.mark.parametrize("opener", [LmdbStore, RocksdbStore], ids=["lmdb", "rocksdb"])
 def test_another_process_reads_a_local_table_while_a_flow_writes(opener: type[Store], tmp_path: Path) -> None:
     folder = partition_folder(tmp_path, "flow", "table", 0)
@@ -909,6 +910,7 @@ def play_restore(folder: Path, when: str) -> None:
     open_partition(folder, LmdbStore, flow.goal, flow.topics, verify=False, now_ms=NOW, progress=progress)
 
 
+@pytest.mark.long_but("in a commit")
 @pytest.mark.parametrize("when", ["before a commit", "in a commit", "between commits"])
 def test_a_kill_in_the_middle_of_a_restore(folder: Path, when: str) -> None:
     command = [sys.executable, __file__, "restore", str(folder), when]

@@ -212,6 +212,7 @@ def until(service: subprocess.Popen[str], text: str) -> None:
 
 
 # The rows of the table of exit codes in docs/run.md; a negative one is the signal that has ended the process.
+@pytest.mark.long_but("SIGTERM", "Ctrl-C", "all read", "failure", "fenced")
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "code, sent, exit_code",
@@ -255,6 +256,7 @@ def test_exit_codes(code: str, sent: signal.Signals | None, exit_code: int) -> N
         assert told == "onceflow: flow f is being stopped\n"
 
 
+@pytest.mark.long
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "first, second",
@@ -279,6 +281,7 @@ def test_a_later_second_signal_ends_the_process_at_once(first: str, second: str)
         assert len(service.stderr.read().splitlines()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.faults
 def test_the_limit_holds_whatever_the_main_thread_does() -> None:
     """A function of the user that hangs, or a request to Spark, does not return to `serve`."""
@@ -291,6 +294,7 @@ def test_the_limit_holds_whatever_the_main_thread_does() -> None:
         assert service.wait(10) == 128 + signal.SIGTERM
 
 
+@pytest.mark.long
 @pytest.mark.faults
 def test_a_closed_terminal_is_an_orderly_end() -> None:
     """It sends SIGHUP, and nothing can be printed any more."""

@@ -131,6 +131,7 @@ _long_keys = st.builds(
 )
 
 
+@pytest.mark.long_but("LmdbStore")
 @pytest.mark.parametrize("opener", OPENERS)
 @settings(max_examples=60, deadline=None)
 @given(

@@ -366,6 +366,7 @@ def test_serve_reports_to_the_global_providers() -> None:
     assert "observations" in lines[-1]
 
 
+@pytest.mark.long
 def test_nothing_is_imported_unless_it_is_asked_for() -> None:
     names = "opentelemetry", "openlineage"
     code = f"import sys, onceflow.service.serving, onceflow.metrics.endpoint; print({{*{names}}} & {{*sys.modules}})"

@@ -111,6 +111,7 @@ def test_order(
     assert all([place.topic for place in each] == ["o", "o", "s", "s"] for each in places)
 
 
+@pytest.mark.long
 def test_order_of_many_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tallies, "_BUFFERED", 50)
     source = [(n, f"key-{n % 1000}") for n in range(15_000)]
