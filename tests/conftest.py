@@ -36,7 +36,7 @@ LONG_SECONDS = 600
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; what commands print would depend on it
 
 # No example fails because it is slow: a machine may be busy at any moment.
-hypothesis.settings.register_profile("onceflow", deadline=None)
+hypothesis.settings.register_profile("onceflow", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("onceflow")
 
 # The JVMs of tests live for minutes at most, on few cores: there the second compiler takes more than it gives back.

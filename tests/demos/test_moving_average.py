@@ -146,7 +146,7 @@ def test_halves_go_up(values: list[int], average: int) -> None:
     assert data.average(values) == average
 
 
-@pytest.mark.long_but("Averages")
+@pytest.mark.long
 @pytest.mark.parametrize("version", [service.Averages, service.ColumnAverages])
 def test_the_service_makes_these_averages_and_letters(
     version: Callable[[], object], measurements: list[Measurement]

@@ -106,6 +106,7 @@ def test_other_versions_that_will_do(version: str, asked: str) -> None:
 # ---- and that it is clean --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_its_unit_tests_pass(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not integration"]
     assert re.search(r"^=+ \d\d passed, 2 deselected in", run(command, project, PYTHONPATH="src"), re.MULTILINE)

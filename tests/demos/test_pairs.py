@@ -200,6 +200,7 @@ def test_expected_is_what_brute_force_finds(story: list[Moment | Bad], good: Goo
     assert all(each.key == each.identity.encode() for each in pairs + unpaired)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [400, pytest.param(2000, marks=pytest.mark.long)])
 def test_the_processor_makes_exactly_this(story: list[Moment | Bad], arrivals: list[Arrival], batch: int) -> None:
     """Without Kafka and Spark, in batches, timers and all."""

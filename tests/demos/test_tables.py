@@ -46,6 +46,7 @@ def test_the_example_is_the_service_of_the_demo() -> None:
     assert SERVICE.samefile(Path(__file__).parents[2] / "examples" / "balances-api" / "balances_api.py")
 
 
+@pytest.mark.long
 def test_the_service_does_what_is_expected_of_it(service: Any) -> None:
     movements = Movements(SEED)
     driver = ProcessorDriver(service.Balances(), on_error="dead-letter")

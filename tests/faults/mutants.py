@@ -36,6 +36,7 @@ from onceflow.driver.kafka import output_writer
 from onceflow.driver.kafka.commit import BatchCommit
 from onceflow.driver.kafka.delivery import ExactlyOnce
 from onceflow.driver.record import progress_log
+from onceflow.driver.record.numbering import Numbering
 from onceflow.driver.record.progress_ahead import ProgressAhead
 from onceflow.messages import TaskReport
 from onceflow.protocol.progress import Progress
@@ -352,7 +353,7 @@ def progress_in_a_transaction_before(patch: Patch) -> None:
 
 def plan_is_off_by_one(patch: Patch) -> None:
     """Ends are taken for inclusive: one more is committed than was read, in all batches alike."""
-    read_range, take = batch_module.read_range, Arrivals.take
+    read_range, take = Numbering.read_range, Arrivals.take
 
     def moved(offsets: Any) -> Any:
         return {topic: {p: offset + 1 for p, offset in found.items()} for topic, found in offsets.items()}
@@ -360,15 +361,15 @@ def plan_is_off_by_one(patch: Patch) -> None:
     def shifted(found: Any, *, first: bool) -> Any:
         return replace(found, start=found.start if first else moved(found.start), end=moved(found.end))
 
-    def read(checkpoint: Any, spark_batch_id: int, topics: Any = None) -> Any:
-        return shifted(read_range(checkpoint, spark_batch_id, topics), first=not spark_batch_id)
+    def read(self: Any, batch: int, partitions: Any) -> Any:
+        return shifted(read_range(self, batch, partitions), first=not batch)
 
     def taken(self: Any, *arguments: Any) -> Any:
         first, self.begun = not hasattr(self, "begun"), True
         found = take(self, *arguments)
         return replace(found, source=shifted(found.source, first=first))
 
-    patch.setattr(batch_module, "read_range", read)
+    patch.setattr(Numbering, "read_range", read)
     patch.setattr(Arrivals, "take", taken)
 
 

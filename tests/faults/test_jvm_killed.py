@@ -62,6 +62,7 @@ def killed(pipe: Any, columns: list[str], write: dict[str, Any], is_time: Callab
     assert text.count("Traceback (most recent call last)") == 1, text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("write", WAYS, ids=["driver", "tasks"])
 def test_between_two_batches(make_pipe: Any, write: dict[str, Any]) -> None:
     pipe = make_pipe()

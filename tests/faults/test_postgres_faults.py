@@ -276,6 +276,7 @@ def test_a_server_is_restarted(make_ledger: Callable[..., Ledger], server: Local
 # ---- a connection is lost in the commit ------------------------------------------------------------------
 
 
+@pytest.mark.long_but("after-1")
 @pytest.mark.parametrize("when, times", [("before", 1), ("after", 1), pytest.param("after", 3, marks=pytest.mark.long)])
 def test_a_connection_is_lost_in_the_commit(
     make_ledger: Callable[..., Ledger], server: LocalPostgres, when: str, times: int, caplog: Any

@@ -57,6 +57,7 @@ def test_killed_at_every_step(make_spark_state_pipe: Any, query: str, steps: tup
     assert sum(expected.values()) >= 2 * len(steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("completed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_user_code_that_is_not_deterministic(
     make_spark_state_pipe: Any, monkeypatch: pytest.MonkeyPatch, completed: bool

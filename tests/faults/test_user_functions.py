@@ -59,6 +59,7 @@ def test_a_function_that_fails_once(make_pipe: Any, tmp_path: Path, how: str, wr
     pipe.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("write", WAYS, ids=["driver", "tasks"])
 def test_a_function_that_hangs_does_not_hold_up_a_stop(make_pipe: Any, tmp_path: Path, write: dict[str, Any]) -> None:
     pipe, marker = make_pipe(), tmp_path / "was called"

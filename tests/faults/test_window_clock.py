@@ -50,7 +50,7 @@ onceflow.serve(flow.write(counted, topic=out, trigger="100 milliseconds"))
 """
 
 
-@pytest.mark.long_but("progress")
+@pytest.mark.long
 @pytest.mark.parametrize(
     "step", ["", "progress", *(pytest.param(step, marks=pytest.mark.long) for step in ("write", "end"))]
 )

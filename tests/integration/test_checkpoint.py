@@ -330,6 +330,7 @@ def test_the_session_keeps_state_in_rocksdb_with_changelogs(onceflow_spark: Any)
     assert settings.get("spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled") == "true"
 
 
+@pytest.mark.long
 @pytest.mark.short_form
 @pytest.mark.parametrize("output_mode", ["complete", pytest.param("update", marks=pytest.mark.long)])
 def test_totals(make_service: Any, output_mode: str) -> None:

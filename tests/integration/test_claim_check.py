@@ -92,6 +92,7 @@ def test_values_in_a_bucket(s3: S3Server, tmp_path: Path) -> None:
     assert len(objects_of(claim)) == 3
 
 
+@pytest.mark.long
 def test_missing_and_altered_objects_of_a_bucket(s3: S3Server) -> None:
     claim = bucket_claim(s3)
     raw = claim.encode(large(1))
@@ -224,6 +225,7 @@ def test_a_processor(
         assert table.get(b"k2") == large(5)
 
 
+@pytest.mark.long
 def test_columns_of_a_query(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
 ) -> None:

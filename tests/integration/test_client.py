@@ -171,6 +171,7 @@ def test_settings_of_topics(cluster: Cluster, make_topic: Callable[..., str]) ->
     assert topic_config(cluster, special, "cleanup.policy", soon()) == "compact"
 
 
+@pytest.mark.long
 def test_a_bootstrap_server_that_hangs_does_not_take_all_the_time(
     onceflow_broker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_two_versions(make_state_pipe: Any, make_topic: Any, call: Callable[...,
     assert answer.stdout.splitlines()[-1].endswith("differences: 1 of output")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_version_with_an_error(
     make_state_pipe: Any, make_topic: Any, call: Callable[..., Result], compare: Compare, ledger: Any, which: int

@@ -124,6 +124,7 @@ class Alarm(Even):
         yield onceflow.Record(key, b"late enough")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["driver", pytest.param("tasks", marks=pytest.mark.long)])
 def test_a_silent_partition_holds_event_time_back_only_for_a_while(
     make_pipe: Any, make_topic: Any, engine: str

@@ -181,6 +181,7 @@ def test_steps_behind_know_where_a_record_was_read_and_get_its_retries(
     assert all(own[json.loads(value)["n"]] == place for place, value in shipped)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", [pytest.param("driver", marks=pytest.mark.long), "tasks"])
 def test_calls_behind_know_where_a_record_was_read_and_all_go_to_the_topic_given(
     make_pipe: Any, make_topic: Any, engine: str

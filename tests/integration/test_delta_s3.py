@@ -64,6 +64,7 @@ class TestS3(ExternalSinkSuite):
         return restore
 
 
+@pytest.mark.long
 def test_what_is_left_is_removed(s3: S3Server) -> None:
     sink = sink_of(s3, partition_by="text")
     sink.check(SCHEMA)

@@ -148,6 +148,7 @@ def test_records_stay_in_their_partition(engines: Engines) -> None:
     assert sorted(places) == [((source.topic, n), n) for n in range(4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fail", [pytest.param(True, marks=pytest.mark.long), False])
 def test_records_that_have_expired_before_the_start(engines: Engines, fail: bool) -> None:
     """The log starts within a batch, after it was read for the first time."""
@@ -279,6 +280,7 @@ def test_a_process_step(engines: Engines, ledger: Any, both_process: Any, guaran
     both_process(lambda flow: flow.read(source), guarantee=guarantee)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engines", ["driver"], indirect=True)  # it compares with tasks by itself
 def test_a_process_step_over_two_sources(engines: Engines, ledger: Any, both_process: Any) -> None:
     """The first has aborted records, which would raise, and a partition with nothing left but a transaction marker. The

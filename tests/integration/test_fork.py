@@ -161,6 +161,7 @@ def test_what_is_refused(make_pipe: Any, make_state_pipe: Any, make_topic: Any, 
     assert sorted(record.value for record in seen) == sorted(value for _, value in plain.sent[40:])
 
 
+@pytest.mark.long
 def test_a_program_with_another_table(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """It is refused before it reads anything, unless it says that the table may begin empty."""
     pipe = make_state_pipe(partitions=1)
@@ -245,6 +246,7 @@ def before_the_copy(self: Any, writer: Any, before: Any, deadline: Deadline) -> 
     return before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.usefixtures("quick_cleaner")
 def test_compaction_between_progress_and_rows(

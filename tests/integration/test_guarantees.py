@@ -143,7 +143,7 @@ def test_an_attempt_of_the_direct_engine_that_fails(
     )
 
 
-@pytest.mark.long_but("at_least_once-driver", "at_most_once-driver")
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["tasks", "driver"])
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
 def test_without_faults_everything_is_there_once_and_in_order(make_pipe: Any, guarantee: str, engine: str) -> None:

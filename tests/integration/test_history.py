@@ -38,6 +38,7 @@ def verdict_on(pipe: Any, path: Path, **options: Any) -> Any:
     return verify(path, pipe.bootstrap, pipe.flow, sources=[pipe.source], outputs=[pipe.target], **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["tasks", pytest.param("driver", marks=pytest.mark.long)])
 def test_a_flow_with_an_aborted_attempt(
     make_pipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str

@@ -27,7 +27,7 @@ from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 FORGETS_AFTER_S = 2
 PROPERTIES = {

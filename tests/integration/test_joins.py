@@ -190,6 +190,7 @@ def test_rows_that_were_joined_before_a_shuffle(
     assert joined.pinned()[second] == {0: 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", [pytest.param("auto", marks=pytest.mark.long), "tasks"], ids=["driver", "tasks"])
 def test_at_most_once_loses_nothing_because_of_a_copy(
     joined: Joined, monkeypatch: pytest.MonkeyPatch, engine: str

@@ -291,6 +291,7 @@ def test_a_topic_that_was_created_again(letters: Letters) -> None:
     letters.check()
 
 
+@pytest.mark.long_but("steps2-25", "steps4-50")
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "steps, replayed",

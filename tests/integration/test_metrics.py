@@ -199,6 +199,7 @@ def test_sums_are_what_consumers_see(
     assert [found.sum(name, **named) for name in counters] == [3, 1, 3, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", [pytest.param("auto", marks=pytest.mark.long), "tasks"], ids=["driver", "tasks"])
 def test_tables_restores_and_latency(
     make_pipe: Any,

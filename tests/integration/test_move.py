@@ -396,6 +396,7 @@ def test_export_and_import(make_pipe: Any, call: Call, tmp_path: Path) -> None:
     assert seen(pipe) == at(1, 0)
 
 
+@pytest.mark.long
 def test_prefixes(make_pipe: Any, call: Call, tmp_path: Path) -> None:
     pipe = make_pipe(partitions=1)
     fill(pipe.bootstrap, pipe.source, [20])

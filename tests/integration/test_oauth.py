@@ -28,7 +28,7 @@ from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until
 from onceflow_workshop.testing.identity import IdentityProvider
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 CLIENT, SECRET = "flow", "a-secret-that-must-not-be-printed"
 

@@ -293,6 +293,7 @@ def test_of_two_at_once_the_first_is_fenced(lot: Lot) -> None:
     assert lot.origins() == [MANY[2][0]]
 
 
+@pytest.mark.long_but("write-False")
 @pytest.mark.faults
 @pytest.mark.parametrize("step, done", [("init", False), ("write", False), ("end", True)])
 def test_killed_it_has_done_all_or_nothing(lot: Lot, tmp_path: Path, step: str, done: bool) -> None:

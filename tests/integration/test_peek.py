@@ -45,6 +45,7 @@ def seconds(frame: Any) -> list[int]:
     return [int(row.timestamp.timestamp()) for row in frame.collect()]
 
 
+@pytest.mark.long
 def test_what_is_taken(onceflow_spark: Any, onceflow_broker: str, mixed: str, make_topic: Callable[..., str]) -> None:
     def taken(**given: Any) -> list[int]:
         return seconds(onceflow.peek(onceflow_spark, mixed, bootstrap_servers=onceflow_broker, **given))

@@ -372,6 +372,7 @@ def finish(pipe: Any, late: str, before: Mapping[str, int] | None = None) -> Non
     assert independent.read_topic(pipe.bootstrap, late, decided=True) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ticks", [pytest.param(True, marks=pytest.mark.long), False])
 def test_timers_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call, ticks: bool) -> None:
     """The old flow has fired some timers that the copy has not; and, without ticks, others of them not yet."""

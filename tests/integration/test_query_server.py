@@ -283,6 +283,7 @@ def changes_read(client: httpx.Client, topic: str, **params: str) -> Iterator[tu
                 yield event["event"], event["id"], json.loads(event["data"])
 
 
+@pytest.mark.long
 def test_a_topic_that_grows(onceflow_broker: str, topic: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_METADATA_S", 0.5)
     monkeypatch.setattr(changes, "_METADATA_S", 0.5)

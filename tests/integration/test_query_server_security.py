@@ -109,6 +109,7 @@ def privileges(topic: str) -> dict[str, tuple[Any, str, Any]]:
     return {right.kind: right.of(names).acl for right in table()["table serve --instances"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", pytest.param("PLAIN", marks=pytest.mark.long)])
 def test_least_privileges(secure: Secure, guarded: str, serve: Serve, mechanism: str) -> None:
     """Alone it needs READ on the topic, in a group also READ on the group; nothing else."""

@@ -107,6 +107,7 @@ def progress_of(bootstrap: str, flow: str) -> Progress:
     return decode(last.key, last.value or b"")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["driver", pytest.param("tasks", marks=pytest.mark.long)])
 def test_runs_that_end_soon_do_not_wait_for_an_empty_partition(make_pipe: Any, make_topic: Any, engine: str) -> None:
     """As jobs of cron: the second partition never has records. Also not for one that has had its last one long ago."""

@@ -595,7 +595,7 @@ def test_without_marks_rows_are_missing(make_state: Any, serve: Serve, monkeypat
         wait_until(lambda: asking.wrong, 30, "a key is missing")
 
 
-@pytest.mark.long_but("1")
+@pytest.mark.long
 @pytest.mark.parametrize("instances", [1, 2])
 def test_a_query_server_while_rows_move(make_state: Any, serve: Serve, instances: int) -> None:
     """A key that exists is never missing: it is answered, or the client is told to ask again. Counts and ranges have
@@ -661,6 +661,7 @@ def test_a_table_while_rows_move(make_state: Any) -> None:
         assert dict(table.range()) == expected
 
 
+@pytest.mark.long
 def test_a_join_that_starts_while_rows_move(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for them, and until they are visible in all partitions. Else it would miss rows for a moment."""
     state = make_state(2, 50)

@@ -204,6 +204,7 @@ def test_types(bench: Bench) -> None:
     assert bench.driver(given, same) == bench.job(same)
 
 
+@pytest.mark.long
 def test_columns_that_are_never_null(bench: Bench) -> None:
     """Those that are not used go beside the JVM, whatever it may think of their values."""
     names = {"n": T.LongType(), "t": T.StringType(), "l": T.ArrayType(T.IntegerType(), False), "b": T.BooleanType()}

@@ -283,6 +283,7 @@ def test_privileges_of_a_weaker_guarantee(secure: Secure, pipe: Any) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 def test_privileges_of_a_look(secure: Secure, pipe: Any, tmp_path: Path) -> None:
     connection = {"bootstrap_servers": secure.servers, "options": secure.options()}
     grant(secure, rights(pipe, "onceflow.peek"))

@@ -100,6 +100,7 @@ def compare(engines: Engines, topic: str, queries: dict[str, Callable[[DataFrame
     assert {value.partition(b":")[0].decode() for _, value in wanted} == {*queries}, "a comparison of nothing"
 
 
+@pytest.mark.long
 @pytest.mark.short_form
 def test_operators_and_nulls(engines: Engines, topic: str) -> None:
     compare(engines, topic, QUERIES)

@@ -22,7 +22,7 @@ from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 def soon(seconds: float = 30.0) -> Deadline:
@@ -101,6 +101,7 @@ def test_copies_exactly_once(pipe: Any, engine: str) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 def test_an_aborted_attempt_is_run_again_under_a_new_epoch(pipe: Any, inject: Any) -> None:
     inject("write", "raise", where="task", batch=2, task=0, once_file=str(pipe.tmp_path / "fired"))
     query = pipe.run(engine="tasks", partitioner="source")

@@ -148,6 +148,7 @@ def test_without_progress(make_state_pipe: Callable[..., Any], verify: Any, call
     )
 
 
+@pytest.mark.long
 def test_rows_that_a_reset_has_deleted(make_state_pipe: Callable[..., Any], verify: Any, call: Any) -> None:
     pipe = make_state_pipe(partitions=2)
     pipe.fill(60)

@@ -24,6 +24,8 @@ from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow_workshop.testing.columns import ReadsColumns
 
+pytestmark = pytest.mark.faults  # disks fill up
+
 FEW = {b"v%03d" % n: b"1" for n in range(200)}
 MANY = {b"w%06d" % n: b"2" * 50 for n in range(9_000)}
 LITTLE = [0, 60 << 10, *(pytest.param(size, marks=pytest.mark.long) for size in (4 << 10, 300 << 10))]

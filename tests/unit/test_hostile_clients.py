@@ -33,6 +33,8 @@ from onceflow.state.stores.stored_rows import StoredRows
 from onceflow.tables.layout import Layout
 from onceflow.testing.waiting import wait_until
 
+pytestmark = pytest.mark.faults  # clients keep the server busy
+
 LARGE = b"x" * 100_000
 LIMITS = Limits(stall_s=1.0, request_s=1.0, requests=5, connections=40)
 TOKEN = "a-token-of-the-tests"

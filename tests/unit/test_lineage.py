@@ -438,6 +438,7 @@ onceflow.serve(other, FlowWriter(lambda: Lined.start(failing)), lineage=True)
 """
 
 
+@pytest.mark.long
 def test_serve_tells_how_its_queries_end(tmp_path: Path) -> None:
     """Also those that it stops because another one has failed."""
     import os

@@ -398,9 +398,8 @@ def test_a_damaged_store_is_not_the_fault_of_a_record(column_wise: bool, tmp_pat
 
     kind: Any = ColumnEngine if column_wise else Engine
     store = Damaged.open(tmp_path)
-    place = {"flow": "f", "table": "t", "partition": 0, "batch": 0, "now_ms": 9}
     letters_to = {"on_error": "dead-letter", "dead_letter_topic": "dead"}
-    engine = kind(ColumnProcessor() if column_wise else Counts(), store, **place, **letters_to)
+    engine = engine_of(kind, ColumnProcessor() if column_wise else Counts(), store, now_ms=9, **letters_to)
     with pytest.raises(StoreCorruptError):
         engine.feed(pa.record_batch({"key": pa.array([b"a", b"a"]), "value": pa.array([b"1", b"2"])}))
     store.write([(rows.timer_key(b"a", b"t"), rows.pack(rows.timer_payload(b"p", 1)))], index=True)

@@ -26,6 +26,8 @@ from onceflow.planning.options import BatchSummary
 from onceflow.query import FlowWriter
 from onceflow.service import stop_signals
 
+pytestmark = pytest.mark.faults  # processes get signals
+
 
 class Query:
     """A query as far as serve() knows it: it commits a batch every time it is asked whether it runs."""
@@ -212,7 +214,7 @@ def until(service: subprocess.Popen[str], text: str) -> None:
 
 
 # The rows of the table of exit codes in docs/run.md; a negative one is the signal that has ended the process.
-@pytest.mark.long_but("SIGTERM", "Ctrl-C", "all read", "failure", "fenced")
+@pytest.mark.long_but("SIGTERM", "failure", "fenced")
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "code, sent, exit_code",
