@@ -125,7 +125,7 @@ class WriteOrder:
         transaction_version: the version that the driver sees. Tasks must use the same protocol as the driver's EndTxn.
         deadline_s: how long a task may take to write its rows, counted from the first write.
         calls_s: how long the processor's calls of other services may take: what is left of the transaction.
-        muted: write changes of tables only, and none of the outputs: an earlier version has written them.
+        without_outputs: write changes of tables only, and none of the outputs: an earlier version has written them.
         faults: rules of the driver's environment (tests only), see onceflow.hooks.
     """
 
@@ -143,7 +143,7 @@ class WriteOrder:
     own_topics: OwnTopics = field(default_factory=OwnTopics)
     sequences: Mapping[TopicPartition, int] = field(default_factory=dict)
     calls_s: float | None = None
-    muted: bool = False
+    without_outputs: bool = False
     faults: str | None = None
 
 

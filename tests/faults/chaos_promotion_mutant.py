@@ -8,7 +8,7 @@ from onceflow.driver.batch import retries
 from onceflow_workshop.chaos import driver
 
 broken: Any = retries.Attempt
-broken.muted = property(lambda self: False, lambda self, value: None)
+broken.without_outputs = property(lambda self: False, lambda self, value: None)
 
 if __name__ == "__main__":
     driver.main()

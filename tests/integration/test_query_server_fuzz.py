@@ -293,7 +293,7 @@ def test_small_requests_with_large_answers(servers: Servers) -> None:
         assert len(answer.content) < 1.5 * limits.answer_bytes, len(content)
         slowest[0] = max(slowest[0], seconds)  # for so long others may have waited for the loop of the server
 
-    wish = {"least": [], "staleness_ms": None, "wait_s": 0, "topic_id": "", "layout": [0, 0]}
+    freshness = {"least": [], "staleness_ms": None, "wait_s": 0, "topic_id": "", "layout": [0, 0]}
     key = base64.b64encode(b"large").decode()
 
     @settings(max_examples=2_000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -310,10 +310,10 @@ def test_small_requests_with_large_answers(servers: Servers) -> None:
     def ask(keys: Any, places: Any, partitions: Any, limit: int, range_: Any) -> None:
         send(f"/tables/{servers.binary}/multi-get", {"keys": keys}, peer=False)
         asked = {"keys": [key] * min(len(keys), 20_000), "places": places}
-        send(f"/peer/{servers.binary}/get", {**asked, "wish": wish}, peer=True)
-        page = {**range_, "partitions": partitions, "limit": limit, "wish": wish}
+        send(f"/peer/{servers.binary}/get", {**asked, "freshness": freshness}, peer=True)
+        page = {**range_, "partitions": partitions, "limit": limit, "freshness": freshness}
         send(f"/peer/{servers.binary}/page", page, peer=True)
-        send(f"/peer/{servers.binary}/count", {"partitions": partitions, "wish": wish}, peer=True)
+        send(f"/peer/{servers.binary}/count", {"partitions": partitions, "freshness": freshness}, peer=True)
 
     ask()
     print(dict(seen), f"slowest answer {slowest[0]:.2f} s", before, servers.rss_mib())

@@ -88,7 +88,7 @@ def test_instances_ask_each_other_with_tls_and_tokens(
                 "",
                 "1",
                 '{"keys": 1}',
-                '{"wish": {"least": [], "staleness_ms": null, "wait_s": 1}, "places": [[[], 1]]}',
+                '{"freshness": {"least": [], "staleness_ms": null, "wait_s": 1}, "places": [[[], 1]]}',
             ):
                 assert client.post(f"/peer/{topic}/get", content=body).status_code == 401  # a token is no proof
 

@@ -179,9 +179,11 @@ class Written:
         self.history: list[BatchSummary] = []
         self.summary: BatchSummary | None = None
 
-    def __call__(self, rows: Any, source: SourceRange, *, backlog: bool, quiet: Mapping[TopicPartition, float]) -> None:
+    def __call__(
+        self, rows: Any, source: SourceRange, *, backlog: bool, caught_up: Mapping[TopicPartition, float]
+    ) -> None:
         self.before(source)
-        self.more.append({partition for (_, partition), known in quiet.items() if known == -math.inf})
+        self.more.append({partition for (_, partition), known in caught_up.items() if known == -math.inf})
         assert source.start[TOPIC].items() >= self.progress.offsets[TOPIC].items(), "I2"
         if isinstance(rows, RangeRows):
             assert rows.range == source
@@ -202,7 +204,7 @@ class Written:
         self.sizes.append(source.max_rows)
         self.progress = replace(self.progress, batch_id=self.progress.batch_id + 1, offsets=source.end)
 
-    def wants_batch(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
+    def wants_batch(self, source: SourceRange, caught_up: Mapping[TopicPartition, float]) -> bool:
         return source.max_rows > 0
 
     def failed(self, error: BaseException) -> None:

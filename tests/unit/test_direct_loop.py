@@ -184,7 +184,7 @@ def test_a_topic_that_was_created_again_is_refused(
 
 def more(reader: SourceReader) -> set[int]:
     """Partitions that have records which no batch has taken."""
-    return {partition for (_, partition), known in reader.quiet().items() if known == -math.inf}
+    return {partition for (_, partition), known in reader.caught_up().items() if known == -math.inf}
 
 
 # ---- the loop --------------------------------------------------------------------------------------------
@@ -505,18 +505,18 @@ def test_how_long_it_is_known_that_partitions_are_silent(reader_of: Callable[...
     reader = reader_of(logs, {0: 0, 1: 0, 2: 0, 3: 9}, most=10)
     reader.fetch(0)
     heard = {place: each.known_at for place, each in reader._poll.followed.items()}
-    assert reader.quiet() == {**heard, (TOPIC, 0): -math.inf}
+    assert reader.caught_up() == {**heard, (TOPIC, 0): -math.inf}
     logs.leaderless = {2}
     reader.end_at({TOPIC: {0: 50, 1: 5, 2: 5, 3: 9}})
     reader.fetch(0)
-    quiet = reader.quiet()
-    assert [quiet[TOPIC, n] for n in (0, 3)] == [-math.inf, math.inf]
-    assert [quiet[TOPIC, n] for n in (1, 2)] == [heard[TOPIC, n] for n in (1, 2)], "nobody has answered since"
+    caught_up = reader.caught_up()
+    assert [caught_up[TOPIC, n] for n in (0, 3)] == [-math.inf, math.inf]
+    assert [caught_up[TOPIC, n] for n in (1, 2)] == [heard[TOPIC, n] for n in (1, 2)], "nobody has answered since"
     logs.leaderless = {0}
     reader.look_ahead()
     reader.go_on()
     reader.fetch(0)
-    assert reader.quiet()[TOPIC, 0] == -math.inf, "records are left in it, although nobody can read them now"
+    assert reader.caught_up()[TOPIC, 0] == -math.inf, "records are left in it, although nobody can read them now"
 
 
 @pytest.mark.parametrize("rows_max", [0, 20, 10**9], ids=["tasks", "both", "driver"])
@@ -548,17 +548,19 @@ class WithEventTime(Written):
         self.watermark = Watermark(places, lateness_ms=0, idle_s=30, value_ms=None, clock=clock)
         self.seen: list[int | None] = []
 
-    def wants_batch(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
-        self.watermark.planned(source.news(), quiet)
+    def wants_batch(self, source: SourceRange, caught_up: Mapping[TopicPartition, float]) -> bool:
+        self.watermark.planned(source.news(), caught_up)
         self.watermark.advance()
         return source.max_rows > 0
 
-    def __call__(self, rows: Any, source: SourceRange, *, backlog: bool, quiet: Mapping[TopicPartition, float]) -> None:
-        self.watermark.planned(source.news(), quiet)
+    def __call__(
+        self, rows: Any, source: SourceRange, *, backlog: bool, caught_up: Mapping[TopicPartition, float]
+    ) -> None:
+        self.watermark.planned(source.news(), caught_up)
         latest = dict.fromkeys(source.news(), int(self._clock() * 1000))
         self.seen.append(self.watermark.after(latest))
         self.watermark.on_commit(latest, self.seen[-1])
-        super().__call__(rows, source, backlog=backlog, quiet=quiet)
+        super().__call__(rows, source, backlog=backlog, caught_up=caught_up)
 
 
 @pytest.mark.parametrize("rows_max", [0, 10**9], ids=["tasks", "driver"])

@@ -22,7 +22,7 @@ from onceflow.server.local import LocalTable
 from onceflow.server.options import Limits
 from onceflow.server.problems import Problem
 from onceflow.server.process import _config, _listening, _nothing, _Server
-from onceflow.server.requests import wish_of
+from onceflow.server.requests import freshness_of
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes, TableRoutes
 from onceflow.server.service import Served, Service
@@ -276,20 +276,20 @@ def test_durations_that_are_long_texts(name: str, text: str) -> None:
     """They took quadratic time."""
     given = {"max_staleness": None, "wait": None, name: text}
     with pytest.raises(Problem, match="is not a duration"):
-        wish_of("t", LIMITS, None, given["max_staleness"], given["wait"])
+        freshness_of("t", LIMITS, None, given["max_staleness"], given["wait"])
 
 
 @pytest.mark.parametrize("last, waits", [(0, False), (1, True), (90, True), (30_000, False)])
 def test_partitions_that_there_will_hardly_be_are_not_waited_for(last: int, *, waits: bool) -> None:
     async def ask() -> float:
         begun = time.monotonic()
-        wish = Freshness({last: 1}, None, begun + 0.3)
+        freshness = Freshness({last: 1}, None, begun + 0.3)
         if last:
             with pytest.raises(Problem, match=rf"has 1 partition as far .* names partition {last}") as caught:
-                await Serving().routed.get(b"k01", wish)
+                await Serving().routed.get(b"k01", freshness)
             assert caught.value.status == 503
         else:
-            await Serving().routed.get(b"k01", wish)
+            await Serving().routed.get(b"k01", freshness)
         return time.monotonic() - begun
 
     assert (asyncio.run(ask()) >= 0.3) == waits

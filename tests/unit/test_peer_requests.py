@@ -94,16 +94,16 @@ def asked(body: Any, what: str = "get", *, secrets: PeerSecrets | None = SECRETS
     return *found, sum(store.read for store in share.stores)
 
 
-WISH = {"least": [], "staleness_ms": None, "wait_s": 0, "topic_id": "id", "layout": [0, 0]}
+FRESHNESS = {"least": [], "staleness_ms": None, "wait_s": 0, "topic_id": "id", "layout": [0, 0]}
 KEYS = [text_of(b"k%d" % n) for n in range(30)]
 
 
 def test_what_another_instance_asks() -> None:
-    status, body, read = asked({"keys": KEYS[:3], "places": [[0, [0, 1]], [2, None]], "wish": WISH})
+    status, body, read = asked({"keys": KEYS[:3], "places": [[0, [0, 1]], [2, None]], "freshness": FRESHNESS})
     assert (status, read) == (200, 5)
     first, second = json.loads(body)["places"]
     assert [len(first[0]), len(second[0])] == [2, 3]
-    assert asked({"keys": KEYS[:1], "places": [[0, None]], "wish": WISH}, secrets=None)[0] == 404
+    assert asked({"keys": KEYS[:1], "places": [[0, None]], "freshness": FRESHNESS}, secrets=None)[0] == 404
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_another_instance_asks() -> None:
 )
 def test_small_requests_with_large_answers(places: Any, status: int) -> None:
     """30 kB ended the server for want of memory, 5 kB blocked it for seconds."""
-    found, body, read = asked({"keys": KEYS, "places": places, "wish": WISH})
+    found, body, read = asked({"keys": KEYS, "places": places, "freshness": FRESHNESS})
     assert found == status
     assert len(body) < 1_000
     assert read <= 64
@@ -135,7 +135,7 @@ def test_small_requests_with_large_answers(places: Any, status: int) -> None:
 @pytest.mark.parametrize("what", ["page", "count"])
 @pytest.mark.parametrize("partitions", [1, "0", [[]], [-1], [True], {"0": 1}, [0, "1"]])
 def test_partitions_that_are_none(what: str, partitions: Any) -> None:
-    document = {"partitions": partitions, "low": "", "high": None, "reverse": False, "limit": 5, "wish": WISH}
+    document = {"partitions": partitions, "low": "", "high": None, "reverse": False, "limit": 5, "freshness": FRESHNESS}
     assert asked(document, what)[0] == 400
 
 
@@ -149,7 +149,7 @@ ATS = st.one_of(st.none(), st.lists(st.integers(0, 40), max_size=3).map(lambda a
     places=st.one_of(st.lists(st.one_of(st.tuples(st.one_of(st.integers(0, 5), ODD), ATS), ODD), max_size=40), ODD),
 )
 def test_made_up_requests(keys: Any, places: Any) -> None:
-    status, body, read = asked(json.dumps({"keys": keys, "places": places, "wish": WISH}).encode())
+    status, body, read = asked(json.dumps({"keys": keys, "places": places, "freshness": FRESHNESS}).encode())
     assert status in (200, 400, 413)
     assert len(body) < 1.5 * LIMITS.answer_bytes
     assert read < 400

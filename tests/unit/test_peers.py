@@ -83,22 +83,26 @@ def test_lookups_of_one_key_are_sent_together() -> None:
 
         async with other(answer) as (asking, address):
 
-            async def one(number: int, wish: Freshness) -> Any:
-                return await asking.get_many(address, "t", [b"key-%d" % number], {number % 8: [0]}, wish)
+            async def one(number: int, freshness: Freshness) -> Any:
+                return await asking.get_many(address, "t", [b"key-%d" % number], {number % 8: [0]}, freshness)
 
             first = asyncio.create_task(one(0, Freshness(until=1.0)))
             while not asked:
                 await asyncio.sleep(0.001)
             later = [asyncio.create_task(one(number, Freshness(until=number))) for number in range(1, 150)]
             # Two demand something: each is a request of its own, with what it demands.
-            fresh = [asyncio.create_task(one(1, wish)) for wish in (Freshness({1: 3}), Freshness(staleness_ms=99))]
+            fresh = [
+                asyncio.create_task(one(1, freshness)) for freshness in (Freshness({1: 3}), Freshness(staleness_ms=99))
+            ]
             while len(asked) < 3:
                 await asyncio.sleep(0.001)
             later[1].cancel()
             go_on.set()
             found = await asyncio.gather(first, *later, *fresh, return_exceptions=True)
         assert sorted(len(each["keys"]) for each in asked) == [1, 1, 1, 49, 100]
-        assert sorted(str(each["wish"]["least"]) + str(each["wish"]["staleness_ms"]) for each in asked[1:3]) == [
+        assert sorted(
+            str(each["freshness"]["least"]) + str(each["freshness"]["staleness_ms"]) for each in asked[1:3]
+        ) == [
             "[[1, 3]]None",
             "[]99",
         ]

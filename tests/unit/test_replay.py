@@ -263,7 +263,7 @@ def test_a_replay_after_a_promotion() -> None:
         assert not went_back(found.life)
         assert not was_changed(found.life, "t")
         listed = list(steps(found.offsets, found.before, found.life, "t"))
-        assert [(step.start["s"][0], step.end["s"][0], step.muted, step.timers_until) for step in listed] == [
+        assert [(step.start["s"][0], step.end["s"][0], step.without_outputs, step.timers_until) for step in listed] == [
             (60, 100, True, {"event": 70}),
             (100, 100, True, {"event": 70}),
             (100, 120, False, None),

@@ -86,7 +86,7 @@ def test_only_reports_of_this_attempt_count() -> None:
     rows.on_commit(summary)
     assert (summary.records, summary.dead_letters) == (6, 4)
     # A batch without outputs: an earlier version has written and counted its dead letters.
-    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1), muted=True), rules_of)  # type: ignore[arg-type]
+    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1), without_outputs=True), rules_of)  # type: ignore[arg-type]
     reports.value = {("8/1", 0, 0): [CallReport(5, 5)]}
     rows.check()
     rows.on_commit(summary)

@@ -33,7 +33,7 @@ class Routed:
     placed = True
 
     async def range(
-        self, low: bytes, high: bytes | None, wish: Freshness, *, reverse: bool, page_rows: int
+        self, low: bytes, high: bytes | None, freshness: Freshness, *, reverse: bool, page_rows: int
     ) -> tuple[AsyncIterator[Rows], AnswerAge]:
         found = [row for row in ROWS if row[0] >= low and (high is None or row[0] < high)]
 
@@ -43,10 +43,10 @@ class Routed:
 
         return pages(), AnswerAge({0: 3}, 0, 0)
 
-    async def get_many(self, keys: list[bytes], wish: Freshness) -> tuple[list[bytes | None], AnswerAge]:
+    async def get_many(self, keys: list[bytes], freshness: Freshness) -> tuple[list[bytes | None], AnswerAge]:
         return [None] * len(keys), AnswerAge({}, 0, 0)
 
-    async def count(self, wish: Freshness) -> tuple[int, AnswerAge]:
+    async def count(self, freshness: Freshness) -> tuple[int, AnswerAge]:
         return len(ROWS), AnswerAge({0: 3}, 0, 0)
 
 
@@ -252,7 +252,7 @@ class Nothing:
     def emptied(self, partition: int) -> bool:
         return False
 
-    async def wait(self, partitions: Collection[int], wish: Freshness) -> AnswerAge:
+    async def wait(self, partitions: Collection[int], freshness: Freshness) -> AnswerAge:
         raise NotHereError(partitions)
 
 
@@ -263,7 +263,7 @@ class Refusing:
         self._error = error
 
     async def count(
-        self, address: str, topic: str, partitions: Collection[int], wish: Freshness
+        self, address: str, topic: str, partitions: Collection[int], freshness: Freshness
     ) -> tuple[int, AnswerAge]:
         raise self._error
 

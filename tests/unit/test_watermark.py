@@ -374,9 +374,9 @@ class ChainedRuns:
         with mock.patch.object(table_state, "Watermark", clocks):
             self.watermark = table_state._watermark([], known, lateness_ms=100, idle_s=30)
 
-    def batch(self, latest: dict[Origin, int], quiet: Any = MappingProxyType({})) -> tuple[int | None, int | None]:
+    def batch(self, latest: dict[Origin, int], caught_up: Any = MappingProxyType({})) -> tuple[int | None, int | None]:
         """The watermark that the batch sees, and that behind it. The source has records."""
-        self.watermark.planned([A], quiet)
+        self.watermark.planned([A], caught_up)
         began = self.watermark.advance()
         self.value_ms = self.watermark.after(latest)
         times, times_ms = self.watermark.kept(latest)
@@ -418,8 +418,8 @@ def test_a_restart_changes_nothing_of_a_step_behind_another_one(history: list[An
     """Nothing can come from the step before while nothing runs: that time makes none of its partitions silent."""
     one, several = ChainedRuns(), ChainedRuns()
     for latest, seconds, stopped, more in history:
-        quiet = {A: -math.inf} if more else {}
-        assert one.batch(latest, quiet) == several.batch(latest, quiet)
+        caught_up = {A: -math.inf} if more else {}
+        assert one.batch(latest, caught_up) == several.batch(latest, caught_up)
         if stopped:
             several.stopped(*stopped)
         one.later(seconds)

@@ -25,7 +25,7 @@ log = logging.getLogger("onceflow.sink")
 class DirectCommit(BatchSteps, Protocol):
     """The steps of a batch of the direct engine."""
 
-    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
+    def is_idle(self, source: SourceRange, caught_up: Mapping[TopicPartition, float]) -> bool:
         """Whether a batch would change nothing."""
         ...
 
@@ -33,11 +33,11 @@ class DirectCommit(BatchSteps, Protocol):
         """Local copies that the driver has written to apply what the last batch has committed."""
         ...
 
-    def plan_range(self, source: SourceRange, batch: int, quiet: Mapping[TopicPartition, float]) -> None:
+    def plan_range(self, source: SourceRange, batch: int, caught_up: Mapping[TopicPartition, float]) -> None:
         """The source range of a batch is this. It must start where progress ends (I2).
 
         Args:
-            quiet: until when it is known that partitions have nothing behind it, see `Watermark.planned`.
+            caught_up: until when it is known that partitions have nothing behind it, see `Watermark.planned`.
         """
         ...
 
@@ -64,20 +64,20 @@ class DirectBatches(Batches):
         source: SourceRange,
         *,
         backlog: bool,
-        quiet: Mapping[TopicPartition, float] = MappingProxyType({}),
+        caught_up: Mapping[TopicPartition, float] = MappingProxyType({}),
     ) -> None:
         """Run one batch, unless it would change nothing.
 
         Args:
             backlog: whether there was more to read than the batch takes. Then it is as large as fits the interval.
-            quiet: until when it is known that partitions have nothing behind its range, see `Watermark.planned`.
+            caught_up: until when it is known that partitions have nothing behind its range, see `Watermark.planned`.
 
         Raises:
             OnceflowError: it has failed, and no attempt may follow. The query must end.
         """
         batch = self.progress.batch_id + 1
         with log_context.within(flow=self.flow, batch=batch):
-            self._in_turn(rows, batch, lambda: self._run(rows, source, quiet), paced=not backlog)
+            self._in_turn(rows, batch, lambda: self._run(rows, source, caught_up), paced=not backlog)
 
     def settle_copies(self) -> None:
         """Nothing is urgent: local copies may learn now that the last batch is committed, not in the next one."""
@@ -85,13 +85,13 @@ class DirectBatches(Batches):
             with timed(self.summary, "settle"):
                 self._commit.settle_copies()
 
-    def wants_batch(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
+    def wants_batch(self, source: SourceRange, caught_up: Mapping[TopicPartition, float]) -> bool:
         """Whether a batch with this range would do anything: it has offsets, or timers are due.
 
         Args:
-            quiet: see `__call__`.
+            caught_up: see `__call__`.
         """
-        return handover.owes_timers(self.progress) or not self._commit.is_idle(source, quiet)
+        return handover.owes_timers(self.progress) or not self._commit.is_idle(source, caught_up)
 
     def failed(self, error: BaseException) -> None:
         """The engine has failed between two batches, and the query must end."""
@@ -103,19 +103,21 @@ class DirectBatches(Batches):
         self._failed(error, self.progress.batch_id + 1)
         self._tell(told)
 
-    def _run(self, rows: FetchedRows | RangeRows, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> None:
+    def _run(
+        self, rows: FetchedRows | RangeRows, source: SourceRange, caught_up: Mapping[TopicPartition, float]
+    ) -> None:
         self.summary, self.timers_s = None, 0.0
         self._commit.settle()
         self._timed_timers(lambda: self._catch_up(rows))
         if self.stopping and handover.owes_timers(self.progress):
             return  # they come before the records
-        if self._commit.is_idle(source, quiet):
+        if self._commit.is_idle(source, caught_up):
             self.idle = True
             return
         batch = self.progress.batch_id + 1
         summary = BatchSummary(batch, 0)
         with timed(summary, "plan"):
-            self._commit.plan_range(source, batch, quiet)
+            self._commit.plan_range(source, batch, caught_up)
         self._run_planned(rows, batch, source, summary)
         self.summary = summary if self.progress.batch_id >= batch else None
         self._timed_timers(lambda: self._fire_left(rows, source))

@@ -198,7 +198,7 @@ class DirectLoop:
             return True
         if not self._reader.arrivals.has_offsets:
             self._offsets_since = None
-            return self._batches.wants_batch(self._reader.arrivals.nothing(), self._reader.quiet())
+            return self._batches.wants_batch(self._reader.arrivals.nothing(), self._reader.caught_up())
         if self._offsets_since is None:
             self._offsets_since = now
         ends = self._until is not None or self._batches.progress.handover is not None
@@ -255,8 +255,8 @@ class DirectLoop:
     def _run_batch(self) -> None:
         limits = Limits(self._records_per_batch, self._size.records, BATCH_BYTES)
         taken = self._reader.arrivals.take(limits, self._ends_of_shares())
-        quiet = self._reader.quiet()
-        if not taken.source.max_rows and not self._batches.wants_batch(taken.source, quiet):
+        caught_up = self._reader.caught_up()
+        if not taken.source.max_rows and not self._batches.wants_batch(taken.source, caught_up):
             self._fetch(_WAIT_S)  # what waits may not be taken yet
             return
         self._offsets_since = None
@@ -271,7 +271,7 @@ class DirectLoop:
         rows: FetchedRows | RangeRows = FetchedRows(self._spark, merged(taken.parts, program.query), program, meanwhile)
         if self._tasks.all_batches and not taken.source.max_rows:  # timers
             rows = RangeRows(self._tasks, taken.source, started_ms * 1000)
-        self._batches(rows, taken.source, backlog=backlog, quiet=quiet)
+        self._batches(rows, taken.source, backlog=backlog, caught_up=caught_up)
         if not self._reader.has_more:
             self._batches.settle_copies()
         seconds = self._accounted(now)
@@ -318,7 +318,7 @@ class DirectLoop:
         started_ms, started = clock_ms(), time.monotonic()
         self._programs.now_us = started_ms * 1000  # for timers that are left
         rows = RangeRows(self._tasks, source, started_ms * 1000)
-        self._batches(rows, source, backlog=True, quiet=self._reader.quiet())
+        self._batches(rows, source, backlog=True, caught_up=self._reader.caught_up())
         seconds = self._accounted(started)
         read, limits = source.by_topic(), self._records_per_batch
         full = self._tasks_size.ran(source.max_rows, seconds) or source.max_rows >= FULL * most

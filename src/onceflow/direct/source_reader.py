@@ -146,7 +146,7 @@ class SourceReader:
         waiting = self.arrivals.offsets
         return {topic for topic, most in self._most.items() if waiting[topic] >= most}
 
-    def quiet(self) -> dict[TopicPartition, float]:
+    def caught_up(self) -> dict[TopicPartition, float]:
         """Until when it is known of each partition that there is nothing that no batch has taken, in monotonic seconds.
 
         ``-math.inf``: there is something. Otherwise its leader has known so then. A partition at its bound is silent.

@@ -103,9 +103,9 @@ def _add_state(app: FastAPI, service: Service) -> None:
 def _add_lookups(app: FastAPI, service: Service) -> None:
     @app.get("/tables/{table}/keys/{key:path}", responses=responses(documents.ValueDocument), summary="One key")
     async def get(request: Request, table: str, key: str, given: Annotated[LookupParameters, Query()]) -> Response:
-        wish = given.wish(table, service.limits)
+        freshness = given.freshness(table, service.limits)
         served = service.table(table)
-        return await one_key(served, key_in_path(request.scope), given.format(served.format), wish)
+        return await one_key(served, key_in_path(request.scope), given.format(served.format), freshness)
 
     @app.post(
         "/tables/{table}/multi-get",
@@ -118,16 +118,16 @@ def _add_lookups(app: FastAPI, service: Service) -> None:
         written = given.format(served.format)
         given_keys = (written.keys.key(each) for each in _keys(await request.body(), service.limits.keys))
         keys = list(dict.fromkeys(given_keys))
-        wish = given.wish(table, service.limits)
-        values, seen = await served.routed.get_many(keys, wish)
+        freshness = given.freshness(table, service.limits)
+        values, seen = await served.routed.get_many(keys, freshness)
         found = [written.item(key, raw) for key, raw in zip(keys, values, strict=True) if raw is not None]
         return answer({"table": table, "rows": found, **seen.members(table)}, table, seen)
 
     @app.get("/tables/{table}/count", responses=responses(documents.CountDocument), summary="How many keys there are")
     async def count(table: str, given: Annotated[AgeParameters, Query()]) -> Response:
         served = service.table(table)
-        wish = given.wish(table, service.limits)
-        number, seen = await served.routed.count(wish)
+        freshness = given.freshness(table, service.limits)
+        number, seen = await served.routed.count(freshness)
         return answer({"table": table, "count": number, **seen.members(table)}, table, seen)
 
 
@@ -150,7 +150,7 @@ def _add_range(app: FastAPI, service: Service) -> None:
         written = given.format(served.format)
         check_query(request.scope)
         low, high = given.bounds(written)
-        wanted = Wanted(low, high, given.reverse, given.limit, given.wish(table, service.limits), written)
+        wanted = Wanted(low, high, given.reverse, given.limit, given.freshness(table, service.limits), written)
         if "application/x-ndjson" in accept:
             return await as_lines(service, served, wanted)
         return await as_page(service, served, wanted)

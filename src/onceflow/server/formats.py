@@ -171,8 +171,8 @@ class Format:
             raise OptionError(f"--value {value} is unknown", next_step=f"use one of {', '.join(VALUES)}")
         return cls(KEYS[key], VALUES[value])
 
-    def wished(self, key: str | None, value: str | None) -> Format:
-        """This one, or what a request wishes instead."""
+    def with_encodings(self, key: str | None, value: str | None) -> Format:
+        """This one, or what a request asks for."""
         if key is None and value is None:
             return self
         return Format(self.keys if key is None else KEYS[key], self.values if value is None else VALUES[value])

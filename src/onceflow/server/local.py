@@ -133,25 +133,25 @@ class LocalTable:
             ms = None if ms is None or lag.ms is None else max(ms, lag.ms)
         return AnswerAge(offsets, records, ms, self._share.topic_id, self._share.partitions_now)
 
-    async def wait(self, partitions: Collection[int], wish: Freshness) -> AnswerAge:
-        """Wait until these partitions are as far as is wished.
+    async def wait(self, partitions: Collection[int], freshness: Freshness) -> AnswerAge:
+        """Wait until these partitions are as far as is asked.
 
         Raises:
             NotHereError: they are not all here.
-            Problem: 503, they were not as far in time; 400, the wish is about an earlier topic of this name.
+            Problem: 503, they were not as far in time; 400, the freshness is about an earlier topic of this name.
         """
-        if wish.topic_id not in ("", self._share.topic_id):
+        if freshness.topic_id not in ("", self._share.topic_id):
             raise another_topic(self._share.topic)
-        self.hear(wish.layout)
+        self.hear(freshness.layout)
         pause_s = _FIRST_PAUSE_S
         while True:
             if (failure := self._share.failure) is not None:
                 raise unavailable(failure)
             seen = self.seen(partitions)
-            behind = _behind(seen, wish)
+            behind = _behind(seen, freshness)
             if not behind:
                 return seen
-            left_s = wish.left_s
+            left_s = freshness.left_s
             if not left_s:
                 topic = self._share.topic
                 raise Problem(
@@ -279,11 +279,11 @@ def _lacks_rows(progress: Progress) -> bool:
     return progress.emptied or progress.incomplete
 
 
-def _behind(seen: AnswerAge, wish: Freshness) -> str:
+def _behind(seen: AnswerAge, freshness: Freshness) -> str:
     """What is missing; an empty text: nothing."""
-    if wish.least and any(seen.offsets.get(at, offset) < offset for at, offset in wish.least.items()):
+    if freshness.least and any(seen.offsets.get(at, offset) < offset for at, offset in freshness.least.items()):
         return "it has not read up to min_position"
-    if wish.staleness_ms is not None and (seen.lag_ms is None or seen.lag_ms > wish.staleness_ms):
+    if freshness.staleness_ms is not None and (seen.lag_ms is None or seen.lag_ms > freshness.staleness_ms):
         age = "it has never been current" if seen.lag_ms is None else f"it is {seen.lag_ms:,} ms old"
-        return f"{age}, max_staleness is {wish.staleness_ms:,} ms"
+        return f"{age}, max_staleness is {freshness.staleness_ms:,} ms"
     return ""

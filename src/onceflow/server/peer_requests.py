@@ -51,15 +51,15 @@ async def _answer(service: Service, table: str, what: str, body: bytes) -> Respo
     local, limits = service.table(table).local, service.limits
     try:
         document = orjson.loads(body)
-        wish = Freshness.read(document["wish"], limits.request_s)
-        local.hear(wish.layout)
+        freshness = Freshness.read(document["freshness"], limits.request_s)
+        local.hear(freshness.layout)
         if what == "get":
-            answer = await _get(local, document, wish, limits)
+            answer = await _get(local, document, freshness, limits)
         elif what == "page":
-            answer = await _page(local, document, wish)
+            answer = await _page(local, document, freshness)
         elif what == "count":
             partitions = _partitions(document)
-            seen = await local.wait(partitions, wish)
+            seen = await local.wait(partitions, freshness)
             answer = {"count": await local.count(partitions), "seen": seen.document()}
         else:
             raise Problem(404, "There is nothing at this path")
@@ -101,15 +101,15 @@ def _places(document: Any, keys: list[bytes], most: int) -> dict[int, list[bytes
     return found
 
 
-async def _get(local: LocalTable, document: Any, wish: Freshness, limits: Limits) -> dict[str, Any]:
+async def _get(local: LocalTable, document: Any, freshness: Freshness, limits: Limits) -> dict[str, Any]:
     """Values by partition, and how old they are; null for a partition that is not here.
 
     Each partition has an answer of its own, because the keys may be those of several requests.
     """
     keys = [base64.b64decode(key) for key in document["keys"]]
     places = _places(document, keys, limits.lookups)
-    if wish.demands:
-        await local.wait(places, wish)
+    if freshness.demands:
+        await local.wait(places, freshness)
     room = Room(limits.answer_bytes)
     answers: list[Any] = []
     for partition, wanted in places.items():
@@ -122,9 +122,9 @@ async def _get(local: LocalTable, document: Any, wish: Freshness, limits: Limits
     return {"places": answers}
 
 
-async def _page(local: LocalTable, document: Any, wish: Freshness) -> dict[str, Any]:
+async def _page(local: LocalTable, document: Any, freshness: Freshness) -> dict[str, Any]:
     partitions, low, high = _partitions(document), base64.b64decode(document["low"]), from_text(document["high"])
-    seen = await local.wait(partitions, wish)
+    seen = await local.wait(partitions, freshness)
     limit = max(1, min(int(document["limit"]), _PAGE_ROWS))
     rows, done = await local.page(partitions, low, high, reverse=document["reverse"], limit=limit)
     return {"rows": [[text_of(key), text_of(value)] for key, value in rows], "done": done, "seen": seen.document()}

@@ -70,22 +70,22 @@ class HttpPeers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def get_many(
-        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Freshness
+        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], freshness: Freshness
     ) -> tuple[dict[int, list[bytes | None]], AnswerAge]:
         """The values of keys in partitions. Places: which of the keys are looked for in each partition."""
-        if len(places) == 1 and not wish.demands:
+        if len(places) == 1 and not freshness.demands:
             ((partition, ats),) = places.items()
             if len(ats) == 1:
-                value, seen = await self._looked_up(address, topic, partition, keys[ats[0]], wish.layout)
+                value, seen = await self._looked_up(address, topic, partition, keys[ats[0]], freshness.layout)
                 return {partition: [value]}, seen
-        answers = await self._get(address, topic, keys, places, wish)
+        answers = await self._get(address, topic, keys, places, freshness)
         if missing := [partition for partition, answer in answers.items() if answer is None]:
             raise NotHereError(missing)
         found = {partition: answer[0] for partition, answer in answers.items() if answer}
         return found, AnswerAge.all_of(answer[1] for answer in answers.values() if answer)
 
     async def page(
-        self, address: str, topic: str, part: Part, wish: Freshness, *, reverse: bool, limit: int
+        self, address: str, topic: str, part: Part, freshness: Freshness, *, reverse: bool, limit: int
     ) -> tuple[Rows, bool, AnswerAge]:
         """The first rows of a range in some partitions, and whether these are all."""
         document = {
@@ -95,15 +95,15 @@ class HttpPeers:
             "reverse": reverse,
             "limit": limit,
         }
-        answer = await self._ask(address, topic, "page", document, wish)
+        answer = await self._ask(address, topic, "page", document, freshness)
         rows = [(from_text(key), from_text(value)) for key, value in answer["rows"]]
         return rows, answer["done"], AnswerAge.read(answer["seen"], answer["layout"])
 
     async def count(
-        self, address: str, topic: str, partitions: Collection[int], wish: Freshness
+        self, address: str, topic: str, partitions: Collection[int], freshness: Freshness
     ) -> tuple[int, AnswerAge]:
         """How many keys some partitions have."""
-        answer = await self._ask(address, topic, "count", {"partitions": list(partitions)}, wish)
+        answer = await self._ask(address, topic, "count", {"partitions": list(partitions)}, freshness)
         return answer["count"], AnswerAge.read(answer["seen"], answer["layout"])
 
     async def close(self) -> None:
@@ -142,8 +142,8 @@ class HttpPeers:
         for at, lookup in enumerate(lookups):
             places.setdefault(lookup.partition, []).append(at)
         try:
-            wish = Freshness(layout=max(lookup.layout for lookup in lookups))
-            answers = await self._get(address, topic, [lookup.key for lookup in lookups], places, wish)
+            freshness = Freshness(layout=max(lookup.layout for lookup in lookups))
+            answers = await self._get(address, topic, [lookup.key for lookup in lookups], places, freshness)
         except Problem as problem:
             if problem.status != 413 or len(lookups) == 1:
                 raise
@@ -166,7 +166,7 @@ class HttpPeers:
     # ---- requests ------------------------------------------------------------------------------------
 
     async def _get(
-        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Freshness
+        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], freshness: Freshness
     ) -> dict[int, tuple[list[bytes | None], AnswerAge] | None]:
         """By partition, values and how old they are; None: it is not there."""
         used = sorted({at for ats in places.values() for at in ats})
@@ -176,7 +176,7 @@ class HttpPeers:
             for partition, ats in places.items()
         ]
         document = {"keys": [text_of(keys[at]) for at in used], "places": wanted}
-        answers = await self._ask(address, topic, "get", document, wish)
+        answers = await self._ask(address, topic, "get", document, freshness)
         return {
             partition: None
             if answer is None
@@ -184,15 +184,15 @@ class HttpPeers:
             for partition, answer in zip(places, answers["places"], strict=True)
         }
 
-    async def _ask(self, address: str, topic: str, what: str, document: dict[str, Any], wish: Freshness) -> Any:
+    async def _ask(self, address: str, topic: str, what: str, document: dict[str, Any], freshness: Freshness) -> Any:
         if self._avoided.get(address, 0.0) > time.monotonic():
             raise UnreachableError(address)
         if self._session is None:
             self._session = self._connected()
-        answer_s = (wish.left_s if wish.demands else 0.0) + _ANSWER_S
+        answer_s = (freshness.left_s if freshness.demands else 0.0) + _ANSWER_S
         # No limit for the whole answer: it may be large. A part of it must come within this time.
         timeout = aiohttp.ClientTimeout(None, connect=answer_s, sock_connect=_CONNECT_S, sock_read=answer_s)
-        content = orjson.dumps({**document, "wish": wish.document()})
+        content = orjson.dumps({**document, "freshness": freshness.document()})
         path = f"/peer/{topic}/{what}"
         proof, nonce = self._secrets.proof(Asked(address, path, content))
         try:

@@ -20,7 +20,7 @@ RETRY_AFTER_S = 1
 
 
 class Problem(Exception):
-    """A request that cannot be answered as wished.
+    """A request that cannot be answered as asked.
 
     Args:
         status: of the response.

@@ -35,7 +35,7 @@ class Wanted:
     high: bytes | None
     reverse: bool
     limit: int | None
-    wish: Freshness
+    freshness: Freshness
     format: Format
 
 
@@ -99,7 +99,7 @@ async def _read(served: Served, wanted: Wanted, page_rows: int) -> tuple[AsyncIt
     high = wanted.high
     if high is not None and high <= wanted.low:
         high = wanted.low  # nothing
-    return await served.routed.range(wanted.low, high, wanted.wish, reverse=wanted.reverse, page_rows=page_rows)
+    return await served.routed.range(wanted.low, high, wanted.freshness, reverse=wanted.reverse, page_rows=page_rows)
 
 
 def _page(served: Served, wanted: Wanted, found: Rows, seen: AnswerAge, *, more: bool) -> Response:

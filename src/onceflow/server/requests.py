@@ -1,4 +1,4 @@
-"""Parameters of requests: what is wished of keys, values, ranges and the age of answers."""
+"""Parameters of requests: what a client asks of keys, values, ranges and the age of answers."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class AgeParameters(Parameters):
         description="How long to wait for `min_position` or `max_staleness` before 503 is answered.",
     )
 
-    def wish(self, topic: str, limits: Limits) -> Freshness:
-        """As `wish_of`."""
-        return wish_of(topic, limits, self.min_position, self.max_staleness, self.wait)
+    def freshness(self, topic: str, limits: Limits) -> Freshness:
+        """As `freshness_of`."""
+        return freshness_of(topic, limits, self.min_position, self.max_staleness, self.wait)
 
 
 class EncodingParameters(Parameters):
@@ -73,8 +73,8 @@ class EncodingParameters(Parameters):
     )
 
     def format(self, usual: Format) -> Format:
-        """The usual format of the table, or what is wished instead."""
-        return usual.wished(self.key_encoding, self.value_encoding)
+        """The usual format of the table, or what the client asks for."""
+        return usual.with_encodings(self.key_encoding, self.value_encoding)
 
 
 class LookupParameters(AgeParameters, EncodingParameters):
@@ -130,7 +130,7 @@ class ChangesParameters(EncodingParameters):
     prefix: str | None = Field(default=None, description="Only keys that begin with this. Not for numbers.")
 
 
-def wish_of(
+def freshness_of(
     topic: str, limits: Limits, min_position: str | None, max_staleness: str | None, wait: str | None
 ) -> Freshness:
     """What a request demands.

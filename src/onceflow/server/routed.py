@@ -50,15 +50,15 @@ class Peers(Protocol):
     Problem."""
 
     async def get_many(
-        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Freshness
+        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], freshness: Freshness
     ) -> tuple[dict[int, list[bytes | None]], AnswerAge]: ...
 
     async def page(
-        self, address: str, topic: str, part: Part, wish: Freshness, *, reverse: bool, limit: int
+        self, address: str, topic: str, part: Part, freshness: Freshness, *, reverse: bool, limit: int
     ) -> tuple[Rows, bool, AnswerAge]: ...
 
     async def count(
-        self, address: str, topic: str, partitions: Collection[int], wish: Freshness
+        self, address: str, topic: str, partitions: Collection[int], freshness: Freshness
     ) -> tuple[int, AnswerAge]: ...
 
 
@@ -89,30 +89,30 @@ class RoutedTable:
         self._peers = peers
         self._limits = limits
 
-    async def get(self, key: bytes, wish: Freshness) -> tuple[bytes | None, AnswerAge]:
+    async def get(self, key: bytes, freshness: Freshness) -> tuple[bytes | None, AnswerAge]:
         """The value of a key, or None."""
-        await self._know_partitions(wish)
+        await self._know_partitions(freshness)
         if (shape := self._shape()).placed:
             partition = (murmur2(key) & 0x7FFFFFFF) % shape.partitions
             if self._local.has(partition, restored=True):
                 with suppress(NotHereError):  # it goes away just now
-                    seen = await self._local.wait((partition,), wish)
+                    seen = await self._local.wait((partition,), freshness)
                     value = self._local.get(partition, key)
                     if self._shape() == shape:  # else the row may be elsewhere now
                         return value, seen
-        values, seen = await self.get_many([key], wish)
+        values, seen = await self.get_many([key], freshness)
         return values[0], seen
 
-    async def get_many(self, keys: Sequence[bytes], wish: Freshness) -> tuple[list[bytes | None], AnswerAge]:
+    async def get_many(self, keys: Sequence[bytes], freshness: Freshness) -> tuple[list[bytes | None], AnswerAge]:
         """The values of keys, in their order; None where there is none.
 
         Raises:
             Problem: 413, they are too large together, or too many have to be looked for in all partitions.
         """
-        await self._know_partitions(wish)
-        return await self._settled(lambda: self._get_many(keys, wish))
+        await self._know_partitions(freshness)
+        return await self._settled(lambda: self._get_many(keys, freshness))
 
-    async def _get_many(self, keys: Sequence[bytes], wish: Freshness) -> tuple[list[bytes | None], AnswerAge]:
+    async def _get_many(self, keys: Sequence[bytes], freshness: Freshness) -> tuple[list[bytes | None], AnswerAge]:
         own = self._partitions_of(keys)
         places: dict[int, list[int]] = {}
         if self.placed:
@@ -131,19 +131,19 @@ class RoutedTable:
             places = dict.fromkeys(range(self.partitions), everywhere)
 
         async def ask(
-            address: str, partitions: Collection[int], wish: Freshness
+            address: str, partitions: Collection[int], freshness: Freshness
         ) -> tuple[dict[int, list[bytes | None]], AnswerAge]:
             if address != HERE:
                 part = {partition: places[partition] for partition in partitions}
-                return await self._others().get_many(address, self.topic, keys, part, wish)
-            seen = await self._local.wait(partitions, wish)
+                return await self._others().get_many(address, self.topic, keys, part, freshness)
+            seen = await self._local.wait(partitions, freshness)
             room = Room(self._limits.answer_bytes)
             return {
                 each: await self._local.get_many(each, [keys[at] for at in places[each]], room) for each in partitions
             }, seen
 
         found: list[bytes | None] = [None] * len(keys)
-        answers = await self._spread(places, ask, wish)
+        answers = await self._spread(places, ask, freshness)
         for values, _ in answers:
             for partition, of_partition in values.items():
                 for at, value in zip(places[partition], of_partition, strict=True):
@@ -155,55 +155,57 @@ class RoutedTable:
             room.take(value)
         return found, AnswerAge.all_of(seen for _, seen in answers)
 
-    async def count(self, wish: Freshness) -> tuple[int, AnswerAge]:
+    async def count(self, freshness: Freshness) -> tuple[int, AnswerAge]:
         """How many keys there are."""
-        await self._know_partitions(wish)
+        await self._know_partitions(freshness)
 
-        async def ask(address: str, partitions: Collection[int], wish: Freshness) -> tuple[int, AnswerAge]:
+        async def ask(address: str, partitions: Collection[int], freshness: Freshness) -> tuple[int, AnswerAge]:
             if address != HERE:
-                return await self._others().count(address, self.topic, partitions, wish)
-            seen = await self._local.wait(partitions, wish)
+                return await self._others().count(address, self.topic, partitions, freshness)
+            seen = await self._local.wait(partitions, freshness)
             return await self._local.count(partitions), seen
 
         async def counted() -> tuple[int, AnswerAge]:
-            answers = await self._spread(range(self.partitions), ask, wish)
+            answers = await self._spread(range(self.partitions), ask, freshness)
             return sum(count for count, _ in answers), AnswerAge.all_of(seen for _, seen in answers)
 
         return await self._settled(counted)
 
     async def range(
-        self, low: bytes, high: bytes | None, wish: Freshness, *, reverse: bool, page_rows: int
+        self, low: bytes, high: bytes | None, freshness: Freshness, *, reverse: bool, page_rows: int
     ) -> tuple[AsyncIterator[Rows], AnswerAge]:
         """The rows of a range in the order of keys, page by page, and how old the first of them are at most.
 
         Later pages are as new as the first ones, or newer.
         """
-        await self._know_partitions(wish)
+        await self._know_partitions(freshness)
         seen: dict[int, int] = {}
 
-        async def read(parts: Sequence[Part], wish: Freshness) -> list[tuple[list[Part], AnswerAge]]:
-            async def ask(address: str, partitions: Collection[int], wish: Freshness) -> tuple[list[Part], AnswerAge]:
+        async def read(parts: Sequence[Part], freshness: Freshness) -> list[tuple[list[Part], AnswerAge]]:
+            async def ask(
+                address: str, partitions: Collection[int], freshness: Freshness
+            ) -> tuple[list[Part], AnswerAge]:
                 part = Part(tuple(partitions), parts[0].low, parts[0].high)
                 if address != HERE:
                     rows, done, how_old = await self._others().page(
-                        address, self.topic, part, wish, reverse=reverse, limit=page_rows
+                        address, self.topic, part, freshness, reverse=reverse, limit=page_rows
                     )
                 else:
-                    how_old = await self._local.wait(partitions, wish)
+                    how_old = await self._local.wait(partitions, freshness)
                     rows, done = await self._local.page(
                         partitions, part.low, part.high, reverse=reverse, limit=page_rows
                     )
                 return [part.filled(rows, done, reverse=reverse)], how_old
 
-            return await self._spread([each for part in parts for each in part.partitions], ask, wish)
+            return await self._spread([each for part in parts for each in part.partitions], ask, freshness)
 
-        first = await self._settled(lambda: read([Part(tuple(range(self.partitions)), low, high)], wish))
+        first = await self._settled(lambda: read([Part(tuple(range(self.partitions)), low, high)], freshness))
         layout = self._local.layout
         how_old = AnswerAge.all_of(each for _, each in first)
         seen.update(how_old.offsets)
 
         async def refill(part: Part) -> list[Part]:
-            again = replace(wish, least=dict(seen), until=max(wish.until, _soon()))
+            again = replace(freshness, least=dict(seen), until=max(freshness.until, _soon()))
             found = [each for parts, _ in await read([part], again) for each in parts]
             if self._local.layout != layout:  # some rows of this page may be in a partition that was read before
                 raise Problem(
@@ -238,16 +240,16 @@ class RoutedTable:
     def _shape(self) -> _Shape:
         return _Shape(self.partitions, self.placed, self._local.layout)
 
-    async def _know_partitions(self, wish: Freshness) -> None:
-        """Wait until all partitions are known that a wish names: the topic may have got more a moment ago.
+    async def _know_partitions(self, freshness: Freshness) -> None:
+        """Wait until all partitions are known that a freshness names: the topic may have got more a moment ago.
 
         Raises:
             Problem: 503, they were not known in time.
         """
-        last = max(wish.least, default=-1)
+        last = max(freshness.least, default=-1)
         while last >= self.partitions:
             # Nobody waits for partitions that there will hardly ever be: a position with many is kept meanwhile.
-            left_s = wish.left_s if last < 2 * self.partitions + _MORE_PARTITIONS else 0.0
+            left_s = freshness.left_s if last < 2 * self.partitions + _MORE_PARTITIONS else 0.0
             if not left_s:
                 raise Problem(
                     503,
@@ -272,7 +274,7 @@ class RoutedTable:
         self,
         partitions: Collection[int],
         ask: Callable[[str, Collection[int], Freshness], Awaitable[A]],
-        wish: Freshness,
+        freshness: Freshness,
     ) -> list[A]:
         """Ask those who have these partitions, as few as possible, and others if they do not answer.
 
@@ -283,7 +285,7 @@ class RoutedTable:
         left = set(partitions)
         tried: dict[int, set[str]] = {partition: set() for partition in left}
         refused: dict[int, UnreachableError] = {}
-        moved_until = min(wish.until, _soon())
+        moved_until = min(freshness.until, _soon())
         while left:
             groups: dict[str, list[int]] = {}
             for partition in sorted(left):
@@ -291,13 +293,13 @@ class RoutedTable:
             nobody = groups.pop("", None)
             if nobody is not None:
                 emptied, lacks_rows = self._local.emptied(nobody[0]), self._lacks_rows(nobody[0])
-                if time.monotonic() >= (wish.until if emptied or lacks_rows else moved_until):
+                if time.monotonic() >= (freshness.until if emptied or lacks_rows else moved_until):
                     raise self._nobody_has(nobody[0], refused.get(nobody[0]), emptied=emptied, lacks_rows=lacks_rows)
                 await asyncio.sleep(_MAP_PAUSE_S)
                 for partition in nobody:
                     tried[partition].clear()
                 continue
-            for (address, asked), answer in await self._ask_all(groups, ask, wish):
+            for (address, asked), answer in await self._ask_all(groups, ask, freshness):
                 if isinstance(answer, (NotHereError, UnreachableError)):
                     for partition in asked:
                         tried[partition].add(address)
@@ -337,12 +339,12 @@ class RoutedTable:
         self,
         groups: dict[str, list[int]],
         ask: Callable[[str, Collection[int], Freshness], Awaitable[A]],
-        wish: Freshness,
+        freshness: Freshness,
     ) -> list[tuple[tuple[str, list[int]], A | NotHereError | UnreachableError]]:
         async def one(address: str, asked: list[int]) -> A | NotHereError | UnreachableError:
-            least = {each: wish.least[each] for each in asked if each in wish.least}
+            least = {each: freshness.least[each] for each in asked if each in freshness.least}
             try:
-                answer = await ask(address, asked, replace(wish, least=least, layout=self._local.layout))
+                answer = await ask(address, asked, replace(freshness, least=least, layout=self._local.layout))
                 self._local.hear(answer[1].layout)
                 return answer
             except (NotHereError, UnreachableError) as other:

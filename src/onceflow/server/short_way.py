@@ -14,7 +14,7 @@ from onceflow.errors import OnceflowError
 from onceflow.server.formats import Format
 from onceflow.server.peer_requests import answer_peer
 from onceflow.server.problems import Problem, disconnected, failed
-from onceflow.server.requests import KEY_ENCODINGS, VALUE_ENCODINGS, text_key, wish_of
+from onceflow.server.requests import KEY_ENCODINGS, VALUE_ENCODINGS, freshness_of, text_key
 from onceflow.server.service import Served, Service
 from onceflow.server.staleness import AnswerAge, Freshness
 
@@ -57,12 +57,12 @@ class ShortWay:
         demands = given.pop("min_position", None), given.pop("max_staleness", None), given.pop("wait", None)
         if given:
             return None
-        wish = wish_of(table, self._service.limits, *demands)
+        freshness = freshness_of(table, self._service.limits, *demands)
         served = self._service.table(table)
-        return await one_key(served, unquote_to_bytes(path_key), served.format.wished(*encodings), wish)
+        return await one_key(served, unquote_to_bytes(path_key), served.format.with_encodings(*encodings), freshness)
 
 
-async def one_key(served: Served, path_key: bytes, written: Format, wish: Freshness) -> Response:
+async def one_key(served: Served, path_key: bytes, written: Format, freshness: Freshness) -> Response:
     """The value of a key.
 
     Args:
@@ -73,7 +73,7 @@ async def one_key(served: Served, path_key: bytes, written: Format, wish: Freshn
     """
     topic = served.topic
     key = written.keys.key(text_key(path_key))
-    raw, seen = await served.routed.get(key, wish)
+    raw, seen = await served.routed.get(key, freshness)
     found = {"table": topic, "key": written.keys.show(key), **seen.members(topic)}
     if raw is None:
         detail = f"Table {topic} has no such key"

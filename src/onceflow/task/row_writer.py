@@ -254,7 +254,7 @@ class RowWriter:
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Send one Arrow batch of rows (columns as ``ownership.py`` selects them)."""
-        if batch.num_rows == 0 or self._order.muted:
+        if batch.num_rows == 0 or self._order.without_outputs:
             return
         self.rows += batch.num_rows
         for topic, rows in self._by_topic(batch):
@@ -262,8 +262,8 @@ class RowWriter:
 
     def write_to(self, topic: str, partition: int, batch: pa.RecordBatch) -> None:
         """Send rows to a partition that the caller has chosen. No other task may write to this partition."""
-        muted = self._order.muted and topic not in self._order.own_topics.tables
-        if batch.num_rows and not muted:
+        without_outputs = self._order.without_outputs and topic not in self._order.own_topics.tables
+        if batch.num_rows and not without_outputs:
             self.rows += batch.num_rows
             self._encode(topic, partition, batch, self.target(topic))
 

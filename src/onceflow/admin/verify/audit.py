@@ -454,9 +454,9 @@ def readings(life: Sequence[Progress], given: Offsets | None) -> dict[tuple[str,
         given: where it has begun, as somebody says, see `begun_at`.
     """
     found: dict[tuple[str, int], Readings] = {}
-    for topic, partition, start, end, muted in _parts(life, given):
+    for topic, partition, start, end, without_outputs in _parts(life, given):
         known = found.setdefault((topic, partition), Readings())
-        if muted:
+        if without_outputs:
             for span in known.missing(start, end):
                 known.add(*span)
         else:
@@ -470,7 +470,7 @@ def _parts(life: Sequence[Progress], given: Offsets | None) -> Iterator[tuple[st
     for step in steps(begun_at(life, given), None, known, ""):
         for topic, offsets in step.end.items():
             for partition, end in offsets.items():
-                yield topic, partition, step.start[topic][partition], end, step.muted
+                yield topic, partition, step.start[topic][partition], end, step.without_outputs
 
 
 def _united(spans: Sequence[Span]) -> list[Span]:

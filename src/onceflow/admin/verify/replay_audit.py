@@ -166,7 +166,7 @@ class ReplayAudit:
         if begin.state is not None:
             self._seed(replay, what, begin.state)
         for step in steps(begin.offsets, begin.before, begin.life, what.table):
-            outputs.side = UNDECIDED if step.muted else SOURCE
+            outputs.side = UNDECIDED if step.without_outputs else SOURCE
             replay.run(step)
         self._compare_table(replay, what, progress, folder)
         self._report.checked["replayed records"] = replay.records

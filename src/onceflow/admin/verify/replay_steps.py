@@ -24,7 +24,8 @@ class Step:
         watermark_after_ms: the watermark that the batch has committed.
         now_ms: about the processing time, epoch milliseconds.
         is_batch: whether the flow has committed exactly this part as one batch.
-        muted: whether an earlier version has written the outputs of this part (``driver/record/handover.py``).
+        without_outputs: whether an earlier version has written the outputs of this part, see
+            ``driver/record/handover.py``.
         timers_until, unfired: see `AttemptContext`.
     """
 
@@ -34,7 +35,7 @@ class Step:
     watermark_after_ms: int | None
     now_ms: int
     is_batch: bool
-    muted: bool = False
+    without_outputs: bool = False
     timers_until: Mapping[str, int] | None = None
     unfired: frozenset[TimerId] = frozenset()
 
@@ -153,15 +154,15 @@ def steps(begin: Offsets, before: Progress | None, life: Sequence[Progress], tab
             topic: {p: max(offset, start[topic][p]) for p, offset in each.items()}
             for topic, each in now.offsets.items()
         }
-        muted = before is not None and before.handover is not None
+        without_outputs = before is not None and before.handover is not None
         until = timers_until(before, table) if before is not None else None
         if is_batch and before is not None:
             at_ms, kept = _watermark(before, table), unfired(before, table)
             if until is not None and "event" in until and at_ms is not None and owes_timers(before):
                 at_ms = max(at_ms, until["event"])  # see `TableState.not_before`
-            yield Step(start, end, at_ms, _watermark(now, table), now.time_ms, True, muted, until, kept)
+            yield Step(start, end, at_ms, _watermark(now, table), now.time_ms, True, without_outputs, until, kept)
         elif start != end:
-            yield Step(start, end, None, None, now.time_ms, False, muted, until)
+            yield Step(start, end, None, None, now.time_ms, False, without_outputs, until)
         position.update(end)
         before = now
 

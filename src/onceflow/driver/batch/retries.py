@@ -45,7 +45,7 @@ class Attempt:
 
     Args:
         producer: the producer id and epoch it writes under; none yet at first.
-        muted: whether its outputs are not written, see ``handover.py``.
+        without_outputs: whether its outputs are not written, see ``handover.py``.
         companion: what the driver sends beside the rows that it writes itself.
         begun_at: when its transaction had begun (monotonic seconds); None: it has not.
     """
@@ -55,7 +55,7 @@ class Attempt:
     summary: BatchSummary
     producer: ProducerIdAndEpoch = field(default_factory=lambda: ProducerIdAndEpoch(-1, -1))
     begun_at: float | None = None
-    muted: bool = False
+    without_outputs: bool = False
     companion: Companion | None = None
 
     @property
@@ -137,7 +137,7 @@ class Retries:
                 self._forget(rows, last)
             try:
                 committed = self._steps.attempt(rows, attempt)
-                if attempt.muted:  # the earlier version has written these records, and counted them
+                if attempt.without_outputs:  # the earlier version has written these records, and counted them
                     summary.records = summary.dead_letters = summary.late = summary.duplicates = 0
                 return committed
             except _EXPECTED as problem:

@@ -138,7 +138,7 @@ class ExternalCommit:
     def ended_batch(self, rows: Rows) -> None:
         """The call of the engine ends."""
 
-    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
+    def is_idle(self, source: SourceRange, caught_up: Mapping[TopicPartition, float]) -> bool:
         """Whether a batch would change nothing."""
         return not source.max_rows
 
@@ -151,7 +151,7 @@ class ExternalCommit:
     def settle_copies(self) -> None:
         """There are none."""
 
-    def plan_range(self, source: SourceRange, batch: int, quiet: Mapping[TopicPartition, float]) -> None:
+    def plan_range(self, source: SourceRange, batch: int, caught_up: Mapping[TopicPartition, float]) -> None:
         """The source range of the batch is this. It must start where progress ends (I2)."""
         known = {topic: dict(offsets) for topic, offsets in self.progress.offsets.items()}
         check_contiguous(source.start, known, self._sources.starts, flow=self.flow, batch=batch)

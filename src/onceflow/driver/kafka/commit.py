@@ -139,21 +139,21 @@ class BatchCommit:
         """Spark's call of the sink ends, with or without an error."""
         self._joins.withdraw(rows)
 
-    def is_idle(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> bool:
+    def is_idle(self, source: SourceRange, caught_up: Mapping[TopicPartition, float]) -> bool:
         """Whether a batch of the direct engine would change nothing: neither outputs nor progress.
 
         Args:
-            quiet: see `plan_range`.
+            caught_up: see `plan_range`.
         """
         if self._state is not None:  # nothing is due
-            self._state.planned(source, quiet)  # event time may move, because partitions are silent
+            self._state.planned(source, caught_up)  # event time may move, because partitions are silent
             return not source.max_rows and not self._state.due(clock_ms())
         return not source.max_rows
 
     def attempt(self, rows: Rows, attempt: Attempt) -> bool:
         """One transaction, from its first epoch to its end. False: there was nothing to commit."""
         flow, batch, source, summary = self._names.flow, attempt.batch, attempt.source, attempt.summary
-        attempt.muted = self.progress.handover is not None
+        attempt.without_outputs = self.progress.handover is not None
         with timed(summary, "begin"):
             attempt.producer = self._begin(rows, attempt)
         log_context.add(producer_id=attempt.producer.producer_id, producer_epoch=attempt.producer.producer_epoch)
@@ -173,7 +173,7 @@ class BatchCommit:
             self._watch.was_read(source, self._writer.deadline("looking at the sources again"))
             checked = self._audit(rows, parts, batch)
             summary.dropped = 0 if self._late_rows is None else self._late_rows.check(batch)
-        is_needed = source.max_rows or checked.partitions or attempt.muted
+        is_needed = source.max_rows or checked.partitions or attempt.without_outputs
         if self._state is not None and not (is_needed or self._state.changed()):
             self._state.on_noop()
             self.machine.on(Event.NOTHING_WRITTEN)
@@ -217,11 +217,11 @@ class BatchCommit:
         self._planned(source, batch, {})
         return source, False
 
-    def plan_range(self, source: SourceRange, batch: int, quiet: Mapping[TopicPartition, float]) -> None:
-        """As `plan`, for a range that the direct engine has chosen. ``quiet``: see `Watermark.planned`."""
+    def plan_range(self, source: SourceRange, batch: int, caught_up: Mapping[TopicPartition, float]) -> None:
+        """As `plan`, for a range that the direct engine has chosen. ``caught_up``: see `Watermark.planned`."""
         self._check_range(source, batch)
         self._look_at(source)
-        self._planned(source, batch, quiet)
+        self._planned(source, batch, caught_up)
 
     def _check_range(self, source: SourceRange, batch: int) -> None:
         check_contiguous(
@@ -232,12 +232,12 @@ class BatchCommit:
     def _look_at(self, source: SourceRange) -> None:
         self._watch.planned(source, self.progress, self._writer.deadline("looking at the sources"))
 
-    def _planned(self, source: SourceRange, batch: int, quiet: Mapping[TopicPartition, float]) -> None:
+    def _planned(self, source: SourceRange, batch: int, caught_up: Mapping[TopicPartition, float]) -> None:
         self._writer.refresh_targets()
         self._joins.pin(self._writer.deadline)
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         if self._state is not None:
-            self._state.planned(source, quiet)
+            self._state.planned(source, caught_up)
 
     def plan_without_records(self, batch: int) -> None:
         """As `plan`, for a batch that only fires timers: its range is empty."""

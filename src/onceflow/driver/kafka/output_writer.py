@@ -305,6 +305,6 @@ class OutputWriter:
             deadline_s=self._patience_s,
             calls_s=max(0.001, self._options.transaction_timeout_s - attempt.open_s),
             own_topics=OwnTopics(frozenset(self._source_partitions), frozenset(tables)),
-            muted=attempt.muted,
+            without_outputs=attempt.without_outputs,
             faults=hooks.configured(),
         )

@@ -33,7 +33,7 @@ class RowCalls:
         self._steps = [(order, _letters_of(order)) for order in orders]
         self._found: list[Letters] = []
         self._attempt = ""
-        self._muted = False
+        self._without_outputs = False
 
     def begin(
         self, rows: Rows, attempt: Attempt, rules_of: Callable[[Iterable[str]], Mapping[str, TopicRules]]
@@ -46,7 +46,7 @@ class RowCalls:
         if not self._steps:
             return
         self._attempt = f"{attempt.batch}/{attempt.summary.attempts}"
-        self._muted = attempt.muted
+        self._without_outputs = attempt.without_outputs
         self._found = []
         for order, _ in self._steps:
             order.reports.value = {}
@@ -80,7 +80,7 @@ class RowCalls:
                 sum(each.dead_letters for each in reports),
                 merged(each.causes for each in reports),
             )
-            found = NO_LETTERS if self._muted else found
+            found = NO_LETTERS if self._without_outputs else found
             letters.check(found)
             self._found.append(found)
 

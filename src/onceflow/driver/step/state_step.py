@@ -119,11 +119,11 @@ class StateStep:
 
     # ---- steps of a batch ----------------------------------------------------------------------------
 
-    def planned(self, source: SourceRange, quiet: Mapping[TopicPartition, float]) -> None:
-        """The source range of the next batch is known. ``quiet``: see `Watermark.planned`."""
+    def planned(self, source: SourceRange, caught_up: Mapping[TopicPartition, float]) -> None:
+        """The source range of the next batch is known. ``caught_up``: see `Watermark.planned`."""
         news = source.news()
         for table in self.tables:
-            table.planned(news, quiet)
+            table.planned(news, caught_up)
 
     def prepare(
         self, rows: Rows, settings: ClientSettings, owner: tuple[str, ProducerIdAndEpoch], *, again: bool
@@ -283,7 +283,9 @@ class StateStep:
         summary.dead_letters, summary.late = self._counted("dead_letters"), self._counted("late")
         summary.duplicates = self._counted("duplicates")
         summary.timers_fired, summary.expired = self._counted("timers_fired"), self._counted("expired")
-        summary.records = max(0, summary.records - self._counted("aside"))  # of a muted batch, nothing was written
+        summary.records = max(
+            0, summary.records - self._counted("aside")
+        )  # of a batch without outputs, nothing was written
         summary.state_lost = sum(table.take_lost() for table in self.tables)
 
     def on_noop(self) -> None:

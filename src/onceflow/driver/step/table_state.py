@@ -93,9 +93,9 @@ class TableState:
         """Whether timers that are due are left over, because the last batch has reached its limit of timers."""
         return bool(self._left)
 
-    def planned(self, arriving: Iterable[Origin], quiet: Mapping[Any, float]) -> None:
-        """A batch was planned: these source partitions have new records. ``quiet``: see `Watermark.planned`."""
-        self.watermark.planned(arriving, quiet)
+    def planned(self, arriving: Iterable[Origin], caught_up: Mapping[Any, float]) -> None:
+        """A batch was planned: these source partitions have new records. ``caught_up``: see `Watermark.planned`."""
+        self.watermark.planned(arriving, caught_up)
 
     def moment(self, batch: int, commit: CommitId, now_ms: int) -> AttemptContext:
         """The `AttemptContext` of a batch. Processing time never goes back, even if the clock does."""

@@ -96,23 +96,23 @@ class Watermark:
         self._looked = started
         self._has_looked = False
         self._arriving: frozenset[Origin] = frozenset()
-        self._quiet: Mapping[Any, float] = {}
-        self._quiet_sources = math.inf  # until when nothing is known to be behind the batch, in all sources
+        self._caught_up: Mapping[Any, float] = {}
+        self._sources_caught_up = math.inf  # until when nothing is known to be behind the batch, in all sources
 
-    def planned(self, arriving: Iterable[Origin], quiet: Mapping[Any, float] = MappingProxyType({})) -> None:
+    def planned(self, arriving: Iterable[Origin], caught_up: Mapping[Any, float] = MappingProxyType({})) -> None:
         """Note which partitions have new records for the next batch, as Kafka said when the batch was planned.
 
         Records that arrive while a batch runs, however long that takes, are seen when the next one is planned. So the
         idle time of a partition is measured from plan to plan.
 
         Args:
-            quiet: until when it is known of a partition that there is nothing behind the batch, on the clock;
+            caught_up: until when it is known of a partition that there is nothing behind the batch, on the clock;
                 ``-math.inf``: there is more, so it is not idle. What is not in it is known now.
         """
-        self._looked, self._quiet = self._clock(), quiet
+        self._looked, self._caught_up = self._clock(), caught_up
         self._arriving = frozenset(arriving)
-        self._quiet_sources = min(quiet.values(), default=math.inf)
-        if not self._has_looked and not self._arriving and self._quiet_sources > -math.inf:
+        self._sources_caught_up = min(caught_up.values(), default=math.inf)
+        if not self._has_looked and not self._arriving and self._sources_caught_up > -math.inf:
             for origin in filter(self._is_of_step, self._seen):
                 self._seen[origin] -= self._down_s
         self._has_looked = True
@@ -166,8 +166,8 @@ class Watermark:
     def _quiet_until(self, origin: Origin) -> float:
         """Until when it is known that nothing is behind the batch for the partition."""
         if self._is_of_step(origin):  # records of any source may become records of it
-            return self._quiet_sources
-        return self._quiet.get(origin, math.inf)
+            return self._sources_caught_up
+        return self._caught_up.get(origin, math.inf)
 
     def advance(self) -> int | None:
         """The watermark of the next batch. It may move, because partitions may have become idle. It never goes back."""

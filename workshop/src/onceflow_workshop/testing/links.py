@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from onceflow.broker.config import HOST
 from onceflow_workshop.testing.network import (
+    Fault,
     ANSWER,
     CUT,
     DELAY,
@@ -32,9 +33,6 @@ from onceflow_workshop.testing.network import (
     REQUEST,
     api_name,
 )
-
-if TYPE_CHECKING:
-    from onceflow_workshop.testing.proxy import Proxy
 
 log = logging.getLogger("onceflow.testing")
 
@@ -74,10 +72,36 @@ class _Exchange:
     cut: bool = False
 
 
+class Faults(Protocol):
+    """What a link asks its proxy.
+
+    Args:
+        port: of the proxy.
+        gate: frames pass while it is set.
+        copies: sends requests once more.
+    """
+
+    port: int
+    gate: threading.Event
+    copies: Copies
+
+    def armed(self, api_key: int) -> str | None:
+        """When the connection is cut for this request; None: it is not."""
+        ...
+
+    def decide(self, api_key: int, direction: str) -> Fault | None:
+        """What happens to a request or an answer."""
+        ...
+
+    def ended(self, link: Link) -> None:
+        """The connection has ended."""
+        ...
+
+
 class Link:
     """A client's connection and the one to the broker that belongs to it; a thread for each direction."""
 
-    def __init__(self, proxy: Proxy, client: socket.socket, broker: socket.socket) -> None:
+    def __init__(self, proxy: Faults, client: socket.socket, broker: socket.socket) -> None:
         self._proxy = proxy
         self._client = client
         self._broker = broker
