@@ -209,7 +209,6 @@ class Flow:
         dead_letter_topic: str | None = None,
         late_topic: str | None = None,
         retention: str | None = None,
-        snapshot_per_partition: bool = False,
         store: str | type[Store] = "lmdb",
         state_dir: str | Path | None = None,
         adopt_existing: bool = False,
@@ -241,8 +240,6 @@ class Flow:
                 neither.
             retention: rows that were not written for this long are deleted (``"7 days"``). It replaces the processor's
                 ``ttl``.
-            snapshot_per_partition: keep the whole state of a partition in one record, which every batch writes. For
-                small state.
             store: the local store: ``lmdb``, ``memory``, ``rocksdb`` (needs the extra ``rocksdb``), or a class of your
                 own.
             state_dir: folder of the local stores; None: each host's ``$ONCEFLOW_STATE_DIR``, else
@@ -273,7 +270,7 @@ class Flow:
             PermissionDeniedError: a topic is missing, and this principal may not create it.
         """
         options = StepOptions(
-            table, partitions, on_error, dead_letter_topic, late_topic, retention, snapshot_per_partition, store,
+            table, partitions, on_error, dead_letter_topic, late_topic, retention, store,
             state_dir, adopt_existing, idle_timeout, max_timers_per_batch, max_dead_letters, changelog,
             clock_after=clock_after,
         )  # fmt: skip
@@ -334,7 +331,7 @@ class Flow:
         own = DedupOptions(id, within, records, late, duplicates_topic, event_time, max_ahead)
         options = StepOptions(
             f"{self.name}-ids" if table is None else table, partitions, on_error, dead_letter_topic, own.late_topic,
-            None, False, store, state_dir, adopt_existing, idle_timeout, max_dead_letters=max_dead_letters,
+            None, store, state_dir, adopt_existing, idle_timeout, max_dead_letters=max_dead_letters,
             duplicates_topic=duplicates_topic,
         )  # fmt: skip
         processor = check_deduplication(own, self.name)

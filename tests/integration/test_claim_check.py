@@ -48,7 +48,6 @@ from onceflow.protocol.progress import (
     encode,
 )
 from onceflow.state.format import rows
-from onceflow.state.local.format import SNAPSHOT_KEY, snapshot
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow_workshop.testing.s3 import S3Server
@@ -347,14 +346,9 @@ WAYS: dict[str, Callable[[bytes], Parts]] = {
     "part of a value": lambda raw: (b"k", b"\0\0" + raw + b"\0", []),
     "entry of a map in a companion topic": lambda raw: (rows.MAP + b"k\0\0m\0\0e", rows.pack(raw, 10**13, 3), []),
     "key of a map in a companion topic": lambda raw: (rows.MAP + b"k\0\0m\0\0" + raw, rows.pack(b"v"), []),
-    "snapshot of a table": lambda raw: (
-        SNAPSHOT_KEY, snapshot([(rows.VALUE + b"ab", rows.pack(b"small")), (rows.VALUE + b"k", rows.pack(raw))]), [],
-    ),
-    "snapshot with keys": lambda raw: (SNAPSHOT_KEY, snapshot([(rows.MAP + raw, rows.pack(b""))]), []),
     "dead letter of a record": lambda raw: (b"k", _refused(raw, record=True).value, []),
     "dead letter of a row": lambda raw: (b"k", _refused(raw).value, []),
     "dead letter of a dead letter": lambda raw: (b"k", _refused(_refused(raw).value or b"").value, []),
-    "dead letter of a snapshot": lambda raw: (b"k", _refused(snapshot([(rows.VALUE, rows.pack(raw))])).value, []),
     "dead letters in a progress row": lambda raw: (b"k", _progress_row(raw), []),
     "line of JSON": lambda raw: (b"k", json.dumps(record_lines.field("value", raw)).encode(), []),
     "base64 of Spark": lambda raw: (b"k", base64.encodebytes(raw).replace(b"\n", b"\r\n"), []),
@@ -643,40 +637,6 @@ def test_what_flows_write_is_read_too_or_nothing_is_deleted(
         orphans(source)
     assert orphans(source, without_rows=[second]) == unseen
     independent.fill(onceflow_broker, PROGRESS_TOPIC, [(flow.flow.encode(), None) for flow in flows])
-
-
-@pytest.mark.long
-def test_a_flow_with_snapshots_goes_on_after_a_collection(
-    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
-) -> None:
-    """Only its source is named: its table, whose records are snapshots, and its output are found."""
-    claim = ClaimCheck(tmp_path / "store", above=10_000)
-    source, target = make_topic("in", 1), make_topic("out", 1)
-
-    def run_with(state: str, value: bytes) -> None:
-        independent.fill(onceflow_broker, source, [(b"k", value)])
-        with onceflow.Flow(f"flow-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
-            keep = flow.process(
-                flow.read(source),
-                Keep(claim),
-                table=f"table-{source}",
-                snapshot_per_partition=True,
-                state_dir=tmp_path / state,
-            )
-            run(flow.write(keep, topic=target).start())
-
-    run_with("one", claim.encode(large(1)))
-    now = clock_ms() + 30 * DAY_MS
-    place = confluent_kafka.TopicPartition(source, 0, 1)
-    admin: Any = confluent_kafka.admin.AdminClient({"bootstrap.servers": onceflow_broker})
-    admin.delete_records([place])[place].result(30)
-    with Collector(
-        ClientSettings(onceflow_broker), claim.objects, [source], older_than_ms=7 * DAY_MS, now_ms=now
-    ) as collector:
-        assert collector.find().orphans == 0
-    run_with("two", b"small")  # the state comes from the topic
-    *_, last = independent.read_topic(onceflow_broker, target)
-    assert claim.decode(last.value or b"") == large(1)[:8] + b"small"
 
 
 def test_the_command(

@@ -218,10 +218,8 @@ def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: 
     assert call(flow, "--max-lag", "1000000").return_value == 1  # not known
 
 
-@pytest.mark.long_but("True")
-@pytest.mark.parametrize("snapshots", [False, True])
 def test_tables_are_counted_when_asked_for(
-    make_pipe: Callable[..., Any], make_topic: Callable[..., str], call: Call, snapshots: bool
+    make_pipe: Callable[..., Any], make_topic: Callable[..., str], call: Call
 ) -> None:
     """After the flow has ended. Rows that were deleted do not count; timers are due, or are not yet. Letters count."""
     pipe, table = make_pipe(), make_topic("counted", 4, cleanup_policy="compact")
@@ -229,7 +227,7 @@ def test_tables_are_counted_when_asked_for(
     with closing(pipe.open()) as flow:
         pipe.fill(200)
         independent.fill(pipe.bootstrap, pipe.source, [(b"x", BAD)] * 3)
-        step = {"table": table, "state_dir": pipe.tmp_path / "state", "snapshot_per_partition": snapshots}
+        step = {"table": table, "state_dir": pipe.tmp_path / "state"}
         step |= {"on_error": "dead-letter", "dead_letter_topic": letters}
         rows = flow.process(flow.read(pipe.source), Alarms(), **step)
         query = flow.write(rows, topic=pipe.target, once=True).start()

@@ -268,23 +268,6 @@ def test_other_stores(make_state_pipe: Any, by_tasks: Any, store: str) -> None:
         pipe.check(local=False)
 
 
-def test_snapshot_per_partition(make_state_pipe: Any) -> None:
-    """The whole state of a partition is one record of the table topic."""
-    pipe = make_state_pipe()
-    for _ in range(2):
-        pipe.fill(800)
-        pipe.run(process={"snapshot_per_partition": True})
-        shutil.rmtree(pipe.state_dir)
-    pipe.fill(100)
-    pipe.run(process={"snapshot_per_partition": True})
-    records = independent.read_topic(pipe.bootstrap, pipe.table, decided=True)
-    assert {(record.partition, record.key) for record in records} == {(p, b"onceflow.state") for p in range(4)}
-    assert independent.read_topic(pipe.bootstrap, f"{pipe.table}-internal") == []
-    _, sums, _ = pipe.ledger.expected(pipe.sent)
-    stored = {key: json.loads(value) for key, value in onceflow.Table.of_flow(pipe.folder).range()}
-    assert stored == sums
-
-
 @pytest.mark.long
 def test_a_processor_that_raises(make_state_pipe: Any, by_tasks: Any) -> None:
     """The batch aborts; the error names the record. Dead-lettered, the rest of the batch counts."""

@@ -44,7 +44,7 @@ from onceflow.protocol.progress import DriverProcess, Progress, TableProgress
 from onceflow.server.formats import Format
 from onceflow.state.changelog import topics
 from onceflow.state.format import rows
-from onceflow.state.local.format import SNAPSHOT_KEY, CommitId, Goal, partition_folder, snapshot
+from onceflow.state.local.format import CommitId, Goal, partition_folder
 from onceflow.state.local.opening import Opened, open_partition
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.testing import faults, independent
@@ -184,7 +184,7 @@ class State:
             assert dict(self.committed().changelogs[topic]) == ends
         assert independent.committed_offsets(self.bootstrap, self.flow) == {(self.source, p): 5 + p for p in range(2)}
 
-    def stores(self, *, snapshot_per_partition: bool = False) -> tuple[dict[bytes, bytes], list[str]]:
+    def stores(self) -> tuple[dict[bytes, bytes], list[str]]:
         """All rows of local stores that are brought up to progress as a flow does, and how they came there."""
         now = self.committed()
         last = CommitId(now.batch_id, now.producer_id, now.producer_epoch)
@@ -201,7 +201,6 @@ class State:
                     goal,
                     CommittedReader(cluster),
                     verify=True,
-                    snapshot_per_partition=snapshot_per_partition,
                     now_ms=TIME_MS,
                 )
                 mine = dict(opened.store.scan(b""))
@@ -303,7 +302,7 @@ def test_rows_move(make_state: Any) -> None:
     assert state.check_stores() == ["restored"] * 2
     before = state.committed()
     done = state.run(5)
-    assert (done["before"], done["partitions"], done["snapshots"]) == (2, 5, False)
+    assert (done["before"], done["partitions"]) == (2, 5)
     old, new = state.places(2), state.places(5)
     moved = [topic for topic, key in state.expected if old[state.user(topic, key)] != new[state.user(topic, key)]]
     assert (done["rows"], done["internal_rows"]) == (moved.count(state.table), moved.count(state.internal))
@@ -369,51 +368,6 @@ def test_a_source_that_is_gone(make_state: Any) -> None:
     assert state.committed().offsets["gone"] == {0: 1}
 
 
-# ---- snapshots -------------------------------------------------------------------------------------------
-
-
-def test_snapshots(make_state: Any) -> None:
-    """Rows of a table in snapshot_per_partition mode are inside its records."""
-    state = make_state(2, 0)
-    users = [b"key\0%d" % n for n in range(60)]
-    places = state.place(users, 2)
-    all_rows = {rows.value_key(user): rows.pack(b"v", 5, 1) for user in users}
-    all_rows |= {rows.map_key(user, b"map", b"entry"): rows.pack(b"m") for user in users}
-    all_rows |= {rows.timer_key(user, b"t"): rows.pack(rows.timer_payload(b"p", TIME_MS)) for user in users}
-
-    def user_of(row_key: bytes) -> bytes:
-        return row_key[1:] if row_key[:1] == rows.VALUE else rows.split(row_key[1:])[0]
-
-    for batch, some in ((1, {}), (2, all_rows)):
-        by_place = {
-            (state.table, p): [
-                (SNAPSHOT_KEY, Row(snapshot((k, r) for k, r in some.items() if places[user_of(k)] == p), 0))
-            ]
-            for p in range(2)
-        }
-        state.write(by_place, batch=batch)
-        _, how = state.stores(snapshot_per_partition=True)
-        assert how == (["restored"] * 2 if batch == 1 else ["caught up"] * 2)
-    done = state.run(5)
-    new = state.place(users, 5)
-    assert done["snapshots"]
-    assert done["rows"] == 3 * sum(places[user] != new[user] for user in users)
-    found, how = state.stores(snapshot_per_partition=True)
-    assert how == ["caught up"] * 2 + ["restored"] * 3
-    assert {key: row for key, row in found.items() if key[:1] in b"vmt"} == all_rows
-    records = independent.read_topic(state.bootstrap, state.table, decided=True)
-    for partition in range(5):
-        (*_, last) = [record.value for record in records if record.partition == partition]
-        assert last == snapshot(sorted((k, r) for k, r in all_rows.items() if new[user_of(k)] == partition))
-
-
-def test_a_key_that_is_called_like_a_snapshot(make_state: Any) -> None:
-    state = make_state(2, 0)
-    state.commit([(state.table, key, key, b"1", []) for key in (SNAPSHOT_KEY, b"other", b"more")], batch=1)
-    assert not state.run(5)["snapshots"]
-    state.check(5)
-
-
 # ---- refused ---------------------------------------------------------------------------------------------
 
 
@@ -470,16 +424,15 @@ def test_what_is_not_there(make_state: Any) -> None:
         state.run(5)
 
 
-@pytest.mark.parametrize("wrong", ["stray", "new partition", "snapshot among rows", "row among snapshots"])
+@pytest.mark.parametrize("wrong", ["stray", "new partition"])
 def test_what_no_processor_has_written(make_state: Any, wrong: str) -> None:
     """Nothing moves, and nothing stays open."""
     state = make_state(2, 20)
     somewhere = 1 - state.place([b"foreign"], 2)[b"foreign"]
-    as_snapshot = (SNAPSHOT_KEY, Row(snapshot([]), TIME_MS))
     if wrong == "stray":
         state.write({(state.table, somewhere): [(b"foreign", Row(b"x", TIME_MS))]}, batch=3)
         message = "holds rows whose keys belong to other partitions"
-    elif wrong == "new partition":
+    else:
         state.alter(state.table, 4)
         known, state.progress = (
             state.progress,
@@ -489,15 +442,6 @@ def test_what_no_processor_has_written(make_state: Any, wrong: str) -> None:
         state.progress = known
         state.write({}, batch=4)
         message = "Partition 3 of .* holds rows"
-    elif wrong == "snapshot among rows":
-        state.write({(state.table, p): [as_snapshot] for p in range(2)}, batch=3)
-        message = "both rows and snapshots"
-    else:
-        state = make_state(2, 0)
-        home = state.place([b"foreign"], 2)[b"foreign"]
-        state.write({(state.table, p): [as_snapshot] for p in range(2)}, batch=1)
-        state.write({(state.table, home): [(b"foreign", Row(b"x", TIME_MS))]}, batch=2)
-        message = "both rows and snapshots"
     before = state.committed()
     with pytest.raises(onceflow.ProgressConflictError, match=message):
         state.run(5)
@@ -830,18 +774,3 @@ def test_a_flow_goes_on(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -
     pipe.fill(100)
     pipe.run()
     pipe.check()
-
-
-@pytest.mark.long
-def test_a_flow_of_snapshots_goes_on(make_state_pipe: Any) -> None:
-    pipe = make_state_pipe(partitions=2)
-    state = State(pipe.bootstrap, pipe.flow, pipe.source, pipe.table, pipe.tmp_path, lambda *_: {}, None)  # type: ignore[arg-type]
-    pipe.fill(500)
-    pipe.run(process={"snapshot_per_partition": True})
-    assert state.run(3)["snapshots"]
-    pipe.fill(300)
-    pipe.run(process={"snapshot_per_partition": True})
-    _, sums, digits = pipe.ledger.expected(pipe.sent)
-    local = onceflow.Table.of_flow(pipe.folder)
-    assert {key: json.loads(value) for key, value in local.range()} == sums
-    assert {(key, entry.decode()): json.loads(value) for key, entry, value in local.map_entries("digits")} == digits

@@ -451,20 +451,3 @@ def test_another_process_reads_what_was_committed(
         reader.stdin.close()
     query.stop()
     assert not stale
-
-
-@pytest.mark.long
-def test_the_table_of_a_flow_that_keeps_snapshots(make_state_pipe: Any, opened: Open) -> None:
-    pipe = make_state_pipe()
-    for _ in range(2):
-        pipe.fill(400)
-        pipe.run(process={"snapshot_per_partition": True})
-        _, sums, _ = pipe.ledger.expected(pipe.sent)
-        table = opened(pipe.table, value=serdes.JSON)
-        assert dict(table.items()) == sums
-        assert sum(1 for _ in table.map_entries("digits")) > 0
-    pipe.fill(400)
-    query = pipe.run(process={"snapshot_per_partition": True})
-    table.wait_until_current(query.position)
-    _, sums, _ = pipe.ledger.expected(pipe.sent)
-    assert dict(table.items()) == sums

@@ -61,7 +61,7 @@ def processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", ["Columns", "Fading", "Quiet", "Hops", "Visits", "snapshots", "no changelog", "rocksdb", "deduplicate"]
+    "kind", ["Columns", "Fading", "Quiet", "Hops", "Visits", "no changelog", "rocksdb", "deduplicate"]
 )
 def test_a_flow_of_each_kind(
     kind: str,
@@ -75,7 +75,6 @@ def test_a_flow_of_each_kind(
     dedup_ledger: Any = __import__("dedup_ledger")
     pipe, late = make_state_pipe(partitions=2), make_topic("late", 1)
     process: dict[str, Any] = {
-        "snapshots": {"snapshot_per_partition": True},
         "no changelog": {"changelog": False},
         "rocksdb": {"store": "rocksdb"},
     }.get(kind, {})

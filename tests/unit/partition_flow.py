@@ -15,7 +15,6 @@ from onceflow.state.local.format import (
     CommitId,
     CommitRecord,
     Goal,
-    snapshot,
 )
 from onceflow.state.local.opening import Opened, open_partition, set_pending, settle
 from onceflow.state.stores.base import Store
@@ -76,13 +75,10 @@ class Topics(ReadsColumns):
 class Flow:
     """Commits batches to the topics and knows what the rows of the partition are."""
 
-    def __init__(
-        self, seed: int = 1, keys: int = 60, snapshot_per_partition: bool = False, chunk_size: int = 7
-    ) -> None:
+    def __init__(self, seed: int = 1, keys: int = 60, chunk_size: int = 7) -> None:
         self.topics = Topics(chunk_size)
         self.dice = random.Random(seed)
         self.keys = keys
-        self.snapshot_per_partition = snapshot_per_partition
         self.rows: Rows = {}
         self.batch = 0
         self.goal = Goal("flow", "table", 3, "id-t", "id-i", 0, 0)
@@ -109,13 +105,8 @@ class Flow:
         self.batch += 1
         apply(self.rows, changes)
         before = dict(self.topics.ends)
-        if self.snapshot_per_partition:
-            self.topics.append(
-                "table", b"state", snapshot(dict(rows.with_index(self.rows.items(), {}.get)).items()), []
-            )
-        else:
-            for row_key, row in changes:
-                self.append(row_key, row)
+        for row_key, row in changes:
+            self.append(row_key, row)
         for topic, end in self.topics.ends.items():
             self.topics.ends[topic] = end + (end > before[topic])  # the marker's offset
         ends = self.topics.ends
@@ -152,7 +143,6 @@ class Flow:
             self.goal,
             self.topics,
             verify=verify,
-            snapshot_per_partition=self.snapshot_per_partition,
             now_ms=now_ms,
         )
 

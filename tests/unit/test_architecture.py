@@ -43,7 +43,7 @@ ALLOWED = {
     ),
     "admin.versions": (
         "admin.change admin.records admin.transactions admin.verify client driver.record protocol "
-        "state.api state.changelog state.format state.local state.windows"
+        "state.api state.changelog state.format state.windows"
     ),
     "calls": "options",
     "claim_check": "object_storage options spark state.api",

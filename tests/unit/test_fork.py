@@ -101,7 +101,7 @@ def test_default_names_that_are_the_same() -> None:
 
 
 def options(table: str, **changed: Any) -> StepOptions:
-    given = StepOptions(table, None, "fail", None, None, None, False, "memory", None, False, "30 seconds")
+    given = StepOptions(table, None, "fail", None, None, None, "memory", None, False, "30 seconds")
     return replace(given, **changed)
 
 

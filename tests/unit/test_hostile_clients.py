@@ -57,7 +57,7 @@ class Store:
 
 
 class Share:
-    topic, topic_id, placed, partitions_now, partitions, snapshots, ignored = "t", "id", True, 1, 1, False, 0
+    topic, topic_id, placed, partitions_now, partitions, ignored = "t", "id", True, 1, 1, 0
     failure: Any = None
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from onceflow.errors import DataLossError, EnvironmentUnusableError, FencedError, OptionError, ProtocolError
+from onceflow.errors import DataLossError, EnvironmentUnusableError, FencedError, OptionError
 from onceflow.state.format import rows
 from onceflow.state.local import catch_up, spool
 from onceflow.state.local.format import (
@@ -36,8 +36,6 @@ from onceflow.state.local.format import (
     Goal,
     default_state_dir,
     partition_folder,
-    rows_of_snapshot,
-    snapshot,
 )
 from onceflow.state.local.opening import Opened, open_partition, set_pending, settle
 from onceflow.state.stores.base import Store
@@ -68,9 +66,8 @@ def folder(tmp_path: Path) -> Path:
 # ---- what is found and what is done ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("snapshot_per_partition", [False, True])
-def test_batch_after_batch(opener: type[Store], folder: Path, snapshot_per_partition: bool) -> None:
-    flow = Flow(snapshot_per_partition=snapshot_per_partition)
+def test_batch_after_batch(opener: type[Store], folder: Path) -> None:
+    flow = Flow()
     flow.check(flow.open(folder, opener))
     for _ in range(12):
         flow.run(folder, opener)
@@ -80,9 +77,8 @@ def test_batch_after_batch(opener: type[Store], folder: Path, snapshot_per_parti
         assert flow.open(folder, opener).how == "in sync"
 
 
-@pytest.mark.parametrize("snapshot_per_partition", [False, True])
-def test_a_missing_copy_is_restored(opener: type[Store], folder: Path, snapshot_per_partition: bool) -> None:
-    flow = Flow(snapshot_per_partition=snapshot_per_partition)
+def test_a_missing_copy_is_restored(opener: type[Store], folder: Path) -> None:
+    flow = Flow()
     for _ in range(5):
         flow.commit(flow.changes())
     seen: list[int] = []
@@ -92,7 +88,6 @@ def test_a_missing_copy_is_restored(opener: type[Store], folder: Path, snapshot_
         flow.goal,
         flow.topics,
         verify=True,
-        snapshot_per_partition=snapshot_per_partition,
         now_ms=NOW,
         progress=seen.append,
     )
@@ -103,12 +98,9 @@ def test_a_missing_copy_is_restored(opener: type[Store], folder: Path, snapshot_
     flow.check(opened)
 
 
-@pytest.mark.parametrize("snapshot_per_partition", [False, True])
-def test_without_transactions_the_topic_is_read_to_its_end(
-    opener: type[Store], folder: Path, snapshot_per_partition: bool
-) -> None:
+def test_without_transactions_the_topic_is_read_to_its_end(opener: type[Store], folder: Path) -> None:
     """A batch has no progress, but compaction has removed the rows that its rows have replaced."""
-    flow = Flow(snapshot_per_partition=snapshot_per_partition)
+    flow = Flow()
     flow.run(folder, opener)
     flow.run(folder, opener)
     known = flow.goal = replace(flow.goal, open_ended=True)
@@ -503,29 +495,7 @@ def test_records_of_others_are_counted_and_ignored(
     flow.check(opened)
 
 
-# ---- snapshots, folders ------------------------------------------------------------------------------
-
-
-def test_snapshots() -> None:
-    held = {b"v\0\xff": b"\0\xff", b"vb": b"\0", rows.timer_key(b"k", b"t"): rows.pack(rows.timer_payload(b"e", 5))}
-    whole = dict(rows.with_index(held.items(), {}.get)) | {rows.expiry_index(5, b"va"): b""}
-    assert dict(rows_of_snapshot(snapshot(whole.items()))) == held
-    assert rows_of_snapshot(snapshot([])) == []
-    for raw in (b"", b"{}", b"[1]", b'{"format":2,"rows":[]}', b'{"format":1,"rows":[["!"]]}'):
-        with pytest.raises(ProtocolError):
-            rows_of_snapshot(raw)
-
-
-def test_a_tombstone_empties_a_partition_of_snapshots(folder: Path) -> None:
-    flow = Flow(snapshot_per_partition=True)
-    flow.run(folder, LmdbStore, settled=True)
-    flow.rows = {}
-    flow.topics.append("table", b"state", None, [])
-    flow.topics.append("table", None, b"ignored", [])
-    flow.goal = replace(flow.goal, table_end=flow.topics.ends["table"])
-    opened = flow.open(folder, LmdbStore)
-    assert opened.how == "caught up"
-    flow.check(opened)
+# ---- folders -----------------------------------------------------------------------------------------
 
 
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ class Flow:
 def made_options(**given: Any) -> StepOptions:
     defaults: dict[str, Any] = {
         "table": "t", "partitions": None, "on_error": "fail", "dead_letter_topic": None, "late_topic": None,
-        "retention": None, "snapshot_per_partition": False, "store": "lmdb", "state_dir": None,
+        "retention": None, "store": "lmdb", "state_dir": None,
         "adopt_existing": False, "idle_timeout": "30 seconds", "changelog": False,
     }  # fmt: skip
     return StepOptions(**{**defaults, **given})
@@ -372,7 +372,6 @@ def test_a_table_keeps_its_kind_and_its_partitions() -> None:
     [
         ({"store": "memory"}, "needs a store on disk"),
         ({"store": MemoryStore}, "needs a store on disk"),
-        ({"snapshot_per_partition": True}, "snapshot_per_partition=True cannot be combined"),
         ({"adopt_existing": True}, "adopt_existing=True cannot be combined"),
         ({"changelog": "no"}, "is no bool"),
         ({"changelog": None}, "is no bool"),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from onceflow.client.committed import Chunk
 from onceflow.protocol.record_columns import HEADERS, RecordColumns
-from onceflow.state.local.format import SNAPSHOT_KEY
 from onceflow.state.local.move_marks import MARK_HEADER, MARK_KEY, Mark, Moves, mark_headers, marks_of
 from onceflow.tables.layout import Layout
 
@@ -56,10 +55,6 @@ def test_marks_are_found(chunk_of: Any) -> None:
     )
     others += [(MARK_KEY, [(MARK_HEADER, each)]) for each in wrong]
     assert marks_of(chunk_of(others)) == []
-
-
-def test_a_snapshot_is_a_mark() -> None:
-    assert marks_of(as_lists([(SNAPSHOT_KEY, END), (SNAPSHOT_KEY, [])])) == [Mark(0, 12, True, 5)]
 
 
 @given(st.lists(st.sampled_from(["row", "begin", "end"]), max_size=30), st.integers(1, 5))

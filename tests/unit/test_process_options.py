@@ -13,7 +13,7 @@ from onceflow import ColumnProcessor, Processor, Record, Retry, serdes
 from onceflow.errors import OptionError
 from onceflow.planning.process import StepOptions, check_options
 
-OPTIONS = StepOptions("t", None, "dead-letter", "dead", None, None, False, "lmdb", None, False, "30 seconds")
+OPTIONS = StepOptions("t", None, "dead-letter", "dead", None, None, "lmdb", None, False, "30 seconds")
 RETRIES = replace(OPTIONS, on_error="fail", dead_letter_topic=None)
 
 

@@ -221,7 +221,7 @@ def test_a_bound_that_is_no_duration(wrong: Any) -> None:
     class Wrong(ByTimestamp):
         max_ahead = wrong
 
-    options = StepOptions("t", None, "fail", None, "late", None, False, "lmdb", None, False, "30 seconds")
+    options = StepOptions("t", None, "fail", None, "late", None, "lmdb", None, False, "30 seconds")
     with pytest.raises(OptionError, match="max_ahead"):
         check_options(options, Wrong(), flow="f", sources={}, tables={})
     with pytest.raises(OptionError, match="max_ahead"):

@@ -56,7 +56,7 @@ async def _end() -> None:
 
 def asked(method: str, path: str, *, key: str = "text", **more: Any) -> httpx.Response:
     """The answer to one request at a table with such keys."""
-    share: Any = SimpleNamespace(snapshots=False, failure=None)
+    share: Any = SimpleNamespace(failure=None)
     routed: Any = Routed()
     table = Served("t", share, share, routed, Format.of(key, "json"))
     routes = Routes("http://a", {"t": TableRoutes([["http://a"]])})

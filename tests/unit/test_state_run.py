@@ -291,7 +291,7 @@ def test_the_driver_decides_for_its_own_machine_only(
     from onceflow.planning.process import StepOptions, make_spec
 
     monkeypatch.setenv("ONCEFLOW_STATE_DIR", "driver")
-    options = StepOptions("table", None, "fail", None, None, None, False, "lmdb", given, False, "30 seconds")
+    options = StepOptions("table", None, "fail", None, None, None, "lmdb", given, False, "30 seconds")
     topics = Flow(None).spec.topics
     spec = make_spec(options, Count(), topics, flow="flow", flow_key="flow", source_topic=None, local=local)
     assert spec.state_dir == (None if expected is None else Path(expected))

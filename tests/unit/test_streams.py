@@ -18,7 +18,7 @@ from onceflow.server.options import Limits
 from onceflow.server.problems import Problem
 from onceflow.server.service import Service
 
-SERVED: Any = SimpleNamespace(topic="t", share=SimpleNamespace(snapshots=False, topic_id="id"))
+SERVED: Any = SimpleNamespace(topic="t", share=SimpleNamespace(topic_id="id"))
 
 
 class SlowTail:

@@ -21,7 +21,7 @@ class Kept(Processor):
 
 
 def check(table: str, sources: list[str], tables: list[str]) -> None:
-    options = StepOptions(table, None, "fail", None, None, None, False, "lmdb", None, False, "30 seconds")
+    options = StepOptions(table, None, "fail", None, None, None, "lmdb", None, False, "30 seconds")
     check_options(options, Kept(), flow="f", sources=sources, tables=tables)
 
 

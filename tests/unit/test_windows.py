@@ -390,7 +390,7 @@ def test_a_timer_of_ones_own_needs_an_on_timer_of_ones_own() -> None:
 def test_declarations_are_checked_before_anything_runs(declared: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         ProcessorDriver(Changed(**declared)).send("a", {})
-    options = StepOptions("t", None, "fail", None, "late", None, False, "lmdb", None, False, "30 seconds")
+    options = StepOptions("t", None, "fail", None, "late", None, "lmdb", None, False, "30 seconds")
     with pytest.raises(OptionError, match=said) as caught:
         check_options(options, Changed(**declared), flow="f", sources=["s"], tables=[])
     assert caught.value.flow == "f"
@@ -414,7 +414,7 @@ def test_windows_that_cannot_be(make: Any, said: str) -> None:
         make()
 
 
-OPTIONS = StepOptions("t", None, "fail", None, "late", None, False, "lmdb", None, False, "30 seconds")
+OPTIONS = StepOptions("t", None, "fail", None, "late", None, "lmdb", None, False, "30 seconds")
 CHOICE: dict[str, Any] = {
     "count": windows.Count(),
     "sum": windows.Sum("price"),

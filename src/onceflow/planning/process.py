@@ -66,7 +66,6 @@ class StepOptions:
     dead_letter_topic: str | None
     late_topic: str | None
     retention: str | None
-    snapshot_per_partition: bool
     store: str | type[Store]
     state_dir: str | Path | None
     adopt_existing: bool
@@ -126,8 +125,7 @@ def check_options(
         _check_retry(options, processor, flow)
     check_store(options.store, flow)
     if options.changelog is not True:
-        of_topics = {name: getattr(options, name) for name in ("adopt_existing", "snapshot_per_partition")}
-        check_local(options.changelog, options.store, processor, flow, **of_topics)
+        check_local(options.changelog, options.store, processor, flow, adopt_existing=options.adopt_existing)
     return processor
 
 
@@ -343,7 +341,6 @@ def make_spec(
         dead_letter_topic=options.dead_letter_topic,
         late_topic=options.late_topic,
         default_ttl_ms=None if ttl is None else duration_ms(ttl),
-        snapshot_per_partition=options.snapshot_per_partition,
         source_topic=source_topic,
         max_timers_per_batch=options.max_timers_per_batch,
         max_dead_letters=options.max_dead_letters,

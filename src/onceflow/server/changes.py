@@ -29,7 +29,6 @@ from onceflow.server.problems import Problem, another_topic, unavailable
 from onceflow.server.requests import position_of
 from onceflow.server.service import Served, Service
 from onceflow.server.streams import LeasedStream
-from onceflow.state.local.format import is_snapshot
 from onceflow.state.local.move_marks import Moves, marks_of
 
 _LOOK_S = 10.0
@@ -148,8 +147,6 @@ async def changes_of(service: Service, served: Served, since: str | None, prefix
 async def _tail(service: Service, served: Served, since: str | None) -> tuple[Tail, ThreadPoolExecutor]:
     """What follows the topic, and the thread that does it: one of the shared threads would be taken from others for as
     long as the stream lasts."""
-    if served.share.snapshots:
-        raise _no_changes(served.topic)
     topic_id = served.share.topic_id
     offsets, of_topic = ({}, "") if since is None else position_of("since", since, served.topic)
     if of_topic not in ("", topic_id):
@@ -188,8 +185,6 @@ def _texts(tail: Tail, topic: str, prefix: bytes, written: Format) -> Iterator[b
 
 def _events(tail: Tail, topic: str, prefix: bytes, written: Format) -> Iterator[bytes]:
     for partition, chunk in tail.read():
-        if any(map(is_snapshot, chunk.keys, chunk.values)):
-            raise _no_changes(topic)
         columns = chunk.keys, chunk.values, chunk.offsets.tolist(), chunk.timestamps_ms.tolist()
         moves = tail.moves[partition] = tail.moves.get(partition, Moves()).after(len(chunk.keys), marks_of(chunk))
         for at, (key, value, offset, timestamp_ms) in enumerate(zip(*columns, strict=True)):
@@ -201,14 +196,6 @@ def _events(tail: Tail, topic: str, prefix: bytes, written: Format) -> Iterator[
                 yield _event("change", tail, {**written.item(key, value), **more})
         if not moves.moving:
             tail.offsets[partition] = chunk.next_offset
-
-
-def _no_changes(topic: str) -> Problem:
-    return Problem(
-        400,
-        f"Each record of table {topic} is a snapshot of a partition, so there are no changes of keys",
-        next_step="ask for keys or ranges again from time to time",
-    )
 
 
 def _event(kind: str, tail: Tail, document: dict[str, Any]) -> bytes:

@@ -57,7 +57,6 @@ def open_local(
         moment.goal(spec, partition),
         source,
         verify=not is_verified(spec, moment, partition),
-        snapshot_per_partition=spec.snapshot_per_partition,
         tombstone_age_ms=spec.topics.tombstone_ms // 2,
         now_ms=clock_ms(),
         progress=RestoreLog(f"{spec.table}-{partition}"),

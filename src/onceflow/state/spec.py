@@ -30,7 +30,6 @@ class ProcessSpec:
         flow_key: the flow's name with its prefix. Local folders are named after it.
         source_topic: the topic of rows that have no topic column; None if the flow reads several topics.
         default_ttl_ms: how long rows live that were put without a ttl; None: forever.
-        snapshot_per_partition: whether the whole state of a partition is one record of the table topic.
         max_timers_per_batch: how many timers may fire in one partition; None: all that are due.
         max_dead_letters: limit for one run; below 1: a share of its records; None: no limit.
         joins: tables that the step's user code looks up rows in.
@@ -47,7 +46,6 @@ class ProcessSpec:
     dead_letter_topic: str | None = None
     late_topic: str | None = None
     default_ttl_ms: int | None = None
-    snapshot_per_partition: bool = False
     source_topic: str | None = None
     max_timers_per_batch: int | None = None
     max_dead_letters: int | float | None = None

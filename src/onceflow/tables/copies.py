@@ -25,16 +25,12 @@ from onceflow.errors import EnvironmentUnusableError, OnceflowError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.timestamps import known_ms
 from onceflow.state.format import rows
-from onceflow.state.local.catch_up import CatchUp, Source, snapshot_changes
+from onceflow.state.local.catch_up import CatchUp, Source
 from onceflow.state.local.format import (
     COMMIT_RECORD,
-    SNAPSHOT_KEY,
-    SNAPSHOT_ROW,
     Changes,
     CommitRecord,
     Goal,
-    is_snapshot_row,
-    rows_of_snapshot,
     table_changes,
 )
 from onceflow.state.local.move_marks import MARK_KEY, Mark, Moves
@@ -55,8 +51,6 @@ log = logging.getLogger("onceflow.tables")
 NO_FLOW = ""
 #: Blob with the time when the copy last contained everything that was committed.
 _CURRENT = "current"
-#: Blob of a copy that was made from snapshots of its partition (``snapshot_per_partition`` of `Flow.process`).
-_SNAPSHOTS = "snapshots"
 #: Blob that says for how many partitions, and up to which offset, all keys are where the default partitioner puts them.
 _PLACED = "placed"
 _CHECKED_ROWS = 10_000  # keys at once, of a copy whose blob is out of date
@@ -163,8 +157,6 @@ class Copy:
         position: all committed records below this offset are in the store.
         current_ms: when the copy last contained everything that was committed, epoch milliseconds; None: never.
         ignored: how many records could not be kept: they have no key.
-        snapshots: whether the records are snapshots of the partition. The records themselves say so, because the topic
-            may be empty when the table is opened.
         emptied: whether it had something, was emptied because it was damaged, and has not been restored since. It must
             not be read: it would not have what it had before.
         placed: whether every key of the partition, as far as it was read, is where Kafka's default partitioner puts it.
@@ -184,7 +176,6 @@ class Copy:
         self._heard_ms = clock_ms()  # on the clock of the wall: the machine may sleep
         self.ignored = 0
         self.placed = True
-        self.snapshots = False
         self.emptied = False
         self.health = Health(self.name, self._folder)
         self.store: Store
@@ -223,8 +214,6 @@ class Copy:
         since = time.monotonic()
         run = self._catch_up(source, end, progress)
         run.bring_up(self.store)
-        if run.snapshots:
-            self.store.write((), {_SNAPSHOTS: b""})
         self._load()
         self.current_ms, self._heard_ms = end_ms, clock_ms()
         self._moved = self._moved_as_read
@@ -271,16 +260,10 @@ class Copy:
         keys = [key for key, value in zip(chunk.keys, chunk.values, strict=True) if value is not None]
         self.check_placement(pa.array(keys, pa.binary()))
         changes: Changes = {}
-        if not self.snapshots and chunk.keys:
-            ignored = table_changes(chunk, changes)
-            if is_snapshot_row(changes.get(SNAPSHOT_ROW)):
-                self.snapshots = True
-            else:
-                self.ignored += ignored
+        if chunk.keys:
+            self.ignored += table_changes(chunk, changes)
         moves = self._moves.after(len(chunk.keys), marks)
         found = self._changes(chunk, moves.still) if wanted and chunk.keys else []
-        if self.snapshots:
-            changes = snapshot_changes(chunk, self.store)
         time_ms = self._record.time_ms if current_ms is None else current_ms
         record = replace(self._record, table_end=chunk.next_offset, time_ms=time_ms)
         if changes or time.monotonic() - self._written_at > _PERSISTED_S:
@@ -380,17 +363,12 @@ class Copy:
             raise StoreCorruptError("its commit record cannot be read")
         if (when := self.store.blob(_CURRENT)) is not None:
             self.current_ms = int(when)
-        if is_snapshot_row(self.store.get(SNAPSHOT_ROW)):
-            raise StoreCorruptError("it has a snapshot of its partition as a row")
-        self.snapshots = self.store.blob(_SNAPSHOTS) is not None
         if problem := record.misfit(self._followed.goal(self.partition, record.table_end)):
             raise StoreCorruptError(problem)
         if now_ms - record.time_ms > self._followed.tombstone_ms // 2:
             raise StoreCorruptError("it is so old that Kafka may have removed tombstones that it has not read")
         self._record, self._raw = record, raw
-        if self.snapshots:
-            self.placed = False  # all records have the same key
-        elif self.store.blob(_PLACED) != self._placement(record):
+        if self.store.blob(_PLACED) != self._placement(record):
             self._check_rows()
 
     def _placement(self, record: CommitRecord) -> bytes:
@@ -408,7 +386,6 @@ class Copy:
             self._folder,
             followed.goal(self.partition, end),
             source,
-            self.snapshots or None,
             followed.tombstone_ms // 2,
             clock_ms(),
             progress,
@@ -419,8 +396,6 @@ class Copy:
         raw = record.encode()
         when = None if current_ms is None else b"%d" % current_ms
         blobs = {COMMIT_RECORD: raw, _CURRENT: when, _PLACED: self._placement(record) if self.placed else None}
-        if self.snapshots:
-            blobs[_SNAPSHOTS] = b""
         if not self.store.write(changes, blobs, (COMMIT_RECORD, self._raw), index=True):
             raise StoreCorruptError("another process has changed it")
         self._raw = raw
@@ -433,8 +408,6 @@ class Copy:
             still: rows of records that only move rows from partition to partition.
         """
         now_ms = clock_ms()
-        if self.snapshots:
-            return [] if still else self._snapshot_changes(chunk, now_ms)
         keys = [key for key in chunk.keys if key is not None]
         known: dict[bytes, bytes | None] = {}
         for key, row in zip(keys, self.store.get_many([rows.value_key(key) for key in keys]), strict=True):
@@ -446,24 +419,4 @@ class Copy:
                 if at not in still:
                     found.append(RawChange(key, value, known[key], self.partition, offset, known_ms(timestamp_ms)))
                 known[key] = value
-        return found
-
-    def _snapshot_changes(self, chunk: Chunk, now_ms: int) -> list[RawChange]:
-        """How each snapshot of the partition differs from the one before it."""
-        scan = self.store.scan(rows.VALUE, rows.after(rows.VALUE))
-        before = {key[1:]: payload for key, row in scan if (payload := rows.live_payload(row, now_ms)) is not None}
-        found = []
-        columns: Sequence[list[int]] = (chunk.offsets.tolist(), chunk.timestamps_ms.tolist())
-        for key, value, offset, timestamp_ms in zip(chunk.keys, chunk.values, *columns, strict=True):
-            if key != SNAPSHOT_KEY:
-                continue
-            after: dict[bytes, bytes] = {}
-            for row_key, row in rows_of_snapshot(value) if value is not None else ():
-                if row_key[:1] == rows.VALUE and (payload := rows.live_payload(row, now_ms)) is not None:
-                    after[row_key[1:]] = payload
-            for changed in sorted({*before, *after}):
-                old, new = before.get(changed), after.get(changed)
-                if new != old:
-                    found.append(RawChange(changed, new, old, self.partition, offset, known_ms(timestamp_ms)))
-            before = after
         return found

@@ -468,7 +468,7 @@ class Follower:
 
     def _has_read(self, partition: int, chunk: AnyChunk | Columns) -> None:
         copy = self._copies[partition]
-        if isinstance(chunk, ColumnChunk):  # the key of snapshots says nothing of where the keys of the table are
+        if isinstance(chunk, ColumnChunk):  # of a restore; `Copy.apply` checks what follows
             copy.check_placement(chunk.records.keys.filter(chunk.records.values.is_valid()))
         marks = marks_of(chunk)
         self._check_moved(marks)
@@ -494,13 +494,13 @@ class StoppableSource(WatchedSource):
     """
 
     def __init__(
-        self, reader: CommittedReader, stopping: threading.Event, tell: Callable[[int, AnyChunk | Columns], None]
+        self, reader: CommittedReader, stopping: threading.Event, tell: Callable[[int, Columns], None]
     ) -> None:
         super().__init__(reader)
         self._stopping = stopping
         self._tell = tell
 
-    def see(self, topic: str, partition: int, chunk: AnyChunk | Columns) -> None:
+    def see(self, topic: str, partition: int, chunk: Columns) -> None:
         if self._stopping.is_set():
             raise StoppingError("the table is being closed")
         self._tell(partition, chunk)

@@ -130,8 +130,7 @@ class Lookups(abc.ABC):
     def map_entries(self, name: str) -> Iterator[tuple[Any, bytes, bytes]]:
         """All entries of the maps of this name: the key that the map belongs to, the entry's key, the entry's value.
 
-        Maps are in the companion topic of a flow's table. So this works for `Table.of_flow` only, and for tables with
-        ``snapshot_per_partition``.
+        Maps are in the companion topic of a flow's table. So this works for `Table.of_flow` only.
         """
         if not isinstance(name, str):
             raise _wrong("name for map_entries()", name, "str")

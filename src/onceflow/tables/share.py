@@ -68,11 +68,6 @@ class Share:
         return self._followed.layout
 
     @property
-    def snapshots(self) -> bool:
-        """Whether the records of the topic are snapshots of their partitions, as far as they were read here."""
-        return any(copy.snapshots for copy in list(self._copies.values()))
-
-    @property
     def placed(self) -> bool:
         """Whether all keys that are here are where Kafka's default partitioner puts them.
 

@@ -26,7 +26,6 @@ from onceflow.state.engine.choice import AnyEngine, engine_for, makes_calls
 from onceflow.state.format import rows
 from onceflow.state.joins.copies import JoinedCopies
 from onceflow.state.local.catch_up import LOST, Source
-from onceflow.state.local.format import SNAPSHOT_KEY, snapshot
 from onceflow.state.local.opening import Opened, set_pending
 from onceflow.state.prepare import Prepared, open_local
 from onceflow.state.spec import ROW_KINDS, AttemptContext, ProcessSpec, StateReport
@@ -194,11 +193,8 @@ class StateRun:
         return engine
 
     def _row_rules(self, rules_of: Callable[[str | None], TopicRules | None]) -> TopicRules | None:
-        """What the topics of the table take. None: it has no topics, or a record has many rows."""
-        spec = self._spec
-        if spec.snapshot_per_partition:
-            return None
-        found = [rules for topic in spec.topics.ids if (rules := rules_of(topic)) is not None]
+        """What the topics of the table take. None: it has no topics."""
+        found = [rules for topic in self._spec.topics.ids if (rules := rules_of(topic)) is not None]
         return min(found, key=lambda rules: rules.max_message_bytes, default=None)
 
     def _open_joined(self, partitions: list[int]) -> None:
@@ -230,12 +226,6 @@ class StateRun:
     def _write(self, partition: int, run: _Open) -> None:
         topics = self._spec.topics
         with located(flow=self._spec.flow, batch=self._moment.batch):
-            if self._spec.snapshot_per_partition:
-                batch = pa.record_batch(
-                    {"key": pa.array([SNAPSHOT_KEY]), "value": pa.array([snapshot(_merged(run))], pa.binary())}
-                )
-                self._changelog.write_to(topics.table, partition, batch)
-                return
             values = [change for change in run.changes if change[0][:1] == rows.VALUE]
             internal = [change for change in run.changes if rows.is_internal(change[0])]
             if values:
@@ -297,18 +287,6 @@ def _row_counts(run: _Open) -> dict[str, int]:
     for letter, kind in _KIND_OF.items():
         counts[kind] += found.get(letter.decode(), 0) + growth.get(letter, 0)
     return counts
-
-
-def _merged(run: _Open) -> list[tuple[bytes, bytes]]:
-    """All rows of the partition as they are after the batch, without index rows."""
-    kinds = (rows.VALUE, rows.MAP, rows.TIMER)
-    merged = {key: row for kind in kinds for key, row in run.opened.store.scan(kind, rows.after(kind))}
-    for key, row in run.changes:
-        if row is None:
-            merged.pop(key, None)
-        else:
-            merged[key] = row
-    return sorted(merged.items())
 
 
 def table_batch(changes: list[tuple[bytes, bytes | None]]) -> pa.RecordBatch:

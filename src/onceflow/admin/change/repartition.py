@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from onceflow.admin.change.flow_transaction import FlowTransaction, Wording, Written
 from onceflow.admin.change.move import known
@@ -58,8 +57,6 @@ class Repartitioned:
         before: number of partitions before. If it equals ``partitions``, there was nothing to do.
         rows, internal_rows: numbers of rows that moved, in the table topic and in the companion topic.
         records: number of records that were read to find these rows.
-        snapshots: whether the table has snapshots (``snapshot_per_partition``). Then ``rows`` counts all kinds of
-            rows.
     """
 
     flow: str
@@ -69,7 +66,6 @@ class Repartitioned:
     rows: int = 0
     internal_rows: int = 0
     records: int = 0
-    snapshots: bool = False
     seconds: float = 0.0
 
 
@@ -167,9 +163,8 @@ class _Repartition:
             tell=self._tell,
         )
         mover.check_empty()
-        snapshots = mover.holds_snapshots()
         offsets = self._transaction.group_offsets(progress, deadline)
-        self._commit(progress, offsets, partial(mover.move, snapshots=snapshots))
+        self._commit(progress, offsets, mover.move)
         if mover.ignored:
             log.warning("table %s: %d records ignored that no processor wrote", self._table, mover.ignored)
         return replace(
@@ -177,7 +172,6 @@ class _Repartition:
             rows=mover.moved[self._table],
             internal_rows=mover.moved[self._internal],
             records=mover.records,
-            snapshots=snapshots,
             seconds=time.monotonic() - began,
         )
 

@@ -1,8 +1,7 @@
 """Moves the rows of a table to the partitions that Kafka's default partitioner chooses among more partitions.
 
 Old partitions are read one after the other. The rows that leave a partition are kept in memory until they are written,
-so memory is limited by the rows of one partition. Tables with snapshots are small by definition, and are kept in memory
-as a whole.
+so memory is limited by the rows of one partition.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from onceflow.errors import ProgressConflictError, counted
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import group_by_partition, murmur2
 from onceflow.state.format import rows
-from onceflow.state.local.format import SNAPSHOT_KEY, is_snapshot, rows_of_snapshot, snapshot
 from onceflow.state.local.move_marks import MARK_KEY, mark_headers
 
 log = logging.getLogger("onceflow.state")
@@ -88,28 +86,13 @@ class Repartitioner:
                     last.update(zip(chunk.keys, chunk.values, strict=True))
                 self._refuse(topic, partition, [key for key, value in last.items() if key and value is not None])
 
-    def holds_snapshots(self) -> bool:
-        """Whether the table has snapshots of whole partitions. The first record decides."""
-        for partition in range(self._before):
-            for chunk in self._reader.read(self._table, partition, 0, self._ends[self._table][partition]):
-                for key, value in zip(chunk.keys, chunk.values, strict=True):
-                    if key is not None and value is not None:
-                        return is_snapshot(key, value)
-        return False
-
-    def move(self, writer: Writer, deadline: Deadline, *, snapshots: bool) -> None:
+    def move(self, writer: Writer, deadline: Deadline) -> None:
         """Write every row that moves to its new partition, and a tombstone to the old one.
-
-        Args:
-            snapshots: whether the table has snapshots of whole partitions. Then every partition gets a new snapshot.
 
         Raises:
             ProgressConflictError: the table has records that no processor can have written.
             DeadlineExceededError: the deadline has passed.
         """
-        if snapshots:
-            self._move_snapshots(writer, deadline)
-            return
         self._mark(writer, ended=False)
         for topic, ends in self._ends.items():
             for partition in range(self._before):
@@ -138,8 +121,6 @@ class Repartitioner:
         # are not compacted yet.
         strays: dict[bytes, bytes | None] = {}
         for chunk in self._chunks(topic, partition, end, deadline):
-            if SNAPSHOT_KEY in chunk.keys:
-                self._check_none(chunk, topic, is_snapshot)
             keys, values, headers = chunk.keys, chunk.values, chunk.headers
             stamps = chunk.timestamps_ms.tolist()
             homes, targets = self._places(_users(keys, internal=topic == self._internal))
@@ -153,24 +134,6 @@ class Repartitioner:
                 strays[cast(bytes, keys[n])] = values[n]  # a key with a partition is not null
         self._refuse(topic, partition, [key for key, value in strays.items() if value is not None])
         return leaving
-
-    def _move_snapshots(self, writer: Writer, deadline: Deadline) -> None:
-        placed: dict[int, list[tuple[bytes, bytes]]] = {p: [] for p in range(self._after)}
-        for partition in range(self._before):
-            last: bytes | None = None
-            for chunk in self._chunks(self._table, partition, self._ends[self._table][partition], deadline):
-                self._check_none(chunk, self._table, lambda key, value: not is_snapshot(key, value))
-                values = [value for key, value in zip(chunk.keys, chunk.values, strict=True) if key is not None]
-                last = values[-1] if values else last
-            found = rows_of_snapshot(last) if last is not None else []
-            homes, targets = self._places([_user_of(row_key) for row_key, _ in found])
-            self._refuse(self._table, partition, [found[n][0] for n in np.flatnonzero(homes != partition).tolist()])
-            for target, row in zip(targets.tolist(), found, strict=True):
-                placed[target].append(row)
-            self.moved[self._table] += int(np.count_nonzero(targets != partition))
-        for partition, kept in placed.items():
-            mark = mark_headers(self._after, self._moved_ms, ended=True)
-            writer.write(self._table, partition, [(SNAPSHOT_KEY, Row(snapshot(sorted(kept)), clock_ms(), mark))])
 
     def _places(self, users: Sequence[bytes | None]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """The old and the new partition of each key, by Kafka's default partitioner; the old one is -1 for a null."""
@@ -196,18 +159,6 @@ class Repartitioner:
         self._tell(RepartitionProgress(self._done, self._total, sum(self.moved.values())))
 
     # ---- checks ------------------------------------------------------------------------------------------
-
-    def _check_none(self, chunk: Chunk, topic: str, wrong: Callable[[bytes, bytes], bool]) -> None:
-        pairs = zip(chunk.keys, chunk.values, strict=True)
-        if topic == self._table and any(
-            key is not None and value is not None and wrong(key, value) for key, value in pairs
-        ):
-            raise ProgressConflictError(
-                f"Table topic {topic} holds both rows and snapshots of whole partitions",
-                topic=topic,
-                detail="a table has only one of both, depending on snapshot_per_partition of Flow.process",
-                next_step="process into a table with another name, from the start of the source",
-            )
 
     def _refuse(self, topic: str, partition: int, strays: Sequence[bytes | None]) -> None:
         if strays:

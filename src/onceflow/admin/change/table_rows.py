@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
-from onceflow.admin.records.writer import Row, Writer
+from onceflow.admin.records.writer import Writer
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
-from onceflow.clock import clock_ms
-from onceflow.state.local.format import SNAPSHOT_KEY, is_snapshot, snapshot
 
 _SLICE = 20_000
 
@@ -29,8 +27,6 @@ def delete_rows(
 ) -> int:
     """Write a tombstone for every row of these table topics. Returns how many rows that were.
 
-    A table with snapshots of whole partitions gets empty ones.
-
     Args:
         ends: by topic and partition, where the committed records end.
 
@@ -41,22 +37,18 @@ def delete_rows(
     for topic, by_partition in ends.items():
         for partition, end in by_partition.items():
             tell(f"deleting rows of {topic}", done, total)
-            rows, snapshots = _live(reader, topic, partition, end, deadline)
+            rows = _live(reader, topic, partition, end, deadline)
             for part in _slices(rows):
                 writer.delete(topic, partition, part)
-            if snapshots:
-                writer.write(topic, partition, [(SNAPSHOT_KEY, Row(snapshot([]), clock_ms()))])
             writer.finish()  # no batch is in flight while the next partition is read
-            count += len(rows) + snapshots
+            count += len(rows)
             done += end
     return count
 
 
-def _live(
-    reader: CommittedReader, topic: str, partition: int, end: int, deadline: Deadline
-) -> tuple[list[bytes], bool]:
-    """Keys of the rows, and whether the partition has a snapshot."""
-    live: dict[bytes, bool] = {}
+def _live(reader: CommittedReader, topic: str, partition: int, end: int, deadline: Deadline) -> list[bytes]:
+    """Keys of the rows of a partition, in the order of their first records."""
+    live: dict[bytes, None] = {}
     for chunk in reader.read(topic, partition, 0, end):
         if deadline.expired:
             raise deadline.error(f"{topic}-{partition} is read up to offset {chunk.next_offset} of {end}")
@@ -66,8 +58,8 @@ def _live(
             if value is None:
                 live.pop(key, None)
             else:
-                live[key] = key == SNAPSHOT_KEY and is_snapshot(key, value)
-    return [key for key, is_one in live.items() if not is_one], any(live.values())
+                live[key] = None
+    return [*live]
 
 
 def _slices(keys: Iterable[bytes]) -> Iterator[list[bytes]]:

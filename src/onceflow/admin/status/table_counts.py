@@ -64,9 +64,7 @@ def count_rows(
         goal = Goal("", table, partition, "", "", end, internal_ends.get(partition, 0))
         with tempfile.TemporaryDirectory(prefix="onceflow-status-") as scratch:
             folder = Path(scratch)
-            opened = open_partition(
-                folder, LmdbStore, goal, reader, verify=False, snapshot_per_partition=None, now_ms=now_ms
-            )
+            opened = open_partition(folder, LmdbStore, goal, reader, verify=False, now_ms=now_ms)
             with closing(opened.store) as store:
                 kinds.update(store.rows_by_kind())
                 records += opened.records

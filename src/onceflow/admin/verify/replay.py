@@ -374,9 +374,6 @@ class _KeyPlaces:
 class _NoTopics:
     """The source of a copy that is never read from Kafka."""
 
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
-        raise RuntimeError(f"the state of a replay was to be read from {topic}-{partition}")
-
     def read_columns(self, topic: str, partition: int, start: int, end: int, *, headers: bool) -> Iterator[Columns]:
         raise RuntimeError(f"the state of a replay was to be read from {topic}-{partition}")
 

@@ -24,7 +24,7 @@ from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state.api.user_errors import shown
 from onceflow.state.format import rows
-from onceflow.state.local.format import SNAPSHOT_KEY, is_internal_row, is_snapshot
+from onceflow.state.local.format import is_internal_row
 
 _CALL_S = 60.0
 
@@ -94,7 +94,7 @@ class _Partition:
             problem = self._problem(key, value, chunk.headers.get(row, ()))
             if problem:
                 yield problem, Place(self._topic, self._partition, offsets[row])
-            is_read = key is not None and not problem and not is_snapshot(key, value) and key != SNAPSHOT_KEY
+            is_read = key is not None and not problem
             usable.append((key_of(key) if self._internal else key) if is_read and key is not None else None)
         placed = key_partitions(pa.array(usable, pa.large_binary()), self._count)
         wrong: Any = np.flatnonzero((placed >= 0) & (placed != self._partition))

@@ -10,13 +10,12 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.client.column_chunks import ColumnChunk
 from onceflow.client.committed import CommittedReader
 from onceflow.clock import clock_ms
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.state.format import rows
 from onceflow.state.local.catch_up import CatchUp, Source
-from onceflow.state.local.format import KINDS, SNAPSHOT_KEY, Chunk, Columns, Goal
+from onceflow.state.local.format import KINDS, Columns, Goal
 from onceflow.state.local.watched_source import WatchedSource
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
@@ -81,7 +80,7 @@ def restored(
     goal = Goal(_NO_FLOW, at.table, at.partition, _NO_ID, _NO_ID, at.table_end, at.internal_end)
     store = LmdbStore.open(folder)
     try:
-        run = CatchUp(folder, goal, reader, None, _FOREVER_MS, clock_ms(), tell, None, stamped)
+        run = CatchUp(folder, goal, reader, _FOREVER_MS, clock_ms(), tell, None, stamped)
         run.bring_up(store)
     except BaseException:
         store.close()
@@ -127,8 +126,7 @@ class WrittenLater:
         self._keys: set[bytes] | None = None
 
     def __contains__(self, key: bytes) -> bool:
-        found = self.keys
-        return key in found or SNAPSHOT_KEY in found
+        return key in self.keys
 
     @property
     def keys(self) -> set[bytes]:
@@ -155,14 +153,12 @@ class WatchedReader(WatchedSource):
         self.whole = True
         self.expires = False
 
-    def see(self, topic: str, partition: int, chunk: Chunk | Columns) -> None:
+    def see(self, topic: str, partition: int, chunk: Columns) -> None:
         self.whole = self.whole and chunk.whole
         self.expires = self.expires or _expires(chunk, is_internal=topic.endswith(INTERNAL_SUFFIX))
 
 
-def _expires(chunk: Chunk | Columns, *, is_internal: bool) -> bool:
-    if not isinstance(chunk, ColumnChunk):
-        return False  # snapshots, which have their expiry inside
+def _expires(chunk: Columns, *, is_internal: bool) -> bool:
     records = chunk.records
     if is_internal:
         pairs = zip(records.keys.to_pylist(), records.values.to_pylist(), strict=True)

@@ -16,7 +16,6 @@ from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import Progress, TimerId
 from onceflow.state.api.timers import timer_of
 from onceflow.state.format import rows
-from onceflow.state.local.format import is_snapshot, rows_of_snapshot
 from onceflow.state.windows.panes import TIMER as WINDOW_TIMER
 
 TIMERS_MAX = 2000
@@ -114,10 +113,6 @@ def _timers(reader: Reader, progress: Progress, table: str, partition: int, dead
                 left.pop(key, None)
             else:
                 left[key] = row
-    if not left:  # a snapshot has all rows of its partition, and is in the table topic
-        for key, value in _records(reader, table, partition, progress.changelogs[table][partition], deadline):
-            if value is not None and is_snapshot(key, value):
-                left = {row_key: row for row_key, row in rows_of_snapshot(value) if row_key[:1] == rows.TIMER}
     return {_timer_id(key, row) for key, row in left.items()}
 
 

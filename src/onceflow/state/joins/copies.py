@@ -24,7 +24,7 @@ from onceflow.protocol.position import Position
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.joins.spec import Ends, JoinSpec
 from onceflow.state.local.catch_up import REFRESHED_MS, CatchUp, Source
-from onceflow.state.local.format import COMMIT_RECORD, SNAPSHOT_ROW, Chunk, Columns, CommitRecord, is_snapshot_row
+from onceflow.state.local.format import COMMIT_RECORD, Columns, CommitRecord
 from onceflow.state.local.move_marks import marks_of
 from onceflow.state.local.opening import RestoreLog, open_store, remove_store
 from onceflow.state.local.watched_source import WatchedSource
@@ -188,8 +188,6 @@ class _BringUp:
         try:
             _verified(self._folder, spec).write_bytes(_mark(spec))
             if not _is_ready(store, spec, self._partition, self._end):
-                if is_snapshot_row(store.get(SNAPSHOT_ROW)):
-                    raise StoreCorruptError("it has a snapshot of its partition as a row")
                 self._read(store)
             exact_from = int(store.blob(_EXACT_FROM) or 0)
         finally:
@@ -209,7 +207,6 @@ class _BringUp:
             self._folder,
             self._spec.goal(self._partition, self._end),
             noting,
-            None,
             self._spec.tombstone_ms // 2,
             clock_ms(),
             RestoreLog(f"{self._spec.topic}-{self._partition}"),
@@ -230,7 +227,7 @@ class _Noting(WatchedSource):
         self._partitions = partitions
         self.whole = True
 
-    def see(self, topic: str, partition: int, chunk: Chunk | Columns) -> None:
+    def see(self, topic: str, partition: int, chunk: Columns) -> None:
         self.whole = self.whole and chunk.whole
         now = max((mark.partitions for mark in marks_of(chunk)), default=0)
         if now > self._partitions:
@@ -247,8 +244,6 @@ def _is_ready(store: Store, spec: JoinSpec, partition: int, end: int) -> bool:
     record = CommitRecord.decode(store.blob(COMMIT_RECORD) or b"")
     goal = spec.goal(partition, end)
     if record is None or record.misfit(goal) or not record.at(goal):
-        return False
-    if is_snapshot_row(store.get(SNAPSHOT_ROW)):
         return False
     if clock_ms() - record.time_ms > REFRESHED_MS:
         return False  # so that the record says how recent the copy is. An old copy is read again after a change

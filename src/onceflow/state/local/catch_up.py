@@ -22,19 +22,14 @@ from onceflow.state.format import rows, segments, stamps
 from onceflow.state.local.format import (
     AHEAD,
     COMMIT_RECORD,
-    KINDS,
     PENDING,
-    SNAPSHOT_KEY,
     TIMER_ROW_BYTES,
     Changes,
-    Chunk,
     Columns,
     CommitRecord,
     Goal,
     Pending,
     is_internal_row,
-    is_snapshot,
-    rows_of_snapshot,
 )
 from onceflow.state.local.row_columns import NOTHING, TO_THE_END, RowColumns, first_bytes
 from onceflow.state.local.row_fields import fields_of, index_of
@@ -59,8 +54,6 @@ _VALUE, _PLAIN, _STAMPED = (pa.scalar(each, pa.binary()) for each in (rows.VALUE
 class Source(Protocol):
     """Reads committed records (``client.committed.CommittedReader``)."""
 
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]: ...
-
     def read_columns(self, topic: str, partition: int, start: int, end: int, *, headers: bool) -> Iterator[Columns]: ...
 
     def end(self, topic: str, partition: int) -> int:
@@ -68,28 +61,16 @@ class Source(Protocol):
 
 
 class _MovedError(Exception):
-    """Another process has written a newer commit record in the meantime, or the rest is to be read in another way."""
-
-
-def snapshot_changes(chunk: Chunk, store: Store) -> Changes:
-    """What the last snapshot in a chunk changes in a store: all of its rows, and deletes of rows that it lacks."""
-    values = [value for key, value in zip(chunk.keys, chunk.values, strict=True) if key is not None]
-    if not values:
-        return {}
-    changes: Changes = {key: None for kind in KINDS for key, _ in store.scan(kind, rows.after(kind))}
-    changes.update(rows_of_snapshot(values[-1]) if values[-1] is not None else ())
-    return changes
+    """Another process has written a newer commit record in the meantime."""
 
 
 class CatchUp:
     """One call of `open_partition`, with the same arguments.
 
     Args:
-        snapshot_per_partition: None: the records say whether they are snapshots.
         stamped: the rows of the table are stamped (``stamps.py``).
 
     Attributes:
-        snapshots: whether the records are snapshots, as far as is known.
         records: number of records read from Kafka so far.
         ignored: how many of these were not written by a processor.
     """
@@ -99,7 +80,6 @@ class CatchUp:
         folder: Path,
         goal: Goal,
         source: Source,
-        snapshot_per_partition: bool | None,
         tombstone_age_ms: int,
         now_ms: int,
         progress: Callable[[int], None] | None,
@@ -112,8 +92,6 @@ class CatchUp:
         self.records = self.ignored = 0
         self._folder = folder
         self._source = source
-        self.snapshots = bool(snapshot_per_partition)
-        self._rows_only = snapshot_per_partition is False
         self._tombstone_age_ms = tombstone_age_ms
         self._now_ms = now_ms
         self._progress = progress or (lambda _: None)
@@ -198,10 +176,6 @@ class CatchUp:
         No lock is held while Kafka is read, however long that takes. The time in the commit record does not change
         before the goal is reached, because the retention of tombstones counts from the first record that was read.
         """
-        if self.snapshots:
-            changes = self._replaced(store, commit_record)
-            self._write(store, raw, CommitRecord.of(self.goal, self._now_ms), changes, done=True)
-            return
         since = time.monotonic()
         with Spool[CommitRecord](self._folder) as spool:
             try:
@@ -299,9 +273,6 @@ class CatchUp:
         gathered: list[RowColumns] = []
         count = size = 0
         for chunk in self._read_columns(topic, start, end):
-            if not self._rows_only and _ends_with_snapshot(chunk.records):
-                self.snapshots = True
-                raise _MovedError
             if not len(chunk.records):
                 continue
             found = rows_of(chunk.records)
@@ -326,16 +297,6 @@ class CatchUp:
     def _count(self, records: int) -> None:
         self.records += records
         self._progress(self.records)
-
-    def _replaced(self, store: Store, commit_record: CommitRecord) -> dict[bytes, bytes | None]:
-        """All rows of the last snapshot, and deletes of the stored rows that are not in it."""
-        last: Chunk | None = None
-        start, end = commit_record.table_end, self._end(self.goal.table, self.goal.table_end)
-        for chunk in self._source.read(self.goal.table, self.goal.partition, start, end) if start < end else ():
-            self.ignored += sum(key is None for key in chunk.keys)
-            last = chunk if any(key is not None for key in chunk.keys) else last
-            self._count(len(chunk.keys))
-        return {} if last is None else snapshot_changes(last, store)
 
     def _write(
         self,
@@ -382,12 +343,6 @@ def _kept(block: RowColumns) -> RowColumns:
 
 def _changes(block: RowColumns) -> Changes:
     return dict(zip(block.keys.to_pylist(), block.rows.to_pylist(), strict=True))
-
-
-def _ends_with_snapshot(records: RecordColumns) -> bool:
-    """Whether the last record of the key of snapshots is one."""
-    found = records.values.filter(pc.equal(records.keys, SNAPSHOT_KEY))
-    return len(found) > 0 and is_snapshot(SNAPSHOT_KEY, found[-1].as_py())
 
 
 def table_rows(records: RecordColumns) -> RowColumns:

@@ -1,12 +1,11 @@
-"""Formats of a local copy of a table partition: its commit record, pending changes, and snapshots."""
+"""Formats of a local copy of a table partition: its commit record and pending changes."""
 
 from __future__ import annotations
 
 import os
 import struct
 import tempfile
-from base64 import b64decode, b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -15,7 +14,6 @@ from urllib.parse import quote
 
 import orjson
 
-from onceflow.errors import ProtocolError
 from onceflow.host.private_folders import in_home, make_private, own_folder, private_temporary
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.state.format import rows
@@ -28,12 +26,6 @@ if TYPE_CHECKING:
 COMMIT_RECORD, PENDING = "marker", "pending"
 #: Kinds of rows that come from Kafka. Rows of the other kinds (indexes) are computed from them.
 KINDS = (rows.VALUE, rows.MAP, rows.TIMER)
-
-#: The key of all records of a table with ``snapshot_per_partition``.
-SNAPSHOT_KEY = b"onceflow.state"
-_SNAPSHOT_START = b'{"format":'  # of its values
-#: The row that a snapshot becomes in a copy that takes it for a row.
-SNAPSHOT_ROW = rows.value_key(SNAPSHOT_KEY)
 
 _FORMAT = 1
 _DELETED = 0xFFFF_FFFF
@@ -263,42 +255,6 @@ def is_internal_row(key: bytes, row: bytes | None) -> bool:
     if row is None or kind == rows.MAP:
         return row is None or (row[:1] in _MIN_ROW_BYTES and len(row) >= _MIN_ROW_BYTES[row[:1]])
     return len(row) == TIMER_ROW_BYTES and not row[0]
-
-
-def snapshot(all_rows: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """All rows of a partition as the value of one record, without index rows, which are computed from the others."""
-    listed = [[b64encode(key).decode(), b64encode(row).decode()] for key, row in all_rows if key[:1] in KINDS]
-    return orjson.dumps({"format": _FORMAT, "rows": listed})
-
-
-def is_snapshot(key: bytes | None, value: bytes | None) -> bool:
-    """Whether a record of a table topic is a `snapshot` of its partition."""
-    return key == SNAPSHOT_KEY and value is not None and value.startswith(_SNAPSHOT_START)
-
-
-def is_snapshot_row(row: bytes | None) -> bool:
-    """Whether this row, of the key `SNAPSHOT_ROW`, was made from a `snapshot` as if its record were a row."""
-    return bool(row) and is_snapshot(SNAPSHOT_KEY, rows.unpack(row).payload)  # type: ignore[arg-type]
-
-
-def rows_of_snapshot(raw: bytes) -> list[tuple[bytes, bytes]]:
-    """The rows of a `snapshot`.
-
-    Raises:
-        ProtocolError: this is not a snapshot, or it is of a later version.
-    """
-    try:
-        read = orjson.loads(raw)
-        if read["format"] == _FORMAT:
-            return [(b64decode(key), b64decode(row)) for key, row in read["rows"]]
-        problem = f"format {read['format']}, known is {_FORMAT}"
-    except (ValueError, TypeError, KeyError) as unreadable:
-        problem = f"{type(unreadable).__name__}: {unreadable}"
-    raise ProtocolError(
-        "A record of the table topic is not a snapshot of state that this version can read",
-        detail=problem,
-        next_step="update onceflow; if no flow has written the record, find out what else writes to the table topic",
-    )
 
 
 # ---- folders -----------------------------------------------------------------------------------------

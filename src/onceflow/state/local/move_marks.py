@@ -4,8 +4,8 @@
 it may have the tombstone of a row in the old partition, and not yet the row in the new one. So in every partition the
 first and the last record of that transaction say so. Between them, nothing is a change of a value.
 
-A mark is a tombstone of a key that no row has, so other readers pass over it. In a table of snapshots, the snapshot
-itself is the mark. Compaction keeps marks as long as tombstones (``delete.retention.ms``).
+A mark is a tombstone of a key that no row has, so other readers pass over it. Compaction keeps marks as
+long as tombstones (``delete.retention.ms``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.state.local.format import SNAPSHOT_KEY, Chunk, Columns
+from onceflow.state.local.format import Chunk, Columns
 
 if TYPE_CHECKING:
     from onceflow.protocol.record_columns import RecordColumns
@@ -86,10 +86,9 @@ def marks_of(chunk: Chunk | Columns) -> list[Mark]:
 
 
 def _in_lists(chunk: Chunk) -> list[Mark]:
-    keys = chunk.keys
-    if not chunk.headers or (MARK_KEY not in keys and SNAPSHOT_KEY not in keys):
+    if not chunk.headers or MARK_KEY not in chunk.keys:
         return []
-    found = ((row, chunk.headers[row]) for row in sorted(chunk.headers) if keys[row] in (MARK_KEY, SNAPSHOT_KEY))
+    found = ((row, chunk.headers[row]) for row in sorted(chunk.headers) if chunk.keys[row] == MARK_KEY)
     return [mark for row, headers in found if (mark := _read(row, headers)) is not None]
 
 

@@ -57,7 +57,6 @@ def open_partition(
     source: Source,
     *,
     verify: bool,
-    snapshot_per_partition: bool | None = False,
     tombstone_age_ms: int = TOMBSTONE_AGE_MS,
     now_ms: int,
     progress: Callable[[int], None] | None = None,
@@ -68,8 +67,6 @@ def open_partition(
 
     Args:
         verify: read the whole copy first and compare checksums (once per run of the driver).
-        snapshot_per_partition: each record of the table topic is a `snapshot` of the partition, and the internal topic
-            is not used. None: the records say whether they are snapshots.
         tombstone_age_ms: a copy that was last in sync longer ago is restored (half of ``delete.retention.ms``).
         now_ms: epoch milliseconds.
         progress: called repeatedly with the number of records read so far.
@@ -82,9 +79,7 @@ def open_partition(
         OnceflowError: Kafka could not be read, or the folder cannot be used. The copy on disk stays consistent.
     """
     began = time.monotonic()
-    run = CatchUp(
-        folder, goal, source, snapshot_per_partition, tombstone_age_ms, now_ms, progress, still_owner, stamped
-    )
+    run = CatchUp(folder, goal, source, tombstone_age_ms, now_ms, progress, still_owner, stamped)
     why = ""
     try:
         store, how = _brought_up(folder, opener, run, verify=verify)

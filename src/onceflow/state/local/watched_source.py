@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
-from typing import TypeVar
 
 from onceflow.state.local.catch_up import Source
-from onceflow.state.local.format import Chunk, Columns
-
-C = TypeVar("C", bound="Chunk | Columns")
+from onceflow.state.local.format import Columns
 
 
 class WatchedSource(abc.ABC):
@@ -19,20 +16,13 @@ class WatchedSource(abc.ABC):
         self._source = source
 
     @abc.abstractmethod
-    def see(self, topic: str, partition: int, chunk: Chunk | Columns) -> None:
+    def see(self, topic: str, partition: int, chunk: Columns) -> None:
         """Look at a chunk. An error ends the read."""
 
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
-        return self._seen(topic, partition, self._source.read(topic, partition, start, end))
-
     def read_columns(self, topic: str, partition: int, start: int, end: int, *, headers: bool) -> Iterator[Columns]:
-        found = self._source.read_columns(topic, partition, start, end, headers=headers)
-        return self._seen(topic, partition, found)
+        for chunk in self._source.read_columns(topic, partition, start, end, headers=headers):
+            self.see(topic, partition, chunk)
+            yield chunk
 
     def end(self, topic: str, partition: int) -> int:
         return self._source.end(topic, partition)
-
-    def _seen(self, topic: str, partition: int, chunks: Iterator[C]) -> Iterator[C]:
-        for chunk in chunks:
-            self.see(topic, partition, chunk)
-            yield chunk

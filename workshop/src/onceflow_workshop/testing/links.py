@@ -22,7 +22,6 @@ from typing import Protocol
 
 from onceflow.broker.config import HOST
 from onceflow_workshop.testing.network import (
-    Fault,
     ANSWER,
     CUT,
     DELAY,
@@ -31,6 +30,7 @@ from onceflow_workshop.testing.network import (
     REORDER,
     REORDER_SECONDS,
     REQUEST,
+    Fault,
     api_name,
 )
 
