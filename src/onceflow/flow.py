@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
-from onceflow import topic_frame
 from onceflow.calls.concurrently import Calls
 from onceflow.client.key_stores import check_pem
 from onceflow.client.settings import ClientSettings
@@ -77,7 +75,6 @@ class Flow:
             flows.
         group_id_prefix: put before the consumer group in its place; None: the same.
         connect_timeout: how long a start waits while all servers refuse connections or do not resolve.
-        read_only: the object can only `peek`; everything that would fence a running driver or write raises OptionError.
 
     Raises:
         OptionError: a name, address or option is invalid.
@@ -95,7 +92,6 @@ class Flow:
         transactional_id_prefix: str = "",
         group_id_prefix: str | None = None,
         connect_timeout: str = "15 seconds",
-        read_only: bool = False,
     ) -> None:
         json_logs.use(None)  # where the environment asks for it
         names = Names(name, transactional_id_prefix, group_id_prefix)
@@ -107,7 +103,7 @@ class Flow:
         self._name = name
         self._spark = spark
         self._settings = settings
-        self._runs = FlowRuns(names, settings, refused_s, read_only=read_only)
+        self._runs = FlowRuns(names, settings, refused_s)
         self._beside: Flow | None = None  # the second flow of a chain
         self._connection: dict[str, Any] = {
             "bootstrap_servers": bootstrap_servers,
@@ -178,25 +174,6 @@ class Flow:
         return load_source(self._spark, self._settings, options_of_source, ends, partitions=len(offsets))
 
     @known_arguments
-    def peek(
-        self,
-        topic: str,
-        *,
-        last: int | None = None,
-        first: int | None = None,
-        since: str | float | datetime | None = None,
-        partitions: Sequence[int] | None = None,
-    ) -> DataFrame:
-        """Some committed records of a topic as a batch DataFrame, with the connection options of this flow.
-
-        It fences nobody, and works while the flow runs. Arguments, columns and errors are those of ``onceflow.peek``.
-
-        Args:
-            topic, last, first, since, partitions: as of `onceflow.peek`.
-        """
-        wanted = topic_frame.excerpt(topic, last=last, first=first, since=since, partitions=partitions)
-        return topic_frame.frame(self._spark, self._settings, topic, wanted)
-
     @known_arguments
     def process(
         self,
@@ -537,9 +514,19 @@ class Flow:
                 ``start()``, before anything is written.
         """
         given = WriteOptions(
-            topic, trigger, guarantee, partitioner, checkpoint, output_mode, on_checkpoint_conflict,
-            transaction_timeout, compression, late, once, engine,
-        )  # fmt: skip
+            topic=topic,
+            trigger=trigger,
+            guarantee=guarantee,
+            partitioner=partitioner,
+            checkpoint=checkpoint,
+            output_mode=output_mode,
+            on_checkpoint_conflict=on_checkpoint_conflict,
+            transaction_timeout=transaction_timeout,
+            compression=compression,
+            late=late,
+            once=once,
+            engine=engine,
+        )
         write = check_write(df, given, self._runs.startup.own_topics, self.name)
         return FlowWriter(lambda: self._runs.start(lambda startup: self._prepared(startup, write)))
 
@@ -576,7 +563,6 @@ class Flow:
             OptionError, SchemaError, UnsupportedQueryError, ProgressConflictError: raised here or in ``start()``,
                 before anything is written.
         """
-        self._runs.check_may_run()
         given = ExternalOptions(trigger, dead_letter_topic, max_dead_letters, once, engine)
         write = check_external(df, sink, given, self.name)
         return FlowWriter(

@@ -25,18 +25,16 @@ class FlowRuns:
 
     Args:
         refused_s: how long the first connection waits while all bootstrap servers refuse, in seconds.
-        read_only: there are no runs.
 
     Attributes:
         lock: to be held while a start is prepared.
         function_numbers: of the functions in queries. Those of an earlier start are not taken for those of this one.
     """
 
-    def __init__(self, names: Names, settings: ClientSettings, refused_s: float, *, read_only: bool = False) -> None:
+    def __init__(self, names: Names, settings: ClientSettings, refused_s: float) -> None:
         self._names = names
         self._settings = settings
         self._refused_s = refused_s
-        self._read_only = read_only
         self.lock = threading.RLock()
         self.function_numbers = itertools.count(1)
         self._startup = self._new_startup()
@@ -44,35 +42,15 @@ class FlowRuns:
 
     @property
     def startup(self) -> Startup:
-        """Of the next run.
-
-        Raises:
-            OptionError: the flow may only look.
-        """
-        self.check_may_run()
+        """Of the next run."""
         return self._startup
-
-    def check_may_run(self) -> None:
-        """Check that the flow may fence older drivers and write. Nothing is sent to Kafka.
-
-        Raises:
-            OptionError: the flow may only look.
-        """
-        if self._read_only:
-            raise OptionError(
-                "The flow has read_only=True: it cannot read a stream, keep state or write",
-                flow=self._names.flow,
-                next_step="look at topics with Flow.peek, or leave read_only out to run the flow; that fences a "
-                "running driver of the same name",
-            )
 
     def check_readable(self, topic: str) -> None:
         """Check that sources may be added. In a notebook, the query of an earlier cell is stopped.
 
         Raises:
-            OptionError: the flow is running, or may only look.
+            OptionError: the flow is running.
         """
-        self.check_may_run()
         if self._is_running() and interactive.is_interactive():
             self.startup.takeover.check_source(topic)  # before that query is stopped
             interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)

@@ -74,7 +74,7 @@ def peek(
         UnknownTopicError: there is no such topic; it names those of a similar name.
         OnceflowError: the brokers do not answer, or refuse a request.
     """
-    wanted = excerpt(topic, last=last, first=first, since=since, partitions=partitions)
+    wanted = _excerpt(topic, last=last, first=first, since=since, partitions=partitions)
     servers = os.environ.get(SERVERS_VARIABLE, "").strip() if bootstrap_servers is None else bootstrap_servers
     if not servers:
         raise OptionError(
@@ -82,10 +82,10 @@ def peek(
             topic=topic,
             next_step=f"give bootstrap_servers=, or set {SERVERS_VARIABLE}",
         )
-    return frame(spark, ClientSettings(servers, options or {}), topic, wanted)
+    return _frame(spark, ClientSettings(servers, options or {}), topic, wanted)
 
 
-def excerpt(
+def _excerpt(
     topic: str,
     *,
     last: int | None,
@@ -119,7 +119,7 @@ def excerpt(
     )
 
 
-def frame(spark: SparkSession, settings: ClientSettings, topic: str, wanted: Excerpt) -> DataFrame:
+def _frame(spark: SparkSession, settings: ClientSettings, topic: str, wanted: Excerpt) -> DataFrame:
     """The records of an excerpt as a DataFrame. Errors as of `peek`."""
     with contextlib.closing(Cluster(settings)) as cluster:
         records = take(cluster, topic, wanted)

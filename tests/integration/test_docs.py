@@ -633,7 +633,6 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "Flow.enrich",
         "concurrently",
         "Breaker",
-        "Flow.peek",
         "peek",
         "Flow.deduplicate",
         "Flow.join_table",

@@ -204,7 +204,8 @@ def test_commands_while_a_transaction_has_records_of_the_far_future(
         query = flow.write(flow.read(source).select("key", "value"), topic=pipe.target).start()
         wait_until(lambda: query.batches, 30, "a batch is committed")
         query.stop()
-        assert [row.timestamp for row in flow.peek(source).collect()] == [None, None, None]
+        found = onceflow.peek(pipe.spark, source, bootstrap_servers=pipe.bootstrap)
+        assert [row.timestamp for row in found.collect()] == [None, None, None]
     for command in (["list"], ["describe", name]):
         assert name in run("transactions", *command, "--topic", source)
         assert "+" in run("transactions", *command, "--topic", source, "--json")

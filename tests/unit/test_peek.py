@@ -12,12 +12,9 @@ import pytest
 from onceflow.admin.records import topic_excerpt
 from onceflow.admin.records.topic_excerpt import MAX_RECORDS, Excerpt, newest_of, oldest_of, take
 from onceflow.client.committed import Chunk
-from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError
-from onceflow.flow_runs import FlowRuns
-from onceflow.protocol.names import Names
 from onceflow.state.api.record import Record
-from onceflow.topic_frame import _row, excerpt, peek
+from onceflow.topic_frame import _excerpt, _row, peek
 
 NONE: dict[str, Any] = {"last": None, "first": None, "since": None, "partitions": None}
 
@@ -38,16 +35,16 @@ NONE: dict[str, Any] = {"last": None, "first": None, "since": None, "partitions"
 )
 def test_wrong_arguments(given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said) as raised:
-        excerpt("t", **{**NONE, **given})
+        _excerpt("t", **{**NONE, **given})
     assert raised.value.next_step
 
 
 def test_what_is_taken_by_default() -> None:
-    assert excerpt("t", **NONE) == Excerpt(1000)
-    assert excerpt("t", **{**NONE, "first": 3}) == Excerpt(3, newest=False)
+    assert _excerpt("t", **NONE) == Excerpt(1000)
+    assert _excerpt("t", **{**NONE, "first": 3}) == Excerpt(3, newest=False)
     at = datetime(1970, 1, 1, 0, 0, 1, tzinfo=timezone.utc)
-    assert excerpt("t", **{**NONE, "since": at}) == Excerpt(MAX_RECORDS, since_ms=1000, fails_beyond=True)
-    assert excerpt("t", **{**NONE, "since": at, "last": 2}) == Excerpt(2, since_ms=1000)
+    assert _excerpt("t", **{**NONE, "since": at}) == Excerpt(MAX_RECORDS, since_ms=1000, fails_beyond=True)
+    assert _excerpt("t", **{**NONE, "since": at, "last": 2}) == Excerpt(2, since_ms=1000)
 
 
 def test_no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,12 +118,3 @@ def test_a_time_that_has_too_much_after_it(log: Log, monkeypatch: pytest.MonkeyP
     assert taken(Excerpt(3, since_ms=8, fails_beyond=True)) == [8, 9, 9_990]
     with pytest.raises(OptionError, match="more than 2 records"):
         taken(Excerpt(2, since_ms=8, fails_beyond=True))
-
-
-def test_a_read_only_flow_has_no_runs() -> None:
-    runs = FlowRuns(Names("f", "", ""), ClientSettings("localhost:1", {}), 1.0, read_only=True)
-    for call in (lambda: runs.startup, lambda: runs.check_readable("t"), lambda: runs.start(lambda _: None)):  # type: ignore
-        with pytest.raises(OptionError, match="read_only=True") as raised:
-            call()
-        assert "Flow.peek" in raised.value.next_step
-    runs.close()

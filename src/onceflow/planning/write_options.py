@@ -38,7 +38,7 @@ log = logging.getLogger("onceflow")
 PARTITIONERS = ("key", "source", "round_robin")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WriteOptions:
     """Arguments of ``Flow.write``, as given."""
 
@@ -53,7 +53,7 @@ class WriteOptions:
     compression: str
     late: str
     once: bool
-    engine: str = "auto"
+    engine: str
 
 
 @dataclass(frozen=True)
