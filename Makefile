@@ -52,8 +52,8 @@ test: setup ## all tests but the longest
 	$(PYTEST) $(PARALLEL) -m "not long"
 
 test-long: setup ## the longest tests: more of the same, what takes its time, and a short form with an older Spark
-	$(PYTEST) $(PARALLEL) -m long
-	$(MAKE) --no-print-directory test-spark SPARK=$(OLD_SPARK) MARKS="short_form and not long"
+	$(PYTEST) $(PARALLEL) -m long; status=$$?; \
+	$(MAKE) --no-print-directory test-spark SPARK=$(OLD_SPARK) MARKS=short_form && exit $$status
 
 test-spark: $(SPARK_VENV)/.jars ## tests of what Spark does, with another version: make test-spark SPARK=3.5
 	$(SPARK_VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(PARALLEL) -m "$(MARKS)" $(SPARK_TESTS)

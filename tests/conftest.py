@@ -37,6 +37,7 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; what commands print wou
 
 # No example fails because it is slow: a machine may be busy at any moment.
 hypothesis.settings.register_profile("onceflow", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("onceflow-long", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("onceflow")
 
 # The JVMs of tests live for minutes at most, on few cores: there the second compiler takes more than it gives back.
@@ -52,6 +53,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell starts what runs in the background with Ctrl-C ignored, and processes inherit it: tests of Ctrl-C would fail.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The long tests try more examples."""
+    if config.getoption("markexpr") == "long":
+        hypothesis.settings.load_profile("onceflow-long")
 
 
 def pytest_collection_finish() -> None:
@@ -78,7 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.long)
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG_SECONDS))
-    _check_short(items)
+    _check_short(
+        items, whole=not any("::" in argument for argument in config.args) and not config.getoption("lf", False)
+    )
     marks = {item: item.get_closest_marker("spark_since") for item in items}
     newer = [item for item, mark in marks.items() if mark and versions.current() < mark.args]
     if newer:
@@ -89,24 +98,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_short(item: pytest.Item) -> bool:
     """Whether the mark ``long_but`` names the parameters of a test, or it has no such mark."""
     mark = item.get_closest_marker("long_but")
-    return mark is None or cast(pytest.Function, item).callspec.id in mark.args
+    if mark is None:
+        return True
+    if getattr(item, "callspec", None) is None:
+        raise pytest.UsageError(f"long_but of {item.name}: it has no parameters; mark it `long`")
+    return cast(pytest.Function, item).callspec.id in mark.args
 
 
-def _check_short(items: list[pytest.Item]) -> None:
-    """Refuse names of parameters that do not exist: `make test` would leave the test out."""
+def _check_short(items: list[pytest.Item], *, whole: bool) -> None:
+    """Refuse names of parameters that do not exist: `make test` would leave the test out.
+
+    Args:
+        whole: whether the files were collected with all of their tests.
+    """
     collected: dict[Any, list[str]] = {}
     named: dict[Any, set[str]] = {}
     for item in items:
-        if (mark := item.get_closest_marker("long_but")) is not None:
+        if whole and (mark := item.get_closest_marker("long_but")) is not None:
             function = cast(pytest.Function, item)
             collected.setdefault(function.function, []).append(function.callspec.id)
             named[function.function] = {str(name) for name in mark.args}
     for function, ids in collected.items():
-        missing = named[function] - {*ids}
-        if missing and len(ids) > 1:  # one alone was chosen on the command line
-            raise pytest.UsageError(
-                f"long_but of {function.__name__}: no parameters {sorted(missing)} in {sorted(ids)}"
-            )
+        if missing := named[function] - {*ids}:
+            raise pytest.UsageError(f"long_but of {function.__name__}: no {sorted(missing)} among {sorted(ids)}")
 
 
 DRIVER = Path(__file__).parent / "faults" / "driver.py"

@@ -174,7 +174,6 @@ class Flow:
         return load_source(self._spark, self._settings, options_of_source, ends, partitions=len(offsets))
 
     @known_arguments
-    @known_arguments
     def process(
         self,
         df: DataFrame,

@@ -82,7 +82,7 @@ def test_a_broken_direct_engine_is_found_out(
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("mutant", [None, "chaos_promotion_mutant.py"])
 def test_flows_are_replaced_by_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str | None) -> None:
-    """The mutant does not mute the records that the earlier version has read."""
+    """The mutant writes outputs of the records that the earlier version has read."""
     setup = Setup("replaced", flows=(LEDGER,) if mutant else (LEDGER, SORTER), rate=500)
     monkeypatch.setattr(run, "SETUPS", {setup.name: setup})
     if mutant:

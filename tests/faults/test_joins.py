@@ -160,7 +160,6 @@ def test_driver_killed(make_join_pipe: Any) -> None:
     pipe.check()
 
 
-@pytest.mark.long
 def test_exception(make_join_pipe: Any, inject: Any) -> None:
     """What a failed attempt has read into the copies does not show in the next one."""
     pipe = make_join_pipe()

@@ -167,7 +167,6 @@ def test_readable_while_the_flow_writes(pipe: Any) -> None:
     assert onceflow.Table.of_flow(pipe.folder).get(b"no such key") is None
 
 
-@pytest.mark.long
 def test_pages_lost_when_the_machine_went_down_under_a_living_driver(
     pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

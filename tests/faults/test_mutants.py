@@ -164,9 +164,6 @@ def test_a_broken_build_is_found_out(
         assert all(isinstance(error, FencedError) for error in mutants.refused)
 
 
-@pytest.mark.long_but(
-    "killed after write-checkpoint", "an attempt fails half-way-driver", "tasks give back, and more records come-tasks"
-)
 @pytest.mark.parametrize("engine, fault", SOUND_CASES)
 def test_the_sound_build_passes(
     run: Callable[[str, str, str], Any], audits: list[Any], engine: str, fault: str

@@ -169,7 +169,6 @@ def test_second_driver_takes_over(make_state_pipe: Any) -> None:
     pipe.check()
 
 
-@pytest.mark.long
 def test_aborted_state_is_not_visible(make_state_pipe: Any, inject: Any) -> None:
     """I7: a batch that fails after its changes were produced leaves nothing: not in the topic, not in the store."""
     pipe = make_state_pipe()

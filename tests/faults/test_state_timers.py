@@ -160,7 +160,6 @@ def test_late_records_go_to_their_topic(make_state_pipe: Any, late_topic: str) -
     assert dict(seen[0].headers)["onceflow.error.class"] == b"LateRecord"
 
 
-@pytest.mark.long
 def test_processing_time_and_ttl(make_state_pipe: Any, make_topic: Any) -> None:
     """A timer of the wall clock fires without data; rows that have outlived their ttl become tombstones."""
     import onceflow

@@ -677,7 +677,6 @@ def test_a_batch_that_at_most_once_loses_is_in_the_state(make_service: Any, tmp_
 # ---- checkpoints that do not belong --------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_checkpoints_that_do_not_belong(make_service: Any) -> None:
     """Each of them is refused and said what it is; nothing is written, and the right one still goes on."""
     service, other = make_service(copies), make_service(copies)

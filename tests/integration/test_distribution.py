@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(
     file for kind in ("py", "html") for file in ROOT.glob(f"examples/*/*.{kind}") if not file.name.startswith("test_")

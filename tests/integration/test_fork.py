@@ -246,7 +246,6 @@ def before_the_copy(self: Any, writer: Any, before: Any, deadline: Deadline) -> 
     return before
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("broken", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.usefixtures("quick_cleaner")
 def test_compaction_between_progress_and_rows(

@@ -44,13 +44,12 @@ def batch_size(pipe: Any, inject: Any, step: str, **write: Any) -> int:
 def crash_case(guarantee: str, step: str, engine: str) -> Any:
     """`make test` has every crash of the weaker guarantees with one of driver and tasks, `make test-long` with both.
     (Those of transactions are in test_crashes.py.)"""
-    first = {"write": "driver", "progress": "tasks"} if guarantee == "at_least_once" else {"progress": "driver"}
+    first = {"write": "driver", "progress": "driver"} if guarantee == "at_least_once" else {"progress": "driver"}
     in_short = guarantee != "exactly_once" and first.get(step, "tasks") == engine
     marks = [] if in_short else [pytest.mark.long]
     return pytest.param(guarantee, step, engine, marks=marks)
 
 
-@pytest.mark.long_but("at_least_once-write-driver", "at_most_once-write-tasks", "at_most_once-progress-driver")
 @pytest.mark.parametrize(
     "guarantee, step, engine",
     [crash_case(g, s, engine) for g in GUARANTEES for s in ("write", "progress") for engine in ("driver", "tasks")],

@@ -27,7 +27,7 @@ from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = pytest.mark.integration
 
 FORGETS_AFTER_S = 2
 PROPERTIES = {
@@ -194,7 +194,6 @@ def test_who_is_alone_goes_on(names: Names, connect: Callable[[], Cluster]) -> N
     assert Driver(connect(), names).progress == driver.progress
 
 
-@pytest.mark.long
 def test_who_slept_through_the_batches_of_a_newer_driver_is_fenced(
     names: Names, connect: Callable[[], Cluster]
 ) -> None:

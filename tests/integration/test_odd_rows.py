@@ -131,7 +131,6 @@ def test_headers_and_times_stay(engines: Engines) -> None:
     )
 
 
-@pytest.mark.long
 def test_a_filter_that_drops_everything(engines: Engines) -> None:
     """faust-streaming/faust 287: what a filter has dropped is not read again. And nothing is written."""
     topic, target = produced(engines, RECORDS), engines.make_topic("out", 3)

@@ -58,7 +58,6 @@ def test_tasks_with_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
     pipe.check()
 
 
-@pytest.mark.long
 def test_source_that_is_partitioned_in_another_way(make_state_pipe: Any, by_tasks: Any) -> None:
     """As many partitions, but keys are elsewhere (librdkafka's own partitioner): found out, and shuffled."""
     pipe = make_state_pipe()

@@ -167,7 +167,6 @@ def test_a_copy_that_is_started_again_meanwhile(
     check_promotion(pipe, copy, call)
 
 
-@pytest.mark.long
 def test_without_state(make_pipe: Any, make_topic: Any, call: Call) -> None:
     """The new version continues where the old one is, wherever the copy was."""
     pipe = make_pipe(partitions=2)

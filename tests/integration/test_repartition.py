@@ -706,7 +706,6 @@ def test_interrupted(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state.check(5)
 
 
-@pytest.mark.long
 def test_another_driver_starts_meanwhile(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = make_state(2, 50)
 

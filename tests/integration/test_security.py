@@ -180,7 +180,6 @@ def test_write_is_missing_where_describe_is_not(secure: Secure, pipe: Any) -> No
     assert independent.read_topic(secure.internal, pipe.target) == []
 
 
-@pytest.mark.long_but("table-WRITE")
 @pytest.mark.parametrize("missing", ["", "table-READ", "table-WRITE", "internal-READ"])
 def test_privileges_of_a_flow_with_state(secure: Secure, pipe: Any, ledger: Any, tmp_path: Path, missing: str) -> None:
     """Both topics of the table: READ and WRITE, and CREATE unless an operator has made them."""
@@ -283,7 +282,6 @@ def test_privileges_of_a_weaker_guarantee(secure: Secure, pipe: Any) -> None:
     pipe.check()
 
 
-@pytest.mark.long
 def test_privileges_of_a_look(secure: Secure, pipe: Any, tmp_path: Path) -> None:
     connection = {"bootstrap_servers": secure.servers, "options": secure.options()}
     grant(secure, rights(pipe, "onceflow.peek"))

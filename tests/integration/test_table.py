@@ -205,7 +205,6 @@ class SlowStore(MemoryStore):
         return super().write(*given, **named)
 
 
-@pytest.mark.long
 def test_a_position_is_not_ahead_of_the_rows(onceflow_broker: str, topic: str, opened: Open) -> None:
     writer = Writer(onceflow_broker, topic)
     table = opened(topic, store=SlowStore)

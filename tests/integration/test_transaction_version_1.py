@@ -22,7 +22,7 @@ from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = pytest.mark.integration
 
 
 def soon(seconds: float = 30.0) -> Deadline:

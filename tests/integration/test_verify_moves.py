@@ -98,7 +98,6 @@ def test_after_a_promotion(
     assert lost["kind"] == "lost", "the one that the new version had to write"
 
 
-@pytest.mark.long
 def test_after_resets(make_pipe: Callable[..., Any], verify: Any, call: Any, onceflow_broker: str) -> None:
     pipe = make_pipe(partitions=2)
     pipe.fill(100)

@@ -139,7 +139,6 @@ def test_the_searches_take_every_event_of_the_table(version: int) -> None:
 COMPARED = {"crashes": 1, "deaths": 1, "rivals": 1, "lost": 1, "faults": 2}
 
 
-@pytest.mark.long
 @jobs(searches.with_and_without_reduction, COMPARED, long=[COMPARED])
 def test_the_reduction_leaves_nothing_out(searched: Any, job: Any) -> None:
     """With and without it, brokers go through the same states, with the same faults left."""

@@ -215,7 +215,6 @@ def until(service: subprocess.Popen[str], text: str) -> None:
 
 # The rows of the table of exit codes in docs/run.md; a negative one is the signal that has ended the process.
 @pytest.mark.long_but("SIGTERM", "failure", "fenced")
-@pytest.mark.faults
 @pytest.mark.parametrize(
     "code, sent, exit_code",
     [
@@ -259,7 +258,6 @@ def test_exit_codes(code: str, sent: signal.Signals | None, exit_code: int) -> N
 
 
 @pytest.mark.long
-@pytest.mark.faults
 @pytest.mark.parametrize(
     "first, second",
     [("SIGTERM", "SIGINT")]
@@ -284,7 +282,6 @@ def test_a_later_second_signal_ends_the_process_at_once(first: str, second: str)
 
 
 @pytest.mark.long
-@pytest.mark.faults
 def test_the_limit_holds_whatever_the_main_thread_does() -> None:
     """A function of the user that hangs, or a request to Spark, does not return to `serve`."""
     hangs = "lambda query: [print('hangs', file=sys.stderr, flush=True), time.sleep(60)]"
@@ -297,7 +294,6 @@ def test_the_limit_holds_whatever_the_main_thread_does() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.faults
 def test_a_closed_terminal_is_an_orderly_end() -> None:
     """It sends SIGHUP, and nothing can be printed any more."""
     master, terminal = pty.openpty()

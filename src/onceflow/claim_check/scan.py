@@ -3,8 +3,8 @@
 A reference travels in many forms: as a value, inside a value of another format, in a dead letter whose value is JSON
 with bytes in base64, in a column of a database that prints bytes as hexadecimal digits. What all have in common is the
 name of the object: a day, a slash, and 64 hexadecimal digits. So this module looks for names, and not for references.
-Where there are runs of base64 or hexadecimal digits that are long enough for a name, it decodes
-them, whatever they begin with, and looks into the result in the same way.
+Where there are runs of base64 or hexadecimal digits that are long enough for a name, it decodes them, whatever they
+begin with, and looks into the result in the same way.
 
 Writers ask the same code whether a value refers to objects (`refers`) as the collection does that reads the value. So
 what one of them finds, the other does, too.

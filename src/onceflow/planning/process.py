@@ -375,11 +375,10 @@ def side_topics_of(options: StepOptions) -> dict[str, str]:
     return {topic: role for role, topic in named.items() if topic is not None}
 
 
-def check_local(changelog: bool, store: str | type[Store], processor: Any, flow: str, **of_topics: bool) -> None:
+def check_local(
+    changelog: bool, store: str | type[Store], processor: Any, flow: str, *, adopt_existing: bool = False
+) -> None:
     """Check the options of a step without table topics.
-
-    Args:
-        of_topics: options that say how table topics are used, by name.
 
     Raises:
         OptionError: see its text.
@@ -393,13 +392,12 @@ def check_local(changelog: bool, store: str | type[Store], processor: Any, flow:
             detail="driver and Python workers process partitions in turn, and each process would have other state",
             next_step='leave store= out, or give "lmdb" or "rocksdb"',
         )
-    for name, given in of_topics.items():
-        if given:
-            raise OptionError(
-                f"{name}=True cannot be combined with changelog=False: there is no table topic",
-                flow=flow,
-                next_step="leave one of them out",
-            )
+    if adopt_existing:
+        raise OptionError(
+            "adopt_existing=True cannot be combined with changelog=False: there is no table topic",
+            flow=flow,
+            next_step="leave one of them out",
+        )
     if hasattr(getattr(processor, "state", None), "encode_bytes"):
         raise OptionError(
             "a ClaimCheck as state serde cannot be combined with changelog=False",

@@ -138,7 +138,7 @@ class LocalTable:
 
         Raises:
             NotHereError: they are not all here.
-            Problem: 503, they were not as far in time; 400, the freshness is about an earlier topic of this name.
+            Problem: 503, they were not as far in time; 400, the request is about an earlier topic of this name.
         """
         if freshness.topic_id not in ("", self._share.topic_id):
             raise another_topic(self._share.topic)

@@ -241,7 +241,7 @@ class RoutedTable:
         return _Shape(self.partitions, self.placed, self._local.layout)
 
     async def _know_partitions(self, freshness: Freshness) -> None:
-        """Wait until all partitions are known that a freshness names: the topic may have got more a moment ago.
+        """Wait until all partitions are known that a request names: the topic may have got more a moment ago.
 
         Raises:
             Problem: 503, they were not known in time.

@@ -50,7 +50,7 @@ class Freshness:
 
     @classmethod
     def read(cls, document: Mapping[str, Any], longest_s: float) -> Freshness:
-        """The freshness in a document of another instance."""
+        """What another instance demands, from its document."""
         wait_s = min(float(document["wait_s"]), longest_s)
         least = {int(partition): int(offset) for partition, offset in document["least"]}
         partitions, since_ms = document["layout"]

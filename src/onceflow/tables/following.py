@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from onceflow.client.cluster import Cluster, TopicInfo
-from onceflow.client.column_chunks import ColumnChunk
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.followed import Followed
@@ -27,7 +26,6 @@ from onceflow.errors import (
     UnknownTopicError,
     counted,
 )
-from onceflow.state.local.format import Chunk as AnyChunk
 from onceflow.state.local.format import Columns
 from onceflow.state.local.move_marks import Mark, marks_of
 from onceflow.state.local.watched_source import WatchedSource
@@ -466,10 +464,9 @@ class Follower:
             restore = self.restored()
             log.info("table %s: restored %d of %d offsets", self.topic, restore.done, restore.total)
 
-    def _has_read(self, partition: int, chunk: AnyChunk | Columns) -> None:
+    def _has_read(self, partition: int, chunk: Columns) -> None:
         copy = self._copies[partition]
-        if isinstance(chunk, ColumnChunk):  # of a restore; `Copy.apply` checks what follows
-            copy.check_placement(chunk.records.keys.filter(chunk.records.values.is_valid()))
+        copy.check_placement(chunk.records.keys.filter(chunk.records.values.is_valid()))
         marks = marks_of(chunk)
         self._check_moved(marks)
         self._read[partition] = chunk.next_offset

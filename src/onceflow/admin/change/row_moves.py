@@ -184,10 +184,6 @@ def _is_internal(key: bytes) -> bool:
     return key[:1] in (rows.MAP, rows.TIMER) and b"\0\0" in key
 
 
-def _user_of(row_key: bytes) -> bytes:
-    return rows.split(row_key[1:])[0] if rows.is_internal(row_key) else row_key[1:]
-
-
 def _slices(by_key: Mapping[bytes, Row]) -> Iterator[list[tuple[bytes, Row]]]:
     """The rows without tombstones, in lists of limited size."""
     part: list[tuple[bytes, Row]] = []

@@ -57,8 +57,10 @@ class OutputWriter:
 
     Args:
         columns: the columns of the rows, which have been checked.
-        cores: returns how many tasks Spark can run at once. Called for every batch, because executors come and go.
         source_partitions: partition count of every source topic.
+
+    Attributes:
+        cores: returns how many tasks Spark can run at once. Called for every batch, because executors come and go.
     """
 
     def __init__(

@@ -283,9 +283,8 @@ class StateStep:
         summary.dead_letters, summary.late = self._counted("dead_letters"), self._counted("late")
         summary.duplicates = self._counted("duplicates")
         summary.timers_fired, summary.expired = self._counted("timers_fired"), self._counted("expired")
-        summary.records = max(
-            0, summary.records - self._counted("aside")
-        )  # of a batch without outputs, nothing was written
+        # Of a batch without outputs, nothing was written.
+        summary.records = max(0, summary.records - self._counted("aside"))
         summary.state_lost = sum(table.take_lost() for table in self.tables)
 
     def on_noop(self) -> None:

@@ -137,6 +137,7 @@ class BaseEngine:
         processor: user code.
         store: committed state of the partition. Nothing else may write to it while the engine is in use.
         partition: partition of the table.
+        times, options: of the batch and of the step.
         tables: tables that the flow joins with, by name.
 
     Attributes:

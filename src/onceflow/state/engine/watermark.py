@@ -155,15 +155,15 @@ class Watermark:
 
     def _has_more(self, origin: Origin) -> bool:
         """Whether it is known that the partition has records behind the batch."""
-        return self._quiet_until(origin) == -math.inf
+        return self._caught_up_until(origin) == -math.inf
 
     def _silence_s(self, origin: Origin) -> float:
         if not self._has_looked:  # records may have come since the run before: nobody is idle yet
             return -math.inf
-        known = min(self._looked, self._quiet_until(origin))
+        known = min(self._looked, self._caught_up_until(origin))
         return known - self._seen.get(origin, self._looked)
 
-    def _quiet_until(self, origin: Origin) -> float:
+    def _caught_up_until(self, origin: Origin) -> float:
         """Until when it is known that nothing is behind the batch for the partition."""
         if self._is_of_step(origin):  # records of any source may become records of it
             return self._sources_caught_up

@@ -4,8 +4,8 @@
 it may have the tombstone of a row in the old partition, and not yet the row in the new one. So in every partition the
 first and the last record of that transaction say so. Between them, nothing is a change of a value.
 
-A mark is a tombstone of a key that no row has, so other readers pass over it. Compaction keeps marks as
-long as tombstones (``delete.retention.ms``).
+A mark is a tombstone of a key that no row has, so other readers pass over it. Compaction keeps marks as long
+as tombstones (``delete.retention.ms``).
 """
 
 from __future__ import annotations
