@@ -19,7 +19,8 @@ from onceflow.errors import ProtocolError
 from onceflow.protocol import record_columns
 from onceflow.protocol.compression import CODES
 from onceflow.protocol.decode import decode_batches, split_batches
-from onceflow.protocol.record_columns import CREATE_TIME, HEADERS, LOG_APPEND_TIME, RecordColumns, decode_columns
+from onceflow.protocol.headers import HEADERS
+from onceflow.protocol.record_columns import CREATE_TIME, LOG_APPEND_TIME, RecordColumns, decode_columns
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onceflow.client.committed import Chunk
-from onceflow.protocol.record_columns import HEADERS, RecordColumns
+from onceflow.protocol.headers import HEADERS
+from onceflow.protocol.record_columns import RecordColumns
 from onceflow.state.local.move_marks import MARK_HEADER, MARK_KEY, Mark, Moves, mark_headers, marks_of
 from onceflow.tables.layout import Layout
 

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from onceflow.protocol.record_columns import HEADERS, RecordColumns
+from onceflow.protocol.headers import HEADERS
+from onceflow.protocol.record_columns import RecordColumns
 from onceflow.state.format import rows, stamps
 from onceflow.state.local import spool
 from onceflow.state.local.catch_up import internal_rows, stamped_rows, table_rows

@@ -30,10 +30,10 @@ from onceflow.errors import BadRecordError, OptionError
 from onceflow.protocol import varints
 from onceflow.protocol.columns import NULL_LENGTH, Columns, join
 from onceflow.protocol.compression import CODES, PRODUCER, UNCOMPRESSED, compress, compression_code
+from onceflow.protocol.headers import HEADERS
 from onceflow.protocol.varints import Field
 
 HEADER_BYTES = 61
-HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 TARGET_BATCH_BYTES = 1_000_000
 _TRANSACTIONAL = 0x10
 # baseOffset int64, batchLength int32, partitionLeaderEpoch int32, magic int8, crc uint32.

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from onceflow.protocol.decode import DECODING_ERRORS, HeaderList, Rows, Section
+from onceflow.protocol.headers import HEADERS
 from onceflow.protocol.record_fields import Int64s, cut, follow, spans, varints
 
-HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 """The type of the headers, as Spark's Kafka source has them."""
 
 CREATE_TIME, LOG_APPEND_TIME = 0, 1

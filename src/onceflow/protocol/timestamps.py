@@ -20,6 +20,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow.protocol.headers import HEADERS
+
 NO_TIMESTAMP = -1
 """Kafka's timestamp of a record that has none."""
 
@@ -194,8 +196,6 @@ class AcceptedTimes(NamedTuple):
 
 ANY_TIME = AcceptedTimes()
 
-_HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-
 
 class Fitted(NamedTuple):
     """Timestamps and headers of records, as the topic accepts them.
@@ -226,7 +226,7 @@ def fitted(times: Any, headers: Any, accepted: AcceptedTimes, now_ms: int) -> Fi
         return Fitted(times, headers)
     mask = pa.array(refused)
     own = given.filter(mask)
-    headers = _with_original(pa.nulls(len(times), _HEADERS) if headers is None else headers, own, refused)
+    headers = _with_original(pa.nulls(len(times), HEADERS) if headers is None else headers, own, refused)
     return Fitted(pc.if_else(mask, pa.scalar(None, pa.int64()), times), headers, len(own), own[0].as_py())
 
 

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 
 from onceflow.protocol.batches import too_large
 from onceflow.protocol.compression import PRODUCER
+from onceflow.protocol.headers import Header
 from onceflow.protocol.timestamps import ANY_TIME, ORIGINAL_TIMESTAMP, AcceptedTimes
 
-_Header = tuple[str, bytes | None]
 # More than what a header has besides its name and its value.
 _HEADER_BYTES = 20
 
@@ -49,7 +49,7 @@ class TopicRules:
         """A key, a value and headers of at most so many bytes each are surely not too large."""
         return max(-1, self.max_message_bytes // 4 - 250)
 
-    def headers_as_written(self, headers: Iterable[_Header], time_ms: int | None, now_ms: int) -> list[_Header]:
+    def headers_as_written(self, headers: Iterable[Header], time_ms: int | None, now_ms: int) -> list[Header]:
         """The headers of a record, with the one for its time if the topic may refuse that.
 
         Args:
@@ -59,7 +59,7 @@ class TopicRules:
             return list(headers)
         return [*headers, (ORIGINAL_TIMESTAMP, str(time_ms).encode())]
 
-    def refusal(self, key: bytes | None, value: bytes | None, headers: Sequence[_Header] = ()) -> str:
+    def refusal(self, key: bytes | None, value: bytes | None, headers: Sequence[Header] = ()) -> str:
         """Why a record cannot be written, in words; empty: it can."""
         if key is None and self.compacted:
             return f"topic {self.topic} is compacted, so its records need a key"

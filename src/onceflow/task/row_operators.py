@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from onceflow.arrow_types import made_anew
+from onceflow.protocol.headers import HEADERS
 
 #: The Arrow type of each column of Spark's Kafka source, in its order. Only a read with headers has the last one.
 SOURCE_TYPES: dict[str, pa.DataType] = {
@@ -23,7 +24,7 @@ SOURCE_TYPES: dict[str, pa.DataType] = {
     "offset": pa.int64(),
     "timestamp": pa.timestamp("us", tz="UTC"),
     "timestampType": pa.int32(),
-    "headers": pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())])),
+    "headers": HEADERS,
 }
 
 #: As ``mapInArrow`` takes it.

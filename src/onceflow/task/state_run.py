@@ -17,6 +17,7 @@ import pyarrow as pa
 from onceflow.calls.runner import CallRunner
 from onceflow.client.produce import Acknowledged
 from onceflow.errors import located
+from onceflow.protocol.headers import HEADERS
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.protocol.topic_rules import ANYTHING, TopicRules, WriteRules
@@ -33,7 +34,6 @@ from onceflow.state.spec import ROW_KINDS, AttemptContext, ProcessSpec, StateRep
 # Flags of rows that are only a payload for other readers.
 _PLAIN = (0, rows.STAMPED)
 _KIND_OF = {rows.VALUE: "value", rows.SEGMENT: "value", rows.MAP: "entry", rows.TIMER: "timer"}
-_HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
 class ChangelogWriter(Protocol):
@@ -302,7 +302,7 @@ def table_batch(changes: list[tuple[bytes, bytes | None]]) -> pa.RecordBatch:
             "key": pa.array(keys, pa.binary()),
             "value": pa.array([None if part is None else part.payload for part in parts], pa.binary()),
             "headers": pa.array(
-                [None if h is None else [{"key": k, "value": v} for k, v in h] for h in headers], _HEADERS
+                [None if h is None else [{"key": k, "value": v} for k, v in h] for h in headers], HEADERS
             ),
         }
     )

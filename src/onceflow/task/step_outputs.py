@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from onceflow.errors import BadRecordError
 from onceflow.messages import NotColocatedError
+from onceflow.protocol.headers import HEADERS
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state.api.deduplication import SOURCE_COLUMNS, Deduplication
 from onceflow.task.row_writer import RowWriter
@@ -23,7 +24,6 @@ RETURNED_ROWS_MAX = 20_000
 # For all tasks together: far below spark.driver.maxResultSize (1 GiB by default), beyond which Spark fails the job.
 RETURNED_BYTES_MAX = 64_000_000
 
-HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 #: The schema of the rows that a process step yields, for Spark and for Arrow.
 OUTPUT_SPARK_SCHEMA = (
     "key binary, value binary, topic string, headers array<struct<key: string, value: binary>>, "
@@ -34,7 +34,7 @@ OUTPUT_SCHEMA = pa.schema(
         ("key", pa.binary()),
         ("value", pa.binary()),
         ("topic", pa.string()),
-        ("headers", HEADERS_TYPE),
+        ("headers", HEADERS),
         ("timestamp", pa.timestamp("us", tz="UTC")),
     ]
 )

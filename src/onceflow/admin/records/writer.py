@@ -18,11 +18,11 @@ from onceflow.errors import OnceflowError
 from onceflow.protocol import timestamps
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, next_sequence
 from onceflow.protocol.compression import CODECS
+from onceflow.protocol.headers import HEADERS
 
 log = logging.getLogger("onceflow")
 
 _ABORT_S = 10.0
-_HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
 class Row(NamedTuple):
@@ -74,7 +74,7 @@ class Writer:
             headers.append(row.headers)
         taken = timestamps.fitted(
             pa.array(stamps, pa.int64()),
-            pa.array(headers, _HEADERS) if any(headers) else None,
+            pa.array(headers, HEADERS) if any(headers) else None,
             self._limits[topic].times,
             clock_ms(),
         )

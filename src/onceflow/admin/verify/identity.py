@@ -10,10 +10,10 @@ from typing import Any
 from onceflow.admin.verify.tally import digest_of
 from onceflow.client.committed import Chunk
 from onceflow.errors import OptionError
+from onceflow.protocol.headers import Header
 from onceflow.state.format import exact_json
 
-Headers = Sequence[tuple[str, "bytes | None"]]
-Identity = Callable[["bytes | None", "bytes | None", Headers], bytes]
+Identity = Callable[["bytes | None", "bytes | None", Sequence[Header]], bytes]
 """Key, value and headers of a record -> 16 bytes. A record whose id is missing or null is identified by its key and
 value: many may have no id, and they are not the same."""
 
@@ -66,7 +66,7 @@ def kind_of(text: str) -> Callable[[bytes | None], str | None]:
 
 
 def _of_header(name: str) -> Identity:
-    def found(key: bytes | None, value: bytes | None, headers: Headers) -> bytes:
+    def found(key: bytes | None, value: bytes | None, headers: Sequence[Header]) -> bytes:
         for given, content in headers:
             if given == name and content is not None:
                 return digest_of(b"h", content)
@@ -86,7 +86,7 @@ def _field(value: bytes | None, names: Sequence[str]) -> Any:
 
 
 def _of_field(names: Sequence[str]) -> Identity:
-    def found(key: bytes | None, value: bytes | None, headers: Headers) -> bytes:
+    def found(key: bytes | None, value: bytes | None, headers: Sequence[Header]) -> bytes:
         try:
             # In one form: 1, 1.0 and 1e0 are one number. What is nested deeply can be read, but not written.
             return digest_of(b"f", exact_json.canonical(exact_json.dumps(_field(value, names))))

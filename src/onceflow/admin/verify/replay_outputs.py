@@ -18,6 +18,7 @@ from onceflow.admin.verify.report import DOUBLED, FOREIGN, LOST, Report
 from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, Difference, Place, RecordComparison, digest_of
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.errors import OptionError, counted
+from onceflow.protocol.headers import Header
 from onceflow.state.engine.dead_letters import depends_on_topics
 
 #: In place of a topic: the records that a replay has yielded.
@@ -25,8 +26,6 @@ _REPLAY = "the replay"
 _LETTER = b"letter"
 _KEPT_KEY, _KEPT_VALUE = 80, 160  # bytes of each, for texts
 _SIZES = struct.Struct("<II")
-
-Headers = Sequence[tuple[str, "bytes | None"]]
 
 
 class ReplayOutputs:
@@ -132,7 +131,7 @@ class ReplayOutputs:
         )
 
 
-def _digest(topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> bytes:
+def _digest(topic: str, key: bytes | None, value: bytes | None, headers: Sequence[Header]) -> bytes:
     parts: list[bytes | None] = [topic.encode(), key, value]
     for name, content in headers:
         parts += [name.encode(), content]

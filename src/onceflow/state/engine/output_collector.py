@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError, SchemaError
 from onceflow.protocol import timestamps
+from onceflow.protocol.headers import HEADERS
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.topic_rules import ANYTHING, UNLIMITED, WriteRules
 from onceflow.state.api.record import Header, Record
@@ -28,7 +29,7 @@ SCHEMA = pa.schema(
         ("key", pa.binary()),
         ("value", pa.binary()),
         ("topic", pa.string()),
-        ("headers", pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))),
+        ("headers", HEADERS),
         ("timestamp", pa.int64()),
     ]
 )

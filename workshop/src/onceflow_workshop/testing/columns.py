@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.client.column_chunks import ColumnChunk
-from onceflow.protocol.record_columns import HEADERS, RecordColumns
+from onceflow.protocol.headers import HEADERS
+from onceflow.protocol.record_columns import RecordColumns
 
 
 class ReadsColumns:
