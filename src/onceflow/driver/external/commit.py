@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from uuid import uuid4
 
 from onceflow import hooks, user_code
@@ -288,13 +288,7 @@ class ExternalCommit:
             raise older_state(self._sink.target, self.flow, f"it is at progress {opened.progress}")
         if opened.progress != text:
             self.machine.on(Event.COMMIT_REFUSED)
-            if at.attempt > 1 and user_code.repeats(problem):
-                raise batch_errors.sink_failed(self._sink.target, "commit", problem) from problem
-            raise BatchAbortedError(
-                f"The transaction of {self._sink.target} was not committed",
-                detail=in_short(problem),
-                next_step="none: the batch is run again",
-            ) from problem
+            self._failed("commit", problem, f"The transaction of {self._sink.target} was not committed")
 
     def _end(self) -> None:
         """Kafka's progress and the consumer group follow. Until then no attempt may begin or be aborted.
@@ -308,6 +302,12 @@ class ExternalCommit:
         commit_progress(self._session, self.progress, self._sources.starts, deadline, letters)
         self.machine.on(Event.COMMIT_DONE)
 
+    def _failed(self, step: str, problem: Exception, what: str) -> NoReturn:
+        """The attempt has failed. It is repeated, unless the second one has failed in the same way."""
+        if self._at is not None and self._at.attempt > 1 and user_code.repeats(problem):
+            raise batch_errors.sink_failed(self._sink.target, step, problem) from problem
+        raise BatchAbortedError(what, detail=in_short(problem), next_step="none: the batch is run again") from problem
+
     def _guarded(self, step: str, call: Callable[[], _T]) -> _T:
         """An attempt that fails for another reason than an error of onceflow's own may be repeated."""
         try:
@@ -317,13 +317,7 @@ class ExternalCommit:
         except SPARK_ERRORS:  # an operator of Spark fails for a row
             raise
         except Exception as problem:
-            if self._at is not None and self._at.attempt > 1 and user_code.repeats(problem):
-                raise batch_errors.sink_failed(self._sink.target, step, problem) from problem
-            raise BatchAbortedError(
-                f"{self._sink.target} has failed at the step {step}",
-                detail=in_short(problem),
-                next_step="none: the batch is run again",
-            ) from problem
+            self._failed(step, problem, f"{self._sink.target} has failed at the step {step}")
 
     # ---- when it goes wrong --------------------------------------------------------------------------
 
