@@ -308,6 +308,13 @@ def test_rows_that_copy_does_not_take(dsn: str, mode: str) -> None:
     assert run(dsn, "SELECT k FROM t ORDER BY k") == [(k,) for k in range(40) if k not in large | {8}]
 
 
+#: Staging tables of this test. Those of others are in other schemas.
+STAGING = (
+    "SELECT relname FROM pg_class WHERE relname LIKE 'onceflow_staging%' AND relkind = 'r' "
+    "AND relnamespace = current_schema()::regnamespace"
+)
+
+
 def test_a_task_that_can_stage_nothing_blames_no_row(dsn: str) -> None:
     """Also in an attempt that looks for rows that cannot be staged."""
     run(dsn, "CREATE TABLE t (n int, url text)")
@@ -316,7 +323,7 @@ def test_a_task_that_can_stage_nothing_blames_no_row(dsn: str) -> None:
     sink.check(_SCHEMA)
     attempt = BatchAttempt("f", "o", sink.open("f", "o", None).generation, 1, 2)
     sink.begin(attempt)
-    ((name,),) = run(dsn, "SELECT relname FROM pg_class WHERE relname LIKE 'onceflow_staging%' AND relkind = 'r'")
+    ((name,),) = run(dsn, STAGING)
     run(dsn, f"DROP TABLE {name}")
     with pytest.raises(BatchAbortedError, match="Rows could not be staged"):
         sink.write(attempt, "0", iter([rows()]))

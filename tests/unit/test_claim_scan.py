@@ -152,7 +152,8 @@ def test_whatever_a_scan_finds_refers(parts: list[bytes], forms: list[str], prin
     assert refers(cuts) == refers([raw]) == bool(found.names or found.newer)
     of_cuts = list(scan_stream(cuts))
     assert {name for each in of_cuts for name in each.names} >= set(found.names)
-    assert bool(found.odd) == any(each.odd for each in of_cuts)
+    # Pieces of one byte may also show the beginning of a reference inside of digits, which goes on in the next piece.
+    assert any(each.odd for each in of_cuts) or not found.odd
 
 
 def test_a_name_alone_is_found() -> None:
