@@ -41,6 +41,8 @@ _LINE_ENDS = b"\r\n"
 #: What programs put between the digits: escaped ends of lines, indented lines, and other spellings of `+` and `/`.
 _ADDED_MARKS = (b"\\", b"%", b"<", b"\n ", b"\n\t", b"\r ", b"\r\t")
 _ADDED = re.compile(rb"\\(?:[rn][ \t]*|u000[aAdD]|u00(2[bBfF])|(?=/))|%0[aAdD]|%(2[bBfF])|<br ?/?>|(?<=[\r\n])[ \t]+")
+#: The beginning of one of them, where bytes are cut.
+_ADDED_IN_PART = re.compile(rb"(?:\\(?:u(?:0(?:0[02]?)?)?)?|%[02]?|<(?:b(?:r ?/?)?)?)\Z")
 #: JSON in JSON has more of them.
 _BACKSLASHES = re.compile(rb"\\{2,}")
 _SPELLED = {b"2b": b"+", b"2f": b"/", b"": b""}
@@ -148,9 +150,12 @@ def _texts(raw: bytes, cut: bool) -> Iterator[tuple[bytes, bool]]:
     """All that may be names and digits in some bytes, without what is between the digits; and whether it is cut."""
     if runs := _runs(raw, _OF_TEXT, _NAME_BYTES):
         text = _APART.join(raw[start:end] for start, end in runs)
+        goes_on = cut and runs[-1][1] == len(raw)
         if any(mark in text for mark in _ADDED_MARKS):
             text = _ADDED.sub(_spelled, _BACKSLASHES.sub(rb"\\", text))
-        yield text, cut and runs[-1][1] == len(raw)
+            if goes_on:  # else the digits before it would seem to end there
+                text = _ADDED_IN_PART.sub(b"", text)
+        yield text, goes_on
     if b"\n" in raw and _CELL.search(raw if raw.isascii() else _in_columns(raw)):
         yield from _cells(raw, cut)
 
