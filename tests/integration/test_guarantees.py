@@ -44,8 +44,8 @@ def batch_size(pipe: Any, inject: Any, step: str, **write: Any) -> int:
 def crash_case(guarantee: str, step: str, engine: str) -> Any:
     """`make test` has every crash of the weaker guarantees with one of driver and tasks, `make test-long` with both.
     (Those of transactions are in test_crashes.py.)"""
-    first = {"write": "driver", "progress": "driver"} if guarantee == "at_least_once" else {"progress": "driver"}
-    in_short = guarantee != "exactly_once" and first.get(step, "tasks") == engine
+    by_driver = {"write", "progress"} if guarantee == "at_least_once" else {"progress"}
+    in_short = guarantee != "exactly_once" and engine == ("driver" if step in by_driver else "tasks")
     marks = [] if in_short else [pytest.mark.long]
     return pytest.param(guarantee, step, engine, marks=marks)
 

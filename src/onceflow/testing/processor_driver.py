@@ -15,10 +15,11 @@ import pyarrow as pa
 from onceflow.errors import ProcessorError
 from onceflow.options.durations import duration_ms
 from onceflow.planning.dead_letter_limit import merged
+from onceflow.protocol.headers import Header
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import ColumnProcessor, Processor
-from onceflow.state.api.record import Header, Record
+from onceflow.state.api.record import Record
 from onceflow.state.api.scope import Scope
 from onceflow.state.api.serdes import BYTES, struct
 from onceflow.state.api.timers import Timer, timer_of

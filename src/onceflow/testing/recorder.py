@@ -25,7 +25,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from onceflow import hooks
-from onceflow.state.api.record import Header, Record
+from onceflow.protocol.headers import Header
+from onceflow.state.api.record import Record
 from onceflow.testing.final import read_final
 from onceflow.testing.history import History, Op, OutputsOf, Tag, Verdict, check
 from onceflow.testing.observed import FAIL, HEADER, INVOKE, OK, TopicOffsets

@@ -31,9 +31,9 @@ from onceflow.client.topics import create_own_topic, find_topic, find_topics, to
 from onceflow.client.transactions import Transactions
 from onceflow.clock import clock_ms
 from onceflow.errors import FencedError, OptionError, PermissionDeniedError, counted
+from onceflow.protocol.headers import Header
 from onceflow.protocol.names import transactional_id_of_parked
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.state.api.record import Header
 from onceflow.state.changelog.topics import check_readable
 from onceflow.state.engine import dead_letters
 from onceflow.state.engine.retry import RETRY_TOPIC

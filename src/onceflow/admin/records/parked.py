@@ -36,9 +36,9 @@ from onceflow.errors import (
     TransactionTimeoutError,
     located,
 )
+from onceflow.protocol.headers import Header
 from onceflow.protocol.names import transactional_id_of_parked
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
-from onceflow.state.api.record import Header
 from onceflow.state.engine import dead_letters
 from onceflow.state.engine.retry import KEY, NULL_VALUE, PARKED, PARKED_WHY, RETRY_TOPIC
 

@@ -11,7 +11,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from onceflow.state.api.record import Header, Record
+from onceflow.protocol.headers import Header
+from onceflow.state.api.record import Record
 from onceflow.state.format import exact_json
 
 _BASE64 = "_base64"

@@ -311,7 +311,7 @@ def batch_commit(prepared: PreparedQuery, options: SinkOptions, location: Checkp
         delivery=delivered,
         numbering=numbering,
         state=state,
-        joins=Joins(startup.joins, session.cluster, progress, settings=takeover.settings, flow=startup.flow),
+        joins=Joins(startup.joins, session.cluster, progress, flow=startup.flow),
         calls=RowCalls(startup.calls, options.transaction_timeout_s),
     )
 

@@ -185,13 +185,11 @@ class Joins:
         cluster: Cluster,
         progress: Progress,
         *,
-        settings: ClientSettings,
         flow: str,
     ) -> None:
         self._specs = {spec.topic: spec for spec in specs}
         self._every = tuple(specs)
         self._cluster = cluster
-        self._settings = settings
         self._flow = flow
         self._looked_at: float | None = None
         self._moves = 0
@@ -278,7 +276,7 @@ class Joins:
         """
         if not self._specs:
             return
-        task = CopiesTask(CopiesOrder(self._every, self.ends, self._settings))
+        task = CopiesTask(CopiesOrder(self._every, self.ends, self._cluster.settings))
         if isinstance(rows, FetchedRows):
             found = [task(0)]
         else:

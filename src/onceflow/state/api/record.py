@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Header = tuple[str, bytes | None]
+if TYPE_CHECKING:
+    from onceflow.protocol.headers import Header  # needs Arrow
 
 
 class Record:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from onceflow import user_code
 from onceflow.errors import BadRecordError
+from onceflow.protocol.headers import Header
 from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP, known_ms
 from onceflow.protocol.topic_rules import TopicRules
-from onceflow.state.api.record import Header, Record
+from onceflow.state.api.record import Record
 from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, shown, stack_of, text_of
 from onceflow.state.format import exact_json
 from onceflow.user_code import cut

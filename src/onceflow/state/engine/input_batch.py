@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 
 from onceflow.errors import SchemaError
 from onceflow.protocol import timestamps
+from onceflow.protocol.headers import Header
 from onceflow.protocol.timestamps import LATEST_MS
-from onceflow.state.api.record import Header
 
 # The first float of each type that may stand for another whole number.
 _FIRST_ROUNDED = {"halffloat": 2.0**11, "float": 2.0**24, "double": 2.0**53}

@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError, SchemaError
 from onceflow.protocol import timestamps
-from onceflow.protocol.headers import HEADERS
+from onceflow.protocol.headers import HEADERS, Header
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.topic_rules import ANYTHING, UNLIMITED, WriteRules
-from onceflow.state.api.record import Header, Record
+from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES
 from onceflow.state.api.user_errors import not_encoded
 from onceflow.state.engine.dead_letters import fitted

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from onceflow.errors import BadRecordError, OptionError, SchemaError
 from onceflow.options.arguments import known_arguments
 from onceflow.options.durations import duration_ms
+from onceflow.protocol.headers import Header
 from onceflow.protocol.timestamps import known_ms
 from onceflow.state.api.deduplication import SOURCE_COLUMNS
 from onceflow.state.api.processor import Processor
-from onceflow.state.api.record import Header, Record
+from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import STRING, Serde
 from onceflow.state.api.user_errors import MAX_MESSAGE
 from onceflow.state.engine import dead_letters
