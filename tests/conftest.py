@@ -589,7 +589,7 @@ def killed_together(tmp_path: Path) -> Iterator[Callable[..., None]]:
             step = name.partition(" ")[0]
             batch = {} if step == "init" else {"batch": batches.get(name, 2)}
             rule = faults.fault(step, "pause", flow=pipe.flow, once_file=str(reached[name]), **batch)
-            rules += faults.rules_of(rule)
+            rules += faults.parsed(rule)
         arguments = [pipe.arguments(**options[step]) for step, pipe in pipes.items()]
         process = run_driver(DRIVERS, faults.value_of(*rules), arguments)
         said: list[str] = []

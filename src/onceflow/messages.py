@@ -29,8 +29,8 @@ from onceflow.errors import BatchAbortedError, OnceflowError
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.compression import PRODUCER
 from onceflow.protocol.names import OwnTopics, TopicPartition
+from onceflow.protocol.output_limits import OutputLimits
 from onceflow.protocol.timestamps import ANY_TIME, AcceptedTimes
-from onceflow.protocol.topic_rules import TopicRules
 from onceflow.user_code import cut
 
 if TYPE_CHECKING:  # so that tasks that only write do not load ``state``
@@ -99,7 +99,7 @@ class Routing:
 class OutputTopic:
     """An output topic as the driver saw it when the batch began; every task uses the same numbers.
 
-    Args: see `TopicRules`.
+    Args: see `OutputLimits`.
     """
 
     partitions: int
@@ -108,9 +108,9 @@ class OutputTopic:
     compacted: bool = False
     stored: str = PRODUCER
 
-    def rules(self, topic: str, compression: str) -> TopicRules:
+    def limits(self, topic: str, compression: str) -> OutputLimits:
         """What the topic takes of records that are compressed so."""
-        return TopicRules(topic, self.max_message_bytes, self.compacted, self.stored, compression, self.times)
+        return OutputLimits(topic, self.max_message_bytes, self.compacted, self.stored, compression, self.times)
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class CopiesOrder:
 
 
 @dataclass(frozen=True)
-class TaskPlace:
+class TaskInfo:
     """Where code runs: Spark's numbers for the task, or the driver.
 
     Args:
@@ -253,8 +253,8 @@ class TaskPlace:
     stage: int = -1
 
 
-#: The place of code of a task that runs in the driver.
-DRIVER = TaskPlace("driver", -1, 0)
+#: Code of a task that runs in the driver.
+DRIVER = TaskInfo("driver", -1, 0)
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class Report:
     """A task's report about one partition that it has written, or only that the task ran.
 
     Args:
-        task, attempt, stage: see `TaskPlace`.
+        task, attempt, stage: see `TaskInfo`.
         topic, partition: the partition that was written; topic is None in a report that only says that the task ran.
         base_offset: offset of the first record written to the partition.
         count: how many records were acknowledged in the partition.

@@ -427,7 +427,7 @@ def arrived_counts_as_taken(patch: Patch) -> None:
         found = take(self, *arguments)
         self.last = found.source.end
         for part in self._waiting:
-            topic, partition = part.place
+            topic, partition = part.topic_partition
             self.last[topic][partition] = max(self.last[topic][partition], part.end)
         return replace(found, source=replace(found.source, start=last, end=self.last))
 

@@ -116,7 +116,7 @@ def test_extra_attempts(make_pipe: Any) -> None:
     fails = faults.fault("write", "raise", where="task", task=0, batch=1, once_file=str(failed))
     loses = faults.fault("begin", "lose-shuffle", where="task", task=0, batch=2, folder=str(local), once_file=str(lost))
     process = pipe.driver(
-        faults.value_of(*faults.rules_of(fails), *faults.rules_of(loses)),
+        faults.value_of(*faults.parsed(fails), *faults.parsed(loses)),
         master="local[2,2]",
         spark={"spark.local.dir": str(local), "spark.default.parallelism": "4"},
         task_bytes=1,

@@ -595,7 +595,7 @@ def test_what_flows_write_is_read_too_or_nothing_is_deleted(
         independent.fill(onceflow_broker, topic, [(b"k", raw)])
     now, first, second = clock_ms(), f"one-{source}", f"two-{source}"
     flows = [
-        Progress(first, 1, {source: {0: 1}}, {}, now, {table: {0: 1}}, outputs=(out,), letters={letters: "late"}),
+        Progress(first, 1, {source: {0: 1}}, {}, now, {table: {0: 1}}, outputs=(out,), side_topics={letters: "late"}),
         Progress(second, 1, {out: {0: 1}}, {}, now, outputs=(end,)),
     ]
     write_progress(onceflow_broker, *flows)

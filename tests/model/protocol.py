@@ -69,7 +69,7 @@ from onceflow.protocol.transaction import (
     ProgressState,
     TransactionState,
     find,
-    rules_of,
+    transitions_of,
 )
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Model(Kafka):
             if after is None and self.follows_the_table:
                 raise IllegalEventError(f"{event.name} at: {transaction_state}")
             if after is None:
-                rule = rules_of(event, self.mode)[0]
+                rule = transitions_of(event, self.mode)[0]
                 phase, epoch, progress_state = transaction_state
                 after = TransactionState(
                     rule.phases.get(phase) or next(iter(rule.phases.values())),

@@ -155,11 +155,11 @@ def test_epochs_of_wrong_types_are_refused(epochs: Any) -> None:
 
 def test_golden_bytes_of_a_flow_that_names_its_letters() -> None:
     """As above."""
-    golden = GOLDEN.replace(b'"offsets":', b'"letters":{"given-up":"parked","rejected":"dead letter"},"offsets":')
-    progress = replace(PROGRESS, letters={"rejected": "dead letter", "given-up": "parked"})
+    golden = GOLDEN.replace(b'"time_ms":', b'"side_topics":{"given-up":"parked","rejected":"dead letter"},"time_ms":')
+    progress = replace(PROGRESS, side_topics={"rejected": "dead letter", "given-up": "parked"})
     assert encode(progress) == (b"orders", golden)
     assert decode(b"orders", golden) == progress
-    assert decode(b"orders", GOLDEN).letters == {}
+    assert decode(b"orders", GOLDEN).side_topics == {}
 
 
 def test_golden_bytes_of_a_table_with_event_time() -> None:
@@ -224,7 +224,7 @@ forks = st.builds(
             max_size=2,
         ),
         outputs=st.lists(names, max_size=3).map(tuple),
-        letters=st.dictionaries(names, names, max_size=3),
+        side_topics=st.dictionaries(names, names, max_size=3),
         joined=offsets,
         joined_ms=st.one_of(st.none(), st.integers(0, 2**60)),
         driver=st.one_of(st.none(), st.builds(DriverProcess, names, st.integers(0, 2**31), st.integers(0, 2**60))),
@@ -432,8 +432,8 @@ def test_record_of_another_flow() -> None:
         {"offsets": {"a": 5}},
         {"outputs": "a"},
         {"outputs": [5]},
-        {"letters": ["a"]},
-        {"letters": {"a": None}},
+        {"side_topics": ["a"]},
+        {"side_topics": {"a": None}},
         {"offsets": {"a": {"x": 5}}},
         {"offsets": {"a": {"-1": 5}}},
         {"offsets": {"a": {"²": 5}}},

@@ -157,7 +157,9 @@ def offsets_of(parts: Any) -> dict[int, list[int]]:
     for each in parts:
         assert isinstance(each, FetchedPart)
         for rows in each.rows(QUERY):
-            found.setdefault(each.place[1], []).extend(int(value) for value in rows.column("value").to_pylist())
+            found.setdefault(each.topic_partition[1], []).extend(
+                int(value) for value in rows.column("value").to_pylist()
+            )
     return found
 
 
@@ -187,7 +189,7 @@ class Written:
         assert source.start[TOPIC].items() >= self.progress.offsets[TOPIC].items(), "I2"
         if isinstance(rows, RangeRows):
             assert rows.range == source
-            taken = {p: self._logs.records(p, start, end) for _, p, start, end in source.places()}
+            taken = {p: self._logs.records(p, start, end) for _, p, start, end in source.ranges()}
         else:
             assert isinstance(rows, FetchedRows)
             taken = offsets_of(rows.parts)

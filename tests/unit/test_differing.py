@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onceflow.admin.verify.report import Report
-from onceflow.admin.verify.tally import Difference, Place
+from onceflow.admin.verify.tally import Difference, RecordOffset
 from onceflow.admin.versions.differing import described, without
 from onceflow.errors import OptionError
 
@@ -28,8 +28,8 @@ class Reader:
 
 
 def told(old: Records, new: Records, *ignored: str) -> list[str]:
-    lost = [Difference(1, 0, (Place("out", 0, n),)) for n in range(len(old))]
-    more = [Difference(0, 1, (Place("out-v2", 0, n),)) for n in range(len(new))]
+    lost = [Difference(1, 0, (RecordOffset("out", 0, n),)) for n in range(len(old))]
+    more = [Difference(0, 1, (RecordOffset("out-v2", 0, n),)) for n in range(len(new))]
     reader: Any = Reader(old, new)
     found = list(described([*more, *lost], ({"out": "out-v2"}, ("a", "b")), reader, without(ignored)))
     assert sum(len(places) for _, places in found) == len(old) + len(new)

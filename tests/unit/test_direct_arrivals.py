@@ -41,7 +41,7 @@ def part(start: int, end: int, *, partition: int = 0, topic: str = "in", without
 def offsets_of(taken: Taken) -> dict[tuple[str, int], list[int]]:
     found: dict[tuple[str, int], list[int]] = {}
     for each in taken.parts:
-        found.setdefault(each.place, []).extend(
+        found.setdefault(each.topic_partition, []).extend(
             int(v) for rows in each.rows(QUERY) for v in rows.column("value").to_pylist()
         )
     return found
@@ -175,10 +175,12 @@ def test_ranges_are_contiguous_and_records_are_taken_once_in_order(seed: int) ->
     arrivals = Arrivals({"in": dict.fromkeys(range(partitions), 0)})
     waiting = list(pieces(rng, partitions))
     wanted: Mapping[tuple[str, int], list[int]] = {
-        ("in", p): [o for each in waiting if each.place == ("in", p) for o in each.chunk.records.offsets.tolist()]
+        ("in", p): [
+            o for each in waiting if each.topic_partition == ("in", p) for o in each.chunk.records.offsets.tolist()
+        ]
         for p in range(partitions)
     }
-    got: dict[tuple[str, int], list[int]] = {place: [] for place in wanted}
+    got: dict[tuple[str, int], list[int]] = {topic_partition: [] for topic_partition in wanted}
     before = arrivals.nothing().end
     while waiting or arrivals.has_offsets:
         for _ in range(rng.randrange(3)):
@@ -191,9 +193,9 @@ def test_ranges_are_contiguous_and_records_are_taken_once_in_order(seed: int) ->
         assert taken.source.start == before
         assert taken.source.max_rows <= min(every, limit.get("in", every))
         before = taken.source.end
-        for place, offsets in offsets_of(taken).items():
-            start, end = taken.source.start["in"][place[1]], taken.source.end["in"][place[1]]
+        for topic_partition, offsets in offsets_of(taken).items():
+            start, end = taken.source.start["in"][topic_partition[1]], taken.source.end["in"][topic_partition[1]]
             assert all(start <= offset < end for offset in offsets)
-            got[place] += offsets
+            got[topic_partition] += offsets
     assert got == wanted
     assert (arrivals.nbytes, arrivals.offsets) == (0, {"in": 0})

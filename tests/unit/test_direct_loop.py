@@ -432,7 +432,7 @@ def test_tasks_read_on_while_one_leader_does_not_answer(
     logs.silent, read = {1}, []
 
     def batch(source: SourceRange) -> None:
-        read.append({partition for _, partition, start, end in source.places() if end > start})
+        read.append({partition for _, partition, start, end in source.ranges() if end > start})
         if source.end[TOPIC][0] == 50:
             logs.silent = set()
 

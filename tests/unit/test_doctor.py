@@ -461,7 +461,7 @@ def test_cleanup_policy(role: str, policy: str | None, level: Level) -> None:
 
 
 def test_cleanup_policy_of_letters() -> None:
-    progress = Progress("f", 7, {}, {}, NOW_MS, letters={"failed": "dead letter", "parked": "parked"})
+    progress = Progress("f", 7, {}, {}, NOW_MS, side_topics={"failed": "dead letter", "parked": "parked"})
     topics = [topic(name, OUTPUT, cleanup_policy="compact") for name in ("failed", "parked")]
     found = run(doctor_topics.check_cleanup, facts(*topics, flow=flow(progress=progress)))
     assert the_bad_one(found, Level.ERROR, "of dead letter records with the same key").subject == f"{OUTPUT} failed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from dataclasses import replace
@@ -20,7 +21,7 @@ from onceflow.driver.external.waiting import at_start
 from onceflow.driver.start import external_run
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, OptionError, ProcessorError, ProtocolError
 from onceflow.external.sink import BatchAttempt, ProgressRow, RefusedRow, UnavailableError, next_generation
-from onceflow.messages import TaskPlace
+from onceflow.messages import TaskInfo
 from onceflow.planning.external_start import of_row, plan_external
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names
@@ -262,6 +263,24 @@ def test_why_a_start_fails(problem: Exception, error: type[Exception], what: str
     assert str(problem) in found.detail
 
 
+@pytest.mark.parametrize("looks", range(8))
+def test_a_start_names_what_it_waits_for_whenever_its_time_ends(looks: int) -> None:
+    """Also if the deadline passes between two looks at the clock."""
+    ticks = itertools.count()
+
+    def call() -> None:
+        raise UnavailableError("locked by pid 7", "end pid 7")
+
+    deadline = Deadline(looks, "the start", clock=lambda: float(next(ticks)), sleep=lambda _: None)
+    with pytest.raises(DeadlineExceededError) as raised:
+        at_start(call, deadline, "t", "f")
+    found: Any = raised.value
+    assert (found.what, found.detail.partition(" (")[0]) == (
+        "t cannot be used at the moment",
+        "UnavailableError: locked by pid 7",
+    )
+
+
 class Careless(ExternalSink):
     """Its methods do what ``does`` says."""
 
@@ -280,7 +299,7 @@ class Careless(ExternalSink):
 def test_a_sink_has_to_return_a_receipt(returned: Any) -> None:
     """Otherwise its commit does not find the rows."""
     order = ExternalOrder(Careless(lambda: returned), "f", BatchAttempt("f@c", "o", 1, 4, 1))
-    (report,) = write_external(order, TaskPlace("driver", 0, 0, 0), []).written
+    (report,) = write_external(order, TaskInfo("driver", 0, 0, 0), []).written
     assert isinstance(report.error, OptionError)
     assert f"Careless.write returned {type(returned).__name__}, not bytes" in str(report.error)
     assert (report.error.flow, report.error.batch) == ("f", 4)
@@ -301,7 +320,7 @@ def test_a_row_that_cannot_be_made_is_no_error_of_the_sink() -> None:
         raise problem
 
     order = ExternalOrder(Wrapping(lambda: b""), "f", BatchAttempt("f@c", "o", 1, 4, 1))
-    place = TaskPlace("driver", 0, 0, 0)
+    place = TaskInfo("driver", 0, 0, 0)
     (report,) = write_external(order, place, rows(ProcessorError("bad row", next_step="none"))).written
     assert isinstance(report.error, ProcessorError)
     with pytest.raises(ArithmeticError):

@@ -304,7 +304,7 @@ def test_wrong_rules_in_the_variable_are_not_ignored(monkeypatch: pytest.MonkeyP
 
 def test_fault_writes_what_the_hook_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     text = fault("end", "raise", batch=4, times=2)
-    assert faults.rules_of(text) == [{"step": "end", "action": "raise", "batch": 4, "times": 2}]
+    assert faults.parsed(text) == [{"step": "end", "action": "raise", "batch": 4, "times": 2}]
     monkeypatch.setenv(hooks.VARIABLE, text)
     assert fires("end", batch=4)
 

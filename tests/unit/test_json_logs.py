@@ -27,7 +27,7 @@ from onceflow.driver.batch.batches import timed
 from onceflow.driver.batch.sink import BatchSink
 from onceflow.errors import FencedError, OptionError
 from onceflow.logs import json_logs, log_context
-from onceflow.messages import TaskPlace
+from onceflow.messages import TaskInfo
 from onceflow.planning.options import SinkOptions
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.task import task_logs
@@ -211,7 +211,7 @@ def test_lines_of_a_task(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     order: Any = SimpleNamespace(flow="f", batch=7, producer=ProducerIdAndEpoch(4000, 3))
 
     def rows() -> Iterator[int]:
-        with task_logs.of_batch(order, TaskPlace("task", 5, 0, 0)):
+        with task_logs.of_batch(order, TaskInfo("task", 5, 0, 0)):
             log.info("first")
             yield 1
             log.info("second")

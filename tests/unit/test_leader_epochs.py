@@ -18,14 +18,13 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.leader_epochs import epoch_ends, look_at_leaders
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import DeadlineExceededError, UnknownTopicError
-
-Place = tuple[str, int]
+from onceflow.protocol.names import TopicPartition
 
 
 class Leaders:
     """A cluster. ``led``: the broker that leads each partition, -1: none; ``silent`` brokers do not answer."""
 
-    def __init__(self, led: Mapping[Place, int], silent: Iterable[int] = ()) -> None:
+    def __init__(self, led: Mapping[TopicPartition, int], silent: Iterable[int] = ()) -> None:
         self.led, self.silent = dict(led), {*silent}
         self.known: dict[str, TopicInfo] = {}
         self.gone: set[str] = set()
@@ -112,7 +111,9 @@ def test_each_leader_is_asked_for_the_topics_of_its_partitions_only() -> None:
 
 
 @pytest.mark.parametrize("led, silent", [({("b", 0): -1}, ()), ({("b", 0): 2}, (2,))], ids=["no leader", "no answer"])
-def test_a_partition_whose_leader_does_not_answer_is_left_out(led: dict[Place, int], silent: tuple[int, ...]) -> None:
+def test_a_partition_whose_leader_does_not_answer_is_left_out(
+    led: dict[TopicPartition, int], silent: tuple[int, ...]
+) -> None:
     cluster: Any = Leaders({("a", 0): 1, ("a", 1): 1, **led}, silent)
     view = look_at_leaders(cluster, [("a", 0), ("a", 1), ("b", 0)], cluster.deadline(3))
     assert view.epochs == {("a", 0): 7, ("a", 1): 7}

@@ -68,7 +68,7 @@ def test_members_share_the_partitions() -> None:
     one, two = Instance("a", [0, 1, 2, 3]), Instance("b", [])
     decided = one.members.decided({**one.says, **two.says}, 7)
     for each in (one, two):
-        each.members.told(decided[each.member], each.member, 7)
+        each.members.on_assignment(decided[each.member], each.member, 7)
     assert one.owners == two.owners
     assert set(one.owners) == {"a"}  # b has restored nothing yet
     assert sorted(two.holding.wanted[0]["t"] + one.holding.wanted[0]["t"]) != [0, 1, 2, 3]  # b restores some beside a
@@ -81,7 +81,7 @@ def test_what_an_instance_has_said_says_nothing_about_another_member() -> None:
     for members in ({"stranger": sealed}, {"stranger": b""}, {"stranger": b"0" * 64 + b"{}"}):
         decided = here.members.decided({**members, **here.says}, 3)
         assert set(decided) == {here.member}  # strangers are told nothing
-        here.members.told(decided[here.member], here.member, 3)
+        here.members.on_assignment(decided[here.member], here.member, 3)
         assert set(here.owners) == {"a"}
 
 
@@ -91,14 +91,14 @@ def test_an_earlier_assignment_is_not_believed() -> None:
     of_others = other.members.decided(other.says, 6)[other.member]
     here.share.partitions_now = 8
     now = here.members.decided(here.says, 6)[here.member]
-    here.members.told(now, here.member, 6)
+    here.members.on_assignment(now, here.member, 6)
     known, wanted = here.routes.tables, list(here.holding.wanted)
     assert len(here.owners) == 8
     for repeated, member in ((old, here.member), (of_others, here.member), (now, "another-life"), (b"", here.member)):
         with pytest.raises(_StrangerError):
-            here.members.told(repeated, member, 6)
+            here.members.on_assignment(repeated, member, 6)
     with pytest.raises(_StrangerError):
-        here.members.told(now, here.member, 7)  # that of the generation before
+        here.members.on_assignment(now, here.member, 7)  # that of the generation before
     assert here.routes.tables is known
     assert here.holding.wanted == wanted
 
@@ -109,6 +109,6 @@ def test_another_secret(caplog: pytest.LogCaptureFixture) -> None:
     assert set(decided) == {here.member}
     assert "1 member has no secret of this instance" in caplog.text
     with pytest.raises(_StrangerError):
-        other.members.told(decided[here.member], other.member, 1)
+        other.members.on_assignment(decided[here.member], other.member, 1)
     assert b"secret" not in decided[here.member]
     assert orjson.loads(decided[here.member][64:])["members"] == [here.member]

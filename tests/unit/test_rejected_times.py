@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import onceflow
 from onceflow import BadRows, ColumnProcessor, Processor, Record, serdes, windows
+from onceflow.protocol.output_limits import OutputLimits, WriteLimits
 from onceflow.protocol.progress import Origin
-from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.state.api.deduplication import EVENT_TIME, Deduplication
 from onceflow.state.engine.watermark import Watermark
 from onceflow.state.stores.memory_store import MemoryStore
@@ -150,7 +150,7 @@ class Run:
     def batch(self, records: Sequence[One], arriving: Sequence[One]) -> tuple[list[bytes | None], int | None]:
         """Run a batch. Returns the keys of its late records, and the watermark behind it."""
         self.watermark.planned({("in", each.partition) for each in arriving})
-        topic = TopicRules("out", max_message_bytes=BYTES_OF_A_RECORD)
+        topic = OutputLimits("out", max_message_bytes=BYTES_OF_A_RECORD)
         run = engine_of(
             None,
             self.make(),
@@ -161,7 +161,7 @@ class Run:
             dead_letter_topic="dead",
             late_topic="late",
             source_topic="in",
-            rules=WriteRules(lambda name: topic if name is None else None),
+            limits=WriteLimits(lambda name: topic if name is None else None),
         )
         run.start()
         if records:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onceflow.errors import OptionError, ProcessorError
-from onceflow.protocol.topic_rules import TopicRules, WriteRules
+from onceflow.protocol.output_limits import OutputLimits, WriteLimits
 from onceflow.state.api.record import Record
 from onceflow.state.api.timers import Timer
 from onceflow.state.engine import dead_letters
@@ -328,9 +328,9 @@ def test_what_waits_does_not_expire() -> None:
 @pytest.mark.parametrize("on_error", ["fail", "dead-letter"])
 def test_what_the_retry_topic_refuses_is_parked(on_error: str) -> None:
     """It stopped the flow at each start, or stayed in the table for ever, without a timer."""
-    small, large = TopicRules("retry", 1000), TopicRules("any", 1_000_000)
-    rules = WriteRules(lambda topic: small if topic == "retry" else large, large)
-    driver = ProcessorDriver(policy(), rules=rules, on_error=on_error)
+    small, large = OutputLimits("retry", 1000), OutputLimits("any", 1_000_000)
+    limits = WriteLimits(lambda topic: small if topic == "retry" else large, large)
+    driver = ProcessorDriver(policy(), limits=limits, on_error=on_error)
     noise = random.Random(7).randbytes(5000)
     for value in (noise, b"small", noise):
         driver.send(ORIGIN, value, headers=[*letter(), (dead_letters.ERROR_MESSAGE, b"no answer")])

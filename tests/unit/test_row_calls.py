@@ -22,7 +22,7 @@ from onceflow.errors import (
     StorageUnavailableError,
 )
 from onceflow.planning.options import BatchSummary
-from onceflow.protocol.topic_rules import TopicRules
+from onceflow.protocol.output_limits import OutputLimits
 from onceflow.task import call_rows
 from onceflow.task.call_rows import CallOrder, CallReport, CallReports, CallRows
 
@@ -66,16 +66,16 @@ def test_only_reports_of_this_attempt_count() -> None:
     session = SimpleNamespace(sparkContext=SimpleNamespace(setLocalProperty=properties.__setitem__))
     df: Any = SimpleNamespace(sparkSession=session)
     rows, source = RowCalls([order], 60), Any
-    rules = TopicRules("out", 5000, compression="zstd")
+    limits = OutputLimits("out", 5000, compression="zstd")
 
-    def rules_of(topics: Any) -> dict[str, TopicRules]:
+    def limits_of(topics: Any) -> dict[str, OutputLimits]:
         assert set(topics) == {"out", "failed"}
-        return {"out": rules}
+        return {"out": limits}
 
     summary = BatchSummary(7, 10, attempts=2, records=10)
-    rows.begin(df, Attempt(7, source, summary), rules_of)  # type: ignore[arg-type]
+    rows.begin(df, Attempt(7, source, summary), limits_of)  # type: ignore[arg-type]
     told = json.loads(properties["onceflow.calls"])
-    assert (told["attempt"], [TopicRules.of(each) for each in told["rules"]]) == ("7/2", [rules])
+    assert (told["attempt"], [OutputLimits.of(each) for each in told["limits"]]) == ("7/2", [limits])
     two = CallReport(5, 2, {"ValueError": (2, "in-0, offset 3")})
     one = CallReport(5, 1)
     reports.value = {("7/2", 0, 0): [two], ("7/1", 1, 0): [CallReport(5, 5)], ("7/2", 0, 1): [two]}
@@ -86,12 +86,12 @@ def test_only_reports_of_this_attempt_count() -> None:
     rows.on_commit(summary)
     assert (summary.records, summary.dead_letters) == (6, 4)
     # A batch without outputs: an earlier version has written and counted its dead letters.
-    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1), without_outputs=True), rules_of)  # type: ignore[arg-type]
+    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1), without_outputs=True), limits_of)  # type: ignore[arg-type]
     reports.value = {("8/1", 0, 0): [CallReport(5, 5)]}
     rows.check()
     rows.on_commit(summary)
     assert summary.dead_letters == 4
-    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1)), rules_of)  # type: ignore[arg-type]
+    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1)), limits_of)  # type: ignore[arg-type]
     reports.value = {("8/1", 0, 0): [CallReport(5, 1)]}
     with pytest.raises(DeadLetterLimitError, match="5 of 20 records"):
         rows.check()
@@ -150,8 +150,8 @@ def test_a_store_that_is_away_makes_no_dead_letters() -> None:
 
 
 def test_a_result_that_its_topic_does_not_take_is_a_dead_letter(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = {"out": TopicRules("out", 10_000), "failed": TopicRules("failed", 9_000)}
-    moment = call_rows._Moment("7/1", 0, 0, None, rules)
+    limits = {"out": OutputLimits("out", 10_000), "failed": OutputLimits("failed", 9_000)}
+    moment = call_rows._Moment("7/1", 0, 0, None, limits)
     monkeypatch.setattr(call_rows._Moment, "now", lambda: moment)
     order = CallOrder(onceflow.concurrently(lambda record: record.value * 2), "out", "failed", None, None, "flow")
     order = replace(order, value=onceflow.serdes.BYTES, output=onceflow.serdes.BYTES)

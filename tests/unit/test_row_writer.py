@@ -22,7 +22,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import TopicLimits
 from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError, BatchAbortedError, FencedError, ProtocolError, UnknownTopicError
-from onceflow.messages import REPORT_SCHEMA, OutputTopic, Report, Routing, TaskPlace, WriteOrder, from_rows
+from onceflow.messages import REPORT_SCHEMA, OutputTopic, Report, Routing, TaskInfo, WriteOrder, from_rows
 from onceflow.protocol.batches import EncodedBatch, ProducerIdAndEpoch
 from onceflow.protocol.timestamps import ANY_TIME, AcceptedTimes
 from onceflow.task import row_writer
@@ -132,7 +132,7 @@ BY_KEY = Routing("key", tasks=1, hash_key=True)
 
 
 def writer(task: int = 0, cluster: Any = None, **changes: Any) -> RowWriter:
-    return RowWriter(replace(ORDER, **changes), TaskPlace("task", task, 0), cluster or FakeCluster())
+    return RowWriter(replace(ORDER, **changes), TaskInfo("task", task, 0), cluster or FakeCluster())
 
 
 def rows(partitions: list[int | None] | None = None, first: int = 0, **columns: Any) -> pa.RecordBatch:
@@ -573,10 +573,10 @@ def test_rows_are_taken_only_as_they_are_sent(recorder: Recorder) -> None:
 # ---- write_rows --------------------------------------------------------------------------------------
 
 
-THIRD = TaskPlace("task", 3, 0, 40)
+THIRD = TaskInfo("task", 3, 0, 40)
 
 
-def run(batches: Any, place: TaskPlace = THIRD, **changes: Any) -> tuple[Report, ...]:
+def run(batches: Any, place: TaskInfo = THIRD, **changes: Any) -> tuple[Report, ...]:
     cluster: Any = FakeCluster()
     order = replace(ORDER, **{"routing": Routing("key", 4, False), **changes})
     return row_writer.write_rows(order, place, batches, cluster).written
@@ -620,7 +620,7 @@ def test_extra_task_attempt_writes_nothing(recorder: Recorder) -> None:
         raise AssertionError("rows were asked for")
         yield
 
-    (one,) = run(stream(), TaskPlace("task", 3, 1, 40))
+    (one,) = run(stream(), TaskInfo("task", 3, 1, 40))
     assert isinstance(one.error, BatchAbortedError)
     assert "task 3 is at attempt 1" in one.error.what
     assert (one.attempt, recorder.made) == (1, [])
@@ -633,7 +633,7 @@ def test_tasks_announce_write_after_the_last_acknowledgement(
     monkeypatch.setattr(hooks, "at", lambda step, **facts: told.append((step, facts, recorder.flushed)))
     run([rows([0])])
     assert told == [("write", {"where": "task", "flow": "orders", "batch": 8, "task": 3}, 1)]
-    run([rows([0])], TaskPlace("driver", -1, 0))
+    run([rows([0])], TaskInfo("driver", -1, 0))
     assert len(told) == 1, "the driver announces the step itself"
     run([rows([99])])
     assert len(told) == 1, "a failed write is no write"

@@ -247,7 +247,7 @@ def test_hosts_of_one_name_verify_their_own_copies(tmp_path: Path, boot: Any, ot
     if other_machine:
         boot("of the other machine")
     else:  # a run that has not seen the other folder yet
-        flow.table._verified = {(flow.spec.place(), partition) for partition in range(PARTITIONS)}
+        flow.table._verified = {(flow.spec.location(), partition) for partition in range(PARTITIONS)}
     there.batch = flow.batch = 2
     there.run(KEYS)
     assert there.counted() == dict.fromkeys(KEYS, 103)

@@ -10,8 +10,8 @@ import pytest
 from onceflow.protocol.transaction import (
     GIVEN,
     NOT_ABORTABLE,
-    RULES,
     START,
+    TRANSITIONS,
     Epoch,
     Event,
     IllegalEventError,
@@ -172,10 +172,10 @@ def test_a_commit_has_every_row_and_progress(mode: Mode) -> None:
         if Event.COMMIT in events:
             assert transaction_state.phase in (Phase.SEALED, Phase.COMMITTING, Phase.COMPLETING_COMMIT)
     leads = {
-        rule.event
-        for rule in RULES
-        for source, target in rule.phases.items()
-        if mode in rule.modes and target is Phase.SEALED and source is not target
+        transition.event
+        for transition in TRANSITIONS
+        for source, target in transition.phases.items()
+        if mode in transition.modes and target is Phase.SEALED and source is not target
     }
     assert leads == {Event.PROGRESS_WRITTEN, Event.COMMIT_REFUSED}
 
@@ -226,15 +226,15 @@ def test_events_are_expected_before_requests_are_sent() -> None:
 # ---- the table and the page ------------------------------------------------------------------------------
 
 
-def test_every_rule_is_of_use() -> None:
-    for rule in RULES:
+def test_every_transition_is_of_use() -> None:
+    for transition in TRANSITIONS:
         used = {
             transaction_state
-            for mode in rule.modes
+            for mode in transition.modes
             for transaction_state, events in transaction_states(mode).items()
-            if rule.event in events and transaction_state.phase in rule.phases
+            if transition.event in events and transaction_state.phase in transition.phases
         }
-        assert used, rule
+        assert used, transition
 
 
 def test_the_page_has_the_diagrams() -> None:

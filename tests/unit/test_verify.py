@@ -14,7 +14,16 @@ from onceflow.admin.verify import tally as tallies
 from onceflow.admin.verify.audit import readings
 from onceflow.admin.verify.identity import identity_of
 from onceflow.admin.verify.progress_history import breaks
-from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Place, RecordComparison, Reordered, digest_of
+from onceflow.admin.verify.tally import (
+    LETTER,
+    OUTPUT,
+    SOURCE,
+    UNDECIDED,
+    RecordComparison,
+    RecordOffset,
+    Reordered,
+    digest_of,
+)
 from onceflow.client.log_reader import LogRecord
 from onceflow.errors import OptionError
 from onceflow.protocol import progress as records
@@ -56,7 +65,11 @@ def test_what_differs(
 ) -> None:
     with tally(tmp_path, sides) as made:
         found = list(made.differences(in_each=in_each))
-        ids = {Place(topic, 0, offset): each for (_, topic), all_ in sides.items() for offset, each in enumerate(all_)}
+        ids = {
+            RecordOffset(topic, 0, offset): each
+            for (_, topic), all_ in sides.items()
+            for offset, each in enumerate(all_)
+        }
         several = {topic for (_, topic) in sides}
         if len(several) == len(sides):  # a topic on two sides has two records at an offset here
             assert {ids[each.places[0]]: (each.expected, each.found) for each in found} == wrong

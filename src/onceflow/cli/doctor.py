@@ -67,18 +67,18 @@ def doctor(
     names = None if flow is None else Names(flow, transactional_id_prefix, group_id_prefix)
     with _quiet():
         host = doctor_machine.this_machine(state_dirs)
-        found = _told("This machine", doctor_machine.local_findings(host, session=not no_session), as_json)
+        found = _print("This machine", doctor_machine.local_findings(host, session=not no_session), as_json)
         try:
             from onceflow.admin.doctor import checks as of_cluster
 
             settings = settings_of(bootstrap_servers, options, config_file)
         except ImportError as problem:  # of the Kafka client, for example
-            found += _told("Kafka", iter([doctor_machine.not_importable(problem)]), as_json)
+            found += _print("Kafka", iter([doctor_machine.not_importable(problem)]), as_json)
         except OptionError as problem:
-            found += _told("Kafka", iter([doctor_machine.no_cluster(problem)]), as_json)
+            found += _print("Kafka", iter([doctor_machine.no_cluster(problem)]), as_json)
         else:
             title = f"Kafka at {settings.bootstrap_servers}" + (f", flow {flow}" if flow else "")
-            found += _told(title, of_cluster.cluster_findings(settings, names, topics, host), as_json)
+            found += _print(title, of_cluster.cluster_findings(settings, names, topics, host), as_json)
     if not as_json:
         counts = {level: sum(each.level.value == level for each in found) for level in _COLOURS}
         click.echo(", ".join(f"{count} {level}" for level, count in counts.items()))
@@ -97,7 +97,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _told(title: str, findings: Iterator[Finding], as_json: bool) -> list[Finding]:
+def _print(title: str, findings: Iterator[Finding], as_json: bool) -> list[Finding]:
     """Print findings: as JSON, as a table on a terminal, else as lines. Returns them."""
     from rich.console import Console
 

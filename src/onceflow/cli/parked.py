@@ -51,7 +51,9 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
     from onceflow.admin.records import parked as parking
 
     found = parking.read(settings, topic)
-    replayed = parking_replay.places(settings, topic) if any(record.dead_letter for record in found) else set()
+    replayed = (
+        parking_replay.replayed_positions(settings, topic) if any(record.dead_letter for record in found) else set()
+    )
     if found and not any(record.cause for record in found):
         raise OptionError(
             f"None of the {counted(len(found))} of {topic} is a dead letter: they have no cause in their headers",

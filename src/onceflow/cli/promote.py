@@ -103,9 +103,9 @@ def _plan(planned: Promoted) -> list[str]:
         f"{planned.new} is at most {counted(planned.gap, 'record')} behind. Its first batches as {planned.flow} "
         "process these without writing outputs."
     )
-    told = [ahead] if planned.ahead else []
-    told += [behind] if planned.gap else []
-    return [*lines, *(told or [f"{planned.new} is as far as {planned.flow}."]), *_warnings(planned)]
+    positions = [ahead] if planned.ahead else []
+    positions += [behind] if planned.gap else []
+    return [*lines, *(positions or [f"{planned.new} is as far as {planned.flow}."]), *_warnings(planned)]
 
 
 def _warnings(planned: Promoted) -> list[str]:

@@ -130,8 +130,8 @@ def status(
         def lines(found: list[FlowStatus]) -> list[str]:
             if as_json:
                 return [json.dumps(to_json(each)) for each in found]
-            told = {text for each in found for text in each.warnings}
-            remarks = [f"warning: {shown(text)}" for text in strange if text not in told]
+            shown_already = {text for each in found for text in each.warnings}
+            remarks = [f"warning: {shown(text)}" for text in strange if text not in shown_already]
             return (details(found) if flows else overview(found)) + remarks
 
         if every_s is not None:

@@ -128,8 +128,8 @@ def _driver(driver: DriverStatus) -> list[str]:
         read = "" if last.read is None else f"{counted(last.read, 'offset')} read, "
         how = f"in {counted(last.attempts, 'attempt')}, {span(last.seconds)}, by {last.ran_in}"
         lines.append(shown(f"last batch of this run: {read}{counted(last.records)} written {how}"))
-    told = [f"{name.replace('_', ' ')} {count:,}" for name, count in driver.counts.items() if count]
-    return lines + ([shown(f"counted by this driver: {', '.join(told)}")] if told else [])
+    counts = [f"{name.replace('_', ' ')} {count:,}" for name, count in driver.counts.items() if count]
+    return lines + ([shown(f"counted by this driver: {', '.join(counts)}")] if counts else [])
 
 
 def _where(host: str, pid: int, since_ms: int) -> str:

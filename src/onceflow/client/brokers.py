@@ -182,12 +182,12 @@ class StableOffsets:
         found = []
         for topic, partitions in stable.items():
             for partition, offset in partitions.items():
-                place, end = (topic, partition), high[topic][partition]
-                stalled = self._stalled.get(place)
+                topic_partition, end = (topic, partition), high[topic][partition]
+                stalled = self._stalled.get(topic_partition)
                 if end <= offset:
-                    self._stalled.pop(place, None)
+                    self._stalled.pop(topic_partition, None)
                 elif stalled is None or stalled.stable != offset:
-                    self._stalled[place] = _Stalled(offset, now, self._after_s)
+                    self._stalled[topic_partition] = _Stalled(offset, now, self._after_s)
                 elif now - stalled.since >= stalled.report_after_s:
                     stalled.report_after_s = 2 * (now - stalled.since)
                     found.append(Held(topic, partition, offset, end, now - stalled.since))
@@ -247,11 +247,11 @@ def held_back_warning(held: Held, transaction: OpenTransaction | None) -> str:
 
 def oldest_transaction(cluster: Cluster, held: Held, deadline: Deadline) -> OpenTransaction | None:
     """The oldest open transaction of the partition; None if it could not be found. READ on the topic is needed."""
-    place = (held.topic, held.partition)
+    topic_partition = (held.topic, held.partition)
     try:
-        found = open_transactions(cluster, [place], deadline)[place]
+        found = open_transactions(cluster, [topic_partition], deadline)[topic_partition]
     except OnceflowError as error:
-        log.debug("could not read the producers of %s-%d: %s", *place, error)
+        log.debug("could not read the producers of %s-%d: %s", *topic_partition, error)
         return None
     if not found:
         return None

@@ -126,9 +126,8 @@ class Cluster(Connections):
                 unsettled = "the response does not mention every topic asked for"
             if wanted is None or not unsettled:
                 return found
-            if unknown and deadline.expired:
-                raise unknown_topic(unknown)
-            deadline.pause(attempt + 3, unsettled)
+            if not deadline.wait(attempt + 3):
+                raise unknown_topic(unknown) if unknown else deadline.error(unsettled)
             attempt += 1
 
     def topic(

@@ -226,11 +226,8 @@ class _CommittedRead(PartitionFetch[C]):
             else:
                 self.is_remote = True
                 self._wait("the records have not come from remote storage")
-        elif self.deadline.expired:
+        elif not self.deadline.wait(0):
             raise self._held_back()
-        else:
-            problem = f"no progress, the last stable offset is {self.last_stable_offset}"
-            self.deadline.pause(0, f"Fetch {self.name}: {problem}")
 
     # ---- what went wrong -----------------------------------------------------------------------------
 

@@ -59,11 +59,18 @@ class Deadline:
         self._rng = self._rng or random.Random()
         return self._rng.uniform(ceiling / 2, ceiling)
 
+    def wait(self, attempt: int) -> bool:
+        """Wait before retry ``attempt``. False, and no wait: the deadline has passed. Whoever raises an error of its
+        own then asks this, not `expired` and then `pause`: the deadline may pass between the two."""
+        if (left := self.remaining) <= 0.0:
+            return False
+        self._sleep(min(left, self.backoff_s(attempt)))
+        return True
+
     def pause(self, attempt: int, last_problem: str) -> None:
         """Wait before retry ``attempt``; raise when the deadline has passed."""
-        if self.expired:
+        if not self.wait(attempt):
             raise self.error(last_problem)
-        self._sleep(self.capped(self.backoff_s(attempt)))
 
     def error(self, last_problem: str = "") -> DeadlineExceededError:
         return DeadlineExceededError(

@@ -68,11 +68,11 @@ def look_at_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], dead
                 if topic.error_code == Code.UNKNOWN_TOPIC_OR_PARTITION:
                     unknown.add(str(topic.name))
                 for each in topic.partitions:
-                    place = (str(topic.name), int(each.partition_index))
-                    if int(each.leader_id) == node and place in missing:
-                        missing.discard(place)
-                        epochs[place] = int(each.leader_epoch)
-                        topic_ids[place[0]] = str(topic.topic_id)
+                    topic_partition = (str(topic.name), int(each.partition_index))
+                    if int(each.leader_id) == node and topic_partition in missing:
+                        missing.discard(topic_partition)
+                        epochs[topic_partition] = int(each.leader_epoch)
+                        topic_ids[topic_partition[0]] = str(topic.topic_id)
         if missing:
             try:
                 if attempt:  # at first, what is known may only be old
@@ -135,7 +135,7 @@ def epoch_ends(
             ],
         )
 
-    def place(topic: Any, answer: Any) -> TopicPartition:
+    def topic_partition(topic: Any, answer: Any) -> TopicPartition:
         return str(topic.topic), int(answer.partition)
 
     return ask_leaders(
@@ -145,6 +145,6 @@ def epoch_ends(
         api="OffsetForLeaderEpoch",
         request=request,
         read=lambda answer: int(answer.end_offset),
-        place=place,
+        topic_partition=topic_partition,
         partial=partial,
     )

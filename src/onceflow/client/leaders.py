@@ -23,7 +23,10 @@ def ask_leaders(
     api: str,
     request: Callable[[Mapping[str, Sequence[int]]], Any],
     read: Callable[[Any], T],
-    place: Callable[[Any, Any], TopicPartition] = lambda topic, answer: (str(topic.name), int(answer.partition_index)),
+    topic_partition: Callable[[Any, Any], TopicPartition] = lambda topic, answer: (
+        str(topic.name),
+        int(answer.partition_index),
+    ),
     partial: bool = False,
 ) -> dict[TopicPartition, T]:
     """The result of each partition, from its leader. Sends one request to each leader, to all of them at once; waits
@@ -34,7 +37,7 @@ def ask_leaders(
         request: makes the request from partition numbers by topic. Its response must have ``topics`` with
             ``partitions``, which have ``partition_index`` and ``error_code``.
         read: converts the partition's part of the response into the result.
-        place: which partition that is.
+        topic_partition: which partition that is.
         partial: return the results that there are at the deadline. A partition without a leader delays no other.
 
     Raises:
@@ -59,7 +62,7 @@ def ask_leaders(
                 continue
             for topic in response.topics:
                 for answer in topic.partitions:
-                    asked = place(topic, answer)
+                    asked = topic_partition(topic, answer)
                     if answer.error_code == Code.NONE:
                         found[asked] = read(answer)
                         missing.discard(asked)
@@ -69,9 +72,10 @@ def ask_leaders(
                         raise codes.error_for(row.code, api=api, topic=asked[0])
                     problem = f"{asked[0]}-{asked[1]}: {row.name}"
         if missing:
-            if partial and deadline.expired:
-                break
-            deadline.pause(attempt + 1, f"{api}: {problem}")
+            if not deadline.wait(attempt + 1):
+                if partial:
+                    break
+                raise deadline.error(f"{api}: {problem}")
             attempt += 1
     return found
 

@@ -75,7 +75,7 @@ class Arrivals:
         """How many offsets of each partition wait that a batch may take; see `take`."""
         found = {topic: dict.fromkeys(offsets, 0) for topic, offsets in self.taken.items()}
         for part in self._waiting:
-            topic, partition = part.place
+            topic, partition = part.topic_partition
             end = part.end if bounds is None else min(part.end, bounds.get(topic, {}).get(partition, part.start))
             found[topic][partition] += max(0, end - part.start)
         return found
@@ -84,7 +84,7 @@ class Arrivals:
         """Records of a partition have arrived. They follow those that have arrived before."""
         self._waiting.append(part)
         self.nbytes += part.nbytes
-        self.offsets[part.place[0]] += part.end - part.start
+        self.offsets[part.topic_partition[0]] += part.end - part.start
 
     def begin(self, topic: str, partition: int, offset: int) -> None:
         """A partition was added to a topic; it is read from here."""
@@ -123,20 +123,20 @@ class Arrivals:
         held: set[TopicPartition] = set()  # of these, an earlier part is kept
         while self._waiting:
             part = self._waiting.popleft()
-            topic, partition = part.place
+            topic, partition = part.topic_partition
             end = min(part.end, part.start + min(left, by_topic.get(topic, left)))
             if bounds is not None:
                 end = min(end, bounds.get(topic, {}).get(partition, part.start))
-            if part.place in held or end <= part.start or size <= 0:
+            if part.topic_partition in held or end <= part.start or size <= 0:
                 kept.append(part)
-                held.add(part.place)
+                held.add(part.topic_partition)
                 continue
             nbytes = part.nbytes
             if end < part.end:
                 part, rest = part.split(end)
                 nbytes -= rest.nbytes  # the sizes of both are rounded down
                 kept.append(rest)
-                held.add(part.place)
+                held.add(part.topic_partition)
             left -= part.end - part.start
             if topic in by_topic:
                 by_topic[topic] -= part.end - part.start
@@ -147,7 +147,7 @@ class Arrivals:
             parts.append(part)
         self._waiting.extend(kept)
         limited = left <= 0 or size <= 0 or any(most <= 0 for most in by_topic.values())
-        epochs = {part.place: part.leader_epoch for part in parts}
+        epochs = {part.topic_partition: part.leader_epoch for part in parts}
         return Taken(SourceRange(before, self._snapshot(), epochs=epochs), tuple(parts), limited)
 
     def _snapshot(self) -> TopicOffsets:

@@ -97,11 +97,11 @@ class DirectBatches(Batches):
         """The engine has failed between two batches, and the query must end."""
         if isinstance(error, OnceflowError):
             error.locate(flow=self.flow)
-            told = str(error)
+            text = str(error)
         else:
-            told = f"flow {self.flow} has failed: {type(error).__name__}: {error}"
+            text = f"flow {self.flow} has failed: {type(error).__name__}: {error}"
         self._failed(error, self.progress.batch_id + 1)
-        self._tell(told)
+        self._tell(text)
 
     def _run(
         self, rows: FetchedRows | RangeRows, source: SourceRange, caught_up: Mapping[TopicPartition, float]

@@ -23,7 +23,7 @@ class FetchedPart:
         leader_epoch: of the last one, or of a later leader whose log had it; -1: not known.
     """
 
-    place: TopicPartition
+    topic_partition: TopicPartition
     start: int
     end: int
     chunk: ColumnChunk
@@ -47,10 +47,10 @@ class FetchedPart:
 
     def rows(self, query: QueryRows) -> Iterator[pa.RecordBatch]:
         if self.records:
-            yield from query.of([(self.place, self.taken())])
+            yield from query.of([(self.topic_partition, self.taken())])
 
     def sources(self) -> Sequence[tuple[TopicPartition, RecordColumns]]:
-        return [(self.place, self.taken())]
+        return [(self.topic_partition, self.taken())]
 
     def taken(self) -> RecordColumns:
         """The records."""
@@ -85,5 +85,5 @@ def merged(parts: Sequence[FetchedPart], query: QueryRows) -> Sequence[FetchedPa
     by_topic: dict[str, list[FetchedPart]] = {}
     for part in parts:
         if part.records:
-            by_topic.setdefault(part.place[0], []).append(part)
+            by_topic.setdefault(part.topic_partition[0], []).append(part)
     return [MergedParts(each) for each in by_topic.values()]

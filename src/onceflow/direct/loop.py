@@ -388,7 +388,7 @@ def _records_of(taken: Taken) -> dict[str, int]:
     """How many records of each topic a batch has taken."""
     rows = dict.fromkeys(taken.source.end, 0)
     for part in taken.parts:
-        rows[part.place[0]] += part.records
+        rows[part.topic_partition[0]] += part.records
     return rows
 
 

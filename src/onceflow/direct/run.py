@@ -86,11 +86,12 @@ class RunParts:
     starts: TopicOffsets
     progress: Progress
 
-    def run(self, batches: Callable[[], DirectBatches], told: Callable[[], StartReport]) -> DirectRun:
+    def run(self, batches: Callable[[], DirectBatches], started: Callable[[], StartReport]) -> DirectRun:
         """Make the loop.
 
         Args:
-            batches: makes what runs the batches, told: what the start has found, when the sources can be read.
+            batches: makes what runs the batches.
+            started: returns what the start has found, when the sources can be read.
         """
         startup, query, starts = self.startup, self.query, self.starts
         plan, program = query.planned()
@@ -118,7 +119,7 @@ class RunParts:
                 tasks=range_source(self.spark, startup, query, self.choice, topic_ids, self.programs),
                 programs=self.programs,
             )
-            found = told()
+            found = started()
             startup.takeover.used()
         except BaseException:
             reader.close()

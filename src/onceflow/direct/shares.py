@@ -129,7 +129,7 @@ def spread(left: Left, records: int, least: int = 1) -> TopicOffsets:
     """
     shares = {topic: dict.fromkeys(offsets, 0) for topic, offsets in left.items()}
     places = [(count, topic, n) for topic, offsets in left.items() for n, count in offsets.items() if count]
-    places.sort(key=lambda place: -place[0])
+    places.sort(key=lambda each: -each[0])
     number, total = 0, 0
     while number < len(places) and (number < records // least or total < records):
         total += places[number][0]

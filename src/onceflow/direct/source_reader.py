@@ -125,11 +125,11 @@ class SourceReader:
         """Whether there are records that can be fetched now, as far as it is known, of a topic that batches lack."""
         full = self._full()
         return any(
-            each.last_stable_offset > self._arrived[place]
-            and self._bound(place) > self._arrived[place]
-            and place[0] not in full
+            each.last_stable_offset > self._arrived[topic_partition]
+            and self._bound(topic_partition) > self._arrived[topic_partition]
+            and topic_partition[0] not in full
             and not each.attempt
-            for place, each in self._poll.followed.items()
+            for topic_partition, each in self._poll.followed.items()
         )
 
     @property
@@ -152,12 +152,12 @@ class SourceReader:
         ``-math.inf``: there is something. Otherwise its leader has known so then. A partition at its bound is silent.
         """
         found = {}
-        for place, each in self._poll.followed.items():
-            taken = self.arrivals.taken[place[0]][place[1]]
+        for topic_partition, each in self._poll.followed.items():
+            taken = self.arrivals.taken[topic_partition[0]][topic_partition[1]]
             if each.last_stable_offset > taken or each.known_at is None:
-                found[place] = -math.inf
+                found[topic_partition] = -math.inf
             else:
-                found[place] = math.inf if taken >= self._bound(place) else each.known_at
+                found[topic_partition] = math.inf if taken >= self._bound(topic_partition) else each.known_at
         return found
 
     def reached(self, ends: Mapping[str, Mapping[int, int]]) -> bool:
@@ -176,12 +176,12 @@ class SourceReader:
         if bounds is self._bounds or bounds == self._bounds:
             return
         self._bounds = bounds
-        for place, each in list(self._poll.followed.items()):
-            if each.position > self._arrived[place]:  # what was behind the old bound was not kept
-                self._seek(place, self._arrived[place])
+        for topic_partition, each in list(self._poll.followed.items()):
+            if each.position > self._arrived[topic_partition]:  # what was behind the old bound was not kept
+                self._seek(topic_partition, self._arrived[topic_partition])
 
-    def _bound(self, place: TopicPartition) -> float:
-        return math.inf if self._bounds is None else self._bounds.get(place[0], {}).get(place[1], 0)
+    def _bound(self, topic_partition: TopicPartition) -> float:
+        return math.inf if self._bounds is None else self._bounds.get(topic_partition[0], {}).get(topic_partition[1], 0)
 
     def _pause(self) -> None:
         """Leave partitions out of requests that are at their bound, or of which enough waits.
@@ -195,12 +195,13 @@ class SourceReader:
             return
         self._pausing = False
         now = time.monotonic()
-        for place, each in self._poll.followed.items():
-            if self._arrived[place] >= self._bound(place) or (place[0] in full and self._has_share(each, now)):
+        for topic_partition, each in self._poll.followed.items():
+            is_at_bound = self._arrived[topic_partition] >= self._bound(topic_partition)
+            if is_at_bound or (topic_partition[0] in full and self._has_share(each, now)):
                 self._pausing = True
-                self._poll.pause(*place)
+                self._poll.pause(*topic_partition)
             elif each.paused:
-                self._poll.resume(*place)
+                self._poll.resume(*topic_partition)
 
     def _has_share(self, each: Followed, now: float) -> bool:
         """Whether nothing more of a partition is needed for now. Of its topic as much waits as a batch may take."""
@@ -233,9 +234,9 @@ class SourceReader:
     def _receive(self, timeout_s: float) -> bool:
         arrived = False
         self._pause()
-        for place, chunk in self._poll.poll(timeout_s):
+        for topic_partition, chunk in self._poll.poll(timeout_s):
             arrived = True
-            self._add(place, chunk)
+            self._add(topic_partition, chunk)
         return arrived
 
     def fetch_ahead(self) -> None:
@@ -314,12 +315,12 @@ class SourceReader:
         for each in self._poll.followed.values():  # nobody has asked for them meanwhile
             each.attempt, each.unknown_since = min(each.attempt, 1), None
 
-    def _seek(self, place: TopicPartition, offset: int) -> None:
+    def _seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """Go on from there. What is known of the end of the partition stays true."""
-        known = self._poll.followed[place]
-        self._poll.seek(*place, offset)
-        self._heard(place, known.last_stable_offset, known.known_at)
-        each = self._poll.followed[place]
+        known = self._poll.followed[topic_partition]
+        self._poll.seek(*topic_partition, offset)
+        self._heard(topic_partition, known.last_stable_offset, known.known_at)
+        each = self._poll.followed[topic_partition]
         each.attempt, each.not_before, each.unknown_since = known.attempt, known.not_before, known.unknown_since
         each.leader_epoch = known.leader_epoch if offset <= known.position else -1
 
@@ -331,21 +332,21 @@ class SourceReader:
             if offset >= each.position:
                 each.leader_epoch = epoch
 
-    def _heard(self, place: TopicPartition, end: int, at: float | None) -> None:
-        each = self._poll.followed[place]
+    def _heard(self, topic_partition: TopicPartition, end: int, at: float | None) -> None:
+        each = self._poll.followed[topic_partition]
         each.last_stable_offset, each.known_at = max(end, each.last_stable_offset), at
 
-    def _add(self, place: TopicPartition, chunk: ColumnChunk) -> None:
-        start, bound = self._arrived[place], self._bound(place)
+    def _add(self, topic_partition: TopicPartition, chunk: ColumnChunk) -> None:
+        start, bound = self._arrived[topic_partition], self._bound(topic_partition)
         if start >= bound:
             return  # it was asked for before there was a bound, and is read again when it may be taken
         end = int(min(chunk.next_offset, bound))
         if chunk.expired_from is not None:
-            may_lose = not self._sources[place[0]].fail_on_data_loss
-            expired(place, chunk.expired_from, end, may_lose=may_lose, flow=self._flow)
-        self._arrived[place] = end
-        epoch = self._poll.followed[place].leader_epoch
-        self.arrivals.add(FetchedPart(place, start, end, chunk, epoch))
+            may_lose = not self._sources[topic_partition[0]].fail_on_data_loss
+            expired(topic_partition, chunk.expired_from, end, may_lose=may_lose, flow=self._flow)
+        self._arrived[topic_partition] = end
+        epoch = self._poll.followed[topic_partition].leader_epoch
+        self.arrivals.add(FetchedPart(topic_partition, start, end, chunk, epoch))
 
     def _look(self) -> None:
         """Follow partitions that were added, from their beginning."""

@@ -163,8 +163,8 @@ def _described(error: BaseException, exc_info: Any) -> dict[str, str]:
     module = "onceflow" if kind.__module__.startswith("onceflow.") else kind.__module__
     described = {"type": kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"}
     if isinstance(error, OnceflowError):
-        told = {"what": error.what, "topic": error.topic, "detail": error.detail, "next_step": error.next_step}
-        described.update({name: text for name, text in told.items() if text})
+        fields = {"what": error.what, "topic": error.topic, "detail": error.detail, "next_step": error.next_step}
+        described.update({name: text for name, text in fields.items() if text})
     else:
         described["what"] = str(error)
     if exc_info:

@@ -20,14 +20,14 @@ EVERY_S, PARTITIONS = 1.0, 4
 _WAITING_MAX = 16
 _IDLE_S = 60.0
 
-Place = tuple[str, int, int, int]
+OffsetRange = tuple[str, int, int, int]
 
 
 class Times(Protocol):
     """What looks timestamps up (`onceflow.driver.batch.source_times.SourceTimes`)."""
 
-    def first(self, places: Sequence[Place], limit: int) -> Sequence[int]:
-        """Timestamps of the first records, in epoch milliseconds. Places: topic, partition, start and end offset."""
+    def first(self, ranges: Sequence[OffsetRange], limit: int) -> Sequence[int]:
+        """Timestamps of the first records, in epoch milliseconds. Ranges: topic, partition, start and end offset."""
         ...
 
     def close(self) -> None:
@@ -56,12 +56,12 @@ class LatencyMeter:
         self._begun: dict[str, Any] = {}  # the source range of the batch that runs, by flow
         self._next: dict[str, float] = {}
         self._warned: set[str] = set()
-        self._asked: queue.SimpleQueue[tuple[str, Callable[[], Times], Sequence[Place], float] | None]
+        self._asked: queue.SimpleQueue[tuple[str, Callable[[], Times], Sequence[OffsetRange], float] | None]
         self._asked = queue.SimpleQueue()
         threading.Thread(target=self._measure, daemon=True, name="onceflow-metrics-latency").start()
 
     def begun(self, flow: str, source: Any) -> None:
-        """A batch begins. Source: its range, which has ``places()``."""
+        """A batch begins. Source: its range, which has ``ranges()``."""
         self._begun[flow] = source
 
     def committed(self, flow: str, opener: Callable[[], Times], at_s: float) -> None:
@@ -74,9 +74,9 @@ class LatencyMeter:
         source, now = self._begun.pop(flow, None), time.monotonic()
         if source is None or now < self._next.get(flow, 0.0) or self._asked.qsize() >= _WAITING_MAX:
             return
-        if places := source.places():
+        if ranges := source.ranges():
             self._next[flow] = now + EVERY_S
-            self._asked.put((flow, opener, places, at_s))
+            self._asked.put((flow, opener, ranges, at_s))
 
     def close(self) -> None:
         """Stop measuring."""
@@ -93,7 +93,7 @@ class LatencyMeter:
             if asked is None:
                 _close(opened, opened)
                 return
-            flow, opener, places, at_s = asked
+            flow, opener, ranges, at_s = asked
             now = time.monotonic()
             _close(opened, (name for name, each in opened.items() if now - each.used_s > _IDLE_S))  # it may have ended
             try:
@@ -102,7 +102,7 @@ class LatencyMeter:
                 if flow not in opened:
                     opened[flow] = _Opened(opener, opener())
                 opened[flow].used_s = now
-                for stamp_ms in opened[flow].times.first(places, PARTITIONS):
+                for stamp_ms in opened[flow].times.first(ranges, PARTITIONS):
                     self._observe(flow, max(0.0, at_s - stamp_ms / 1000))
             except Exception as error:  # the flow does not depend on it
                 level = logging.DEBUG if flow in self._warned else logging.WARNING

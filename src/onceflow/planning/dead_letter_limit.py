@@ -67,7 +67,7 @@ class DeadLetters:
         self._source = source
         self.records = 0
         self.count = 0
-        self._told: set[str] = set()  # causes that are logged already
+        self._logged: set[str] = set()  # causes that are logged already
         self._of_hooks = Counter[str]()  # those for which a hook has failed
 
     def check(self, letters: Letters) -> None:
@@ -117,16 +117,16 @@ class DeadLetters:
 
     def on_commit(self, letters: Letters) -> None:
         """Call this when the batch is committed. It logs the first dead letter of each class of cause in the run."""
-        news = {name: cause for name, cause in letters.causes.items() if name not in self._told}
+        news = {name: cause for name, cause in letters.causes.items() if name not in self._logged}
         if news:
             log.warning(
                 "flow %s: the first dead letters of %s went to %s: %s",
                 self._flow,
-                "another cause" if self._told else "this run",
+                "another cause" if self._logged else "this run",
                 self._topic,
                 _in_words(news),
             )
-            self._told |= news.keys()
+            self._logged |= news.keys()
         self.records += letters.records
         self.count += letters.count
         self._of_hooks += _of_hooks(letters)
@@ -157,8 +157,8 @@ def merged(causes: Iterable[Mapping[str, tuple[int, str]]]) -> dict[str, tuple[i
     found: dict[str, tuple[int, str]] = {}
     for part in causes:
         for name, (count, first) in part.items():
-            before, told = found.get(name, (0, first))
-            found[name] = before + count, told
+            before, example = found.get(name, (0, first))
+            found[name] = before + count, example
     return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 
 

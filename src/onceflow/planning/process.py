@@ -76,6 +76,16 @@ class StepOptions:
     duplicates_topic: str | None = None
     clock_after: str | float | None = None
 
+    @property
+    def side_topics(self) -> dict[str, str]:
+        """As `ProcessSpec.side_topics`, of a step that is not made yet."""
+        named = {
+            "dead letter": self.dead_letter_topic,
+            "late": self.late_topic,
+            "duplicate": self.duplicates_topic,
+        }
+        return {topic: role for role, topic in named.items() if topic is not None}
+
 
 def check_options(
     options: StepOptions, processor: object, *, flow: str, sources: Iterable[str], tables: Iterable[str]
@@ -112,7 +122,7 @@ def check_options(
             next_step="give both (late records go to the topic, they never vanish), or neither (no record is late)",
         )
     own_tables = frozenset(topic for name in (*tables, options.table) for topic in (name, name + INTERNAL_SUFFIX))
-    check_side_topics(side_topics_of(options), OwnTopics(frozenset(sources), own_tables), flow)
+    check_side_topics(options.side_topics, OwnTopics(frozenset(sources), own_tables), flow)
     if options.clock_after is not None and not goes_late:
         raise OptionError(
             "clock_after= is for event time, which the processor does not use",
@@ -353,7 +363,7 @@ def side_topics(steps: Mapping[str, Step]) -> dict[str, str]:
     return {topic: role for step in steps.values() for topic, role in step.spec.side_topics.items()}
 
 
-def letter_topics(steps: Mapping[str, Step], dead_letters: Iterable[str | None] = ()) -> dict[str, str]:
+def all_side_topics(steps: Mapping[str, Step], dead_letters: Iterable[str | None] = ()) -> dict[str, str]:
     """As `side_topics`, also with the topics of parked records.
 
     Args:
@@ -363,16 +373,6 @@ def letter_topics(steps: Mapping[str, Step], dead_letters: Iterable[str | None] 
     processors = [step.spec.processor for step in steps.values()]
     parked = {each.parked_topic: "parked" for each in processors if isinstance(each, Retry)}
     return {**others, **side_topics(steps), **parked}
-
-
-def side_topics_of(options: StepOptions) -> dict[str, str]:
-    """As `side_topics`, of a step that is not made yet."""
-    named = {
-        "dead letter": options.dead_letter_topic,
-        "late": options.late_topic,
-        "duplicate": options.duplicates_topic,
-    }
-    return {topic: role for role, topic in named.items() if topic is not None}
 
 
 def check_local(

@@ -170,8 +170,8 @@ class Progress:
         joined: at which offsets the batch has seen the topics that the flow joins with, in the form of ``offsets``.
         joined_ms: the time of the batch for these topics: rows that had expired then were hidden from it.
         outputs: topics that the batch has written to, without table topics.
-        letters: topics for records that the program sets aside: topic -> ``dead letter``, ``late``, ``duplicate`` or
-            ``parked``.
+        side_topics: topics for records that the program sets aside: topic -> ``dead letter``, ``late``, ``duplicate``
+            or ``parked``.
         producer_id, producer_epoch: those of the batch's transaction. With them a start finds out whether pending
             changes of a local store are committed, and which undecided records belong to the batch. -1: unknown.
         forked: where the flow comes from, if it is a fork of another one.
@@ -203,7 +203,7 @@ class Progress:
     joined: Offsets = field(default_factory=dict)
     joined_ms: int | None = None
     outputs: tuple[str, ...] = ()
-    letters: Mapping[str, str] = field(default_factory=dict)
+    side_topics: Mapping[str, str] = field(default_factory=dict)
     producer_id: int = -1
     producer_epoch: int = -1
     forked: ForkOrigin | None = None
@@ -248,8 +248,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["joined_ms"] = int(progress.joined_ms)
     if progress.outputs:
         content["outputs"] = list(progress.outputs)
-    if progress.letters:
-        content["letters"] = dict(progress.letters)
+    if progress.side_topics:
+        content["side_topics"] = dict(progress.side_topics)
     if progress.forked is not None:
         content["forked"] = succession.fork_content(progress.forked)
     if progress.promoted is not None:
@@ -331,7 +331,7 @@ def _progress(content: dict[str, Any], name: str) -> Progress:
         joined=progress_fields.offsets(content, name, "joined") if "joined" in content else {},
         joined_ms=take(content, name, "joined_ms", int) if "joined_ms" in content else None,
         outputs=_topics(content, name) if "outputs" in content else (),
-        letters=progress_fields.texts(content, name, "letters") if "letters" in content else {},
+        side_topics=progress_fields.texts(content, name, "side_topics") if "side_topics" in content else {},
         producer_id=take(content, name, "producer_id", int) if "producer_id" in content else -1,
         producer_epoch=take(content, name, "producer_epoch", int) if "producer_epoch" in content else -1,
         forked=_part(content, name, "forked", succession.fork_of),

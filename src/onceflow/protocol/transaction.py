@@ -1,7 +1,7 @@
 """The state machine of one transactional id on its driver: a table of events, without I/O.
 
-``RULES`` is the table. The code that sends requests to Kafka reports each step and each result as an ``Event``. An
-event that is not allowed raises `IllegalEventError` and changes nothing. So all rules are in one place:
+``TRANSITIONS`` is the table. The code that sends requests to Kafka reports each step and each result as an ``Event``.
+An event that is not allowed raises `IllegalEventError` and changes nothing. So all transitions are in one place:
 
 - Nothing is written before progress was read (I6).
 - Two attempts never write under the same epoch (I3).
@@ -134,7 +134,7 @@ START = TransactionState(Phase.IDLE, Epoch.NONE, ProgressState.UNREAD)
 GIVEN = TransactionState(Phase.IDLE, Epoch.FRESH, ProgressState.READ)
 
 
-class Rule(NamedTuple):
+class Transition(NamedTuple):
     """When an event is allowed, and the states after it. An empty mapping: the event allows every state of that
     machine, and does not change it."""
 
@@ -178,58 +178,60 @@ _READ = {ProgressState.READ: ProgressState.READ}
 _NEW_EPOCH = _stay(*_NOT_OPEN) | _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT)
 _NOW_COMMITTED = {Phase.COMMITTING: Phase.COMMITTED, Phase.COMPLETING_COMMIT: Phase.SETTLED}
 
-#: All events, and when each is allowed. An event may have several rules; the first that matches is applied.
-RULES: tuple[Rule, ...] = (
+#: All events, and when each is allowed. An event may have several transitions; the first that matches is applied.
+TRANSITIONS: tuple[Transition, ...] = (
     # A start.
-    Rule(
+    Transition(
         Event.INITIALIZED,
         _to(Phase.IDLE, *_ANY_PHASE),
         _epoch(Epoch.FRESH, *_ANY_EPOCH),
         dict.fromkeys(ProgressState, ProgressState.UNREAD),
         _TRANSACTIONAL,
     ),
-    Rule(
+    Transition(
         Event.PROGRESS_READ,
         _stay(Phase.IDLE),
         {epoch: epoch for epoch in _OWNED},
         dict.fromkeys(ProgressState, ProgressState.READ),
         _TRANSACTIONAL,
     ),
-    Rule(Event.GIVEN_UP, _stay(*_ANY_PHASE), {}, dict.fromkeys(ProgressState, ProgressState.UNREAD), _TRANSACTIONAL),
+    Transition(Event.GIVEN_UP, _stay(*_ANY_PHASE), {}, dict.fromkeys(ProgressState, ProgressState.UNREAD),
+         _TRANSACTIONAL),
     # Epochs.
-    Rule(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.FRESH, Epoch.FRESH, Epoch.USED), {}, _TRANSACTIONAL),
-    Rule(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, Epoch.UNVERIFIED), {}, _TRANSACTIONAL),
-    Rule(Event.PRODUCER_ID_REPLACED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, *_OWNED), {}, _TRANSACTIONAL),
-    Rule(Event.TIMEOUT_CONTINUED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, *_OWNED), {}, _V1),
-    Rule(Event.OWNERSHIP_VERIFIED, _stay(*_NOT_OPEN), _epoch(Epoch.FRESH, Epoch.UNVERIFIED), {}, _TRANSACTIONAL),
+    Transition(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.FRESH, Epoch.FRESH, Epoch.USED), {}, _TRANSACTIONAL),
+    Transition(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, Epoch.UNVERIFIED), {}, _TRANSACTIONAL),
+    Transition(Event.PRODUCER_ID_REPLACED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, *_OWNED), {}, _TRANSACTIONAL),
+    Transition(Event.TIMEOUT_CONTINUED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, *_OWNED), {}, _V1),
+    Transition(Event.OWNERSHIP_VERIFIED, _stay(*_NOT_OPEN), _epoch(Epoch.FRESH, Epoch.UNVERIFIED), {}, _TRANSACTIONAL),
     # A batch.
-    Rule(Event.BEGIN, _to(Phase.OPEN, Phase.IDLE), _epoch(Epoch.USED, Epoch.FRESH), _READ, _BATCH),
-    Rule(Event.BEGIN, _to(Phase.OPEN, *_NOT_OPEN), _epoch(Epoch.USED, Epoch.FRESH), {}, _PLAIN),
-    Rule(Event.BEGIN, _to(Phase.OPEN, Phase.IDLE, Phase.SETTLED, Phase.ABORTED), {}, _READ, _WEAKER | _EXTERNAL),
-    Rule(Event.NOTHING_WRITTEN, _to(Phase.IDLE, Phase.OPEN)),
-    Rule(Event.ROWS_AUDITED, _to(Phase.AUDITED, Phase.OPEN), {}, {}, _BATCH | {Mode.AT_LEAST_ONCE} | _EXTERNAL),
-    Rule(Event.ROWS_AUDITED, _to(Phase.SEALED, Phase.PROGRESS_FIRST), {}, {}, frozenset({Mode.AT_MOST_ONCE})),
-    Rule(Event.PROGRESS_WRITTEN, _to(Phase.SEALED, Phase.AUDITED), {}, {}, _BATCH | {Mode.AT_LEAST_ONCE}),
-    Rule(Event.PROGRESS_WRITTEN, _stay(Phase.OPEN), {}, {}, _PLAIN),
-    Rule(Event.PROGRESS_WRITTEN, _to(Phase.PROGRESS_FIRST, Phase.OPEN), {}, {}, frozenset({Mode.AT_MOST_ONCE})),
+    Transition(Event.BEGIN, _to(Phase.OPEN, Phase.IDLE), _epoch(Epoch.USED, Epoch.FRESH), _READ, _BATCH),
+    Transition(Event.BEGIN, _to(Phase.OPEN, *_NOT_OPEN), _epoch(Epoch.USED, Epoch.FRESH), {}, _PLAIN),
+    Transition(Event.BEGIN, _to(Phase.OPEN, Phase.IDLE, Phase.SETTLED, Phase.ABORTED), {}, _READ, _WEAKER | _EXTERNAL),
+    Transition(Event.NOTHING_WRITTEN, _to(Phase.IDLE, Phase.OPEN)),
+    Transition(Event.ROWS_AUDITED, _to(Phase.AUDITED, Phase.OPEN), {}, {}, _BATCH | {Mode.AT_LEAST_ONCE} | _EXTERNAL),
+    Transition(Event.ROWS_AUDITED, _to(Phase.SEALED, Phase.PROGRESS_FIRST), {}, {}, frozenset({Mode.AT_MOST_ONCE})),
+    Transition(Event.PROGRESS_WRITTEN, _to(Phase.SEALED, Phase.AUDITED), {}, {}, _BATCH | {Mode.AT_LEAST_ONCE}),
+    Transition(Event.PROGRESS_WRITTEN, _stay(Phase.OPEN), {}, {}, _PLAIN),
+    Transition(Event.PROGRESS_WRITTEN, _to(Phase.PROGRESS_FIRST, Phase.OPEN), {}, {}, frozenset({Mode.AT_MOST_ONCE})),
     # Its end.
-    Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.SEALED, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT), {}, {},
-         _BATCH),
+    Transition(Event.COMMIT, _to(Phase.COMMITTING, Phase.SEALED, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT),
+         {}, {}, _BATCH),
     # IDLE and FRESH: another process has begun the transaction, with the same epoch.
-    Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.IDLE, Phase.OPEN, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT),
+    Transition(Event.COMMIT, _to(Phase.COMMITTING, Phase.IDLE, Phase.OPEN, Phase.COMMITTING) |
+         _stay(Phase.COMPLETING_COMMIT),
          _epoch(Epoch.USED, Epoch.FRESH, Epoch.USED), {}, _PLAIN),
-    Rule(Event.COMMIT, _to(Phase.COMMITTED, Phase.SEALED), {}, {}, _WEAKER),
+    Transition(Event.COMMIT, _to(Phase.COMMITTED, Phase.SEALED), {}, {}, _WEAKER),
     # From here on an attempt may have been committed; it is done when Kafka's progress has followed.
-    Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.AUDITED), {}, {}, _EXTERNAL),
-    Rule(Event.COMMIT_DONE, _to(Phase.COMMITTED, Phase.COMMITTING), {}, {}, _EXTERNAL),
-    Rule(Event.COMMIT_REFUSED, _to(Phase.AUDITED, Phase.COMMITTING), {}, {}, _EXTERNAL),
-    Rule(Event.ABORT, _to(Phase.ABORTED, Phase.OPEN, Phase.AUDITED), {}, {}, _EXTERNAL),
-    Rule(Event.FENCED, _to(Phase.FENCED, *_ANY_PHASE), {}, {}, _EXTERNAL),
-    Rule(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.FRESH}, {}, _V2),
-    Rule(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.USED}, {}, _V1),
-    Rule(Event.COMMIT_REFUSED, {Phase.COMMITTING: Phase.SEALED} | _stay(Phase.COMPLETING_COMMIT), {}, {}, _BATCH),
-    Rule(Event.COMMIT_REFUSED, {Phase.COMMITTING: Phase.OPEN} | _stay(Phase.COMPLETING_COMMIT), {}, {}, _PLAIN),
-    Rule(Event.TIMED_OUT,
+    Transition(Event.COMMIT, _to(Phase.COMMITTING, Phase.AUDITED), {}, {}, _EXTERNAL),
+    Transition(Event.COMMIT_DONE, _to(Phase.COMMITTED, Phase.COMMITTING), {}, {}, _EXTERNAL),
+    Transition(Event.COMMIT_REFUSED, _to(Phase.AUDITED, Phase.COMMITTING), {}, {}, _EXTERNAL),
+    Transition(Event.ABORT, _to(Phase.ABORTED, Phase.OPEN, Phase.AUDITED), {}, {}, _EXTERNAL),
+    Transition(Event.FENCED, _to(Phase.FENCED, *_ANY_PHASE), {}, {}, _EXTERNAL),
+    Transition(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.FRESH}, {}, _V2),
+    Transition(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.USED}, {}, _V1),
+    Transition(Event.COMMIT_REFUSED, {Phase.COMMITTING: Phase.SEALED} | _stay(Phase.COMPLETING_COMMIT), {}, {}, _BATCH),
+    Transition(Event.COMMIT_REFUSED, {Phase.COMMITTING: Phase.OPEN} | _stay(Phase.COMPLETING_COMMIT), {}, {}, _PLAIN),
+    Transition(Event.TIMED_OUT,
          {
              Phase.COMMITTING: Phase.TIMED_OUT,
              Phase.ABORTING: Phase.ABORTED,
@@ -237,23 +239,25 @@ RULES: tuple[Rule, ...] = (
              Phase.COMPLETING_ABORT: Phase.ABORTED,
          },
          {}, {}, _TRANSACTIONAL),
-    Rule(Event.ABORT, _to(Phase.ABORTING, *_ABORTABLE) | _stay(Phase.COMPLETING_ABORT), {}, {}, _BATCH),
-    Rule(Event.ABORT, _to(Phase.ABORTING, *_ABORTABLE, *_NOT_OPEN) | _stay(Phase.COMPLETING_ABORT), {}, {}, _PLAIN),
-    Rule(Event.ABORT,
+    Transition(Event.ABORT, _to(Phase.ABORTING, *_ABORTABLE) | _stay(Phase.COMPLETING_ABORT), {}, {}, _BATCH),
+    Transition(Event.ABORT, _to(Phase.ABORTING, *_ABORTABLE, *_NOT_OPEN) | _stay(Phase.COMPLETING_ABORT), {}, {},
+         _PLAIN),
+    Transition(Event.ABORT,
          _to(Phase.ABORTED, Phase.IDLE, Phase.OPEN, Phase.AUDITED, Phase.SEALED)
          | {Phase.PROGRESS_FIRST: Phase.COMMITTED} | _stay(Phase.COMMITTED, Phase.SETTLED, Phase.ABORTED),
          {}, {}, _WEAKER),
-    Rule(Event.ABORT_DONE, _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT),
+    Transition(Event.ABORT_DONE, _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT),
          _epoch(Epoch.FRESH, Epoch.FRESH, Epoch.USED) | _epoch(Epoch.UNVERIFIED, Epoch.UNVERIFIED), {}, _V2),
-    Rule(Event.ABORT_DONE, _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT), {}, {}, _V1),
-    Rule(Event.SETTLE, _to(Phase.SETTLED, Phase.COMMITTED)),
+    Transition(Event.ABORT_DONE, _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT), {}, {}, _V1),
+    Transition(Event.SETTLE, _to(Phase.SETTLED, Phase.COMMITTED)),
     # Missing markers: Kafka writes none where a partition has no leader, see ``client/markers.py``.
-    Rule(Event.MARKERS_CONFIRMED, _to(Phase.IDLE, *_RESTING), {}, {}, _TRANSACTIONAL),
-    Rule(Event.COMPLETE_COMMIT, _to(Phase.COMPLETING_COMMIT, Phase.IDLE, Phase.COMMITTED, Phase.SETTLED),
+    Transition(Event.MARKERS_CONFIRMED, _to(Phase.IDLE, *_RESTING), {}, {}, _TRANSACTIONAL),
+    Transition(Event.COMPLETE_COMMIT, _to(Phase.COMPLETING_COMMIT, Phase.IDLE, Phase.COMMITTED, Phase.SETTLED),
          _epoch(Epoch.USED, Epoch.FRESH), {}, _TRANSACTIONAL),
-    Rule(Event.COMPLETE_ABORT, _to(Phase.COMPLETING_ABORT, Phase.IDLE, Phase.ABORTED), _epoch(Epoch.USED, Epoch.FRESH),
+    Transition(Event.COMPLETE_ABORT, _to(Phase.COMPLETING_ABORT, Phase.IDLE, Phase.ABORTED), _epoch(Epoch.USED,
+         Epoch.FRESH),
          {}, _TRANSACTIONAL),
-    Rule(Event.FENCED, _to(Phase.FENCED, *_ANY_PHASE), {}, {}, _TRANSACTIONAL),
+    Transition(Event.FENCED, _to(Phase.FENCED, *_ANY_PHASE), {}, {}, _TRANSACTIONAL),
 )  # fmt: skip
 
 #: Phases in which the driver must not abort: a commit may have been applied, or another process owns the id.
@@ -265,25 +269,25 @@ class IllegalEventError(RuntimeError):
 
 
 @cache
-def rules_of(event: Event, mode: Mode) -> tuple[Rule, ...]:
-    """The rules of an event in a mode."""
-    return tuple(rule for rule in RULES if rule.event is event and mode in rule.modes)
+def transitions_of(event: Event, mode: Mode) -> tuple[Transition, ...]:
+    """The transitions of an event in a mode."""
+    return tuple(transition for transition in TRANSITIONS if transition.event is event and mode in transition.modes)
 
 
 @cache
 def find(state: TransactionState, event: Event, mode: Mode) -> TransactionState | None:
     """The state after an event; None: it is not allowed."""
     phase, epoch, progress_state = state
-    for rule in rules_of(event, mode):
+    for transition in transitions_of(event, mode):
         if (
-            phase in rule.phases
-            and (not rule.epochs or epoch in rule.epochs)
-            and (not rule.progress_states or progress_state in rule.progress_states)
+            phase in transition.phases
+            and (not transition.epochs or epoch in transition.epochs)
+            and (not transition.progress_states or progress_state in transition.progress_states)
         ):
             return TransactionState(
-                rule.phases[phase],
-                rule.epochs.get(epoch, epoch),
-                rule.progress_states.get(progress_state, progress_state),
+                transition.phases[phase],
+                transition.epochs.get(epoch, epoch),
+                transition.progress_states.get(progress_state, progress_state),
             )
     return None
 
@@ -329,8 +333,9 @@ class Transaction:
         """
         phase, _, progress_state = self.state
         if not any(
-            phase in rule.phases and (not rule.progress_states or progress_state in rule.progress_states)
-            for rule in rules_of(event, self.mode)
+            phase in transition.phases
+            and (not transition.progress_states or progress_state in transition.progress_states)
+            for transition in transitions_of(event, self.mode)
         ):
             after(self.state, event, self.mode)
 
@@ -371,7 +376,7 @@ def reachable(mode: Mode, start: TransactionState = START) -> dict[TransactionSt
 
 
 def diagram(mode: Mode = Mode.BATCH_V2) -> str:
-    """The phases of a mode as a Mermaid state diagram, generated from ``RULES``.
+    """The phases of a mode as a Mermaid state diagram, generated from ``TRANSITIONS``.
 
     A start and fencing are left out: they are allowed in every phase.
     """
@@ -386,11 +391,11 @@ def epochs_diagram(mode: Mode = Mode.BATCH_V2) -> str:
 def _diagram(mode: Mode, machine: str, start: str) -> str:
     arrows: dict[tuple[str, str], list[str]] = {}
     everywhere = {Event.INITIALIZED, Event.FENCED} if machine == "phases" else set()
-    for rule in RULES:
-        if mode in rule.modes and rule.event not in everywhere:
-            for source, target in getattr(rule, machine).items():
+    for transition in TRANSITIONS:
+        if mode in transition.modes and transition.event not in everywhere:
+            for source, target in getattr(transition, machine).items():
                 if source is not target:
-                    arrows.setdefault((source.name, target.name), []).append(rule.event.name)
+                    arrows.setdefault((source.name, target.name), []).append(transition.event.name)
     lines = ["stateDiagram-v2", f"    [*] --> {start}"]
     lines += [f"    {a} --> {b}: {', '.join(dict.fromkeys(events))}" for (a, b), events in arrows.items()]
     return "\n".join(lines)

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_Place = tuple[str, int]
+from onceflow.protocol.names import TopicPartition
 
 Holders = dict[str, list[list[str]]]
 """By topic, the addresses of those who have each partition; the first one is its owner."""
@@ -48,22 +48,26 @@ def assign(members: list[Member], partitions: Mapping[str, int], copies: int) ->
     places = [(topic, partition) for topic in sorted(partitions) for partition in range(partitions[topic])]
     able = {topic: [each for each in ordered if topic in each.topics] for topic in partitions}
     load = dict.fromkeys((member.address for member in ordered), 0)
-    chosen: dict[_Place, list[Member]] = {}
-    for place in places:
-        ranked = [(-each.rank(*place), load[each.address], at) for at, each in enumerate(able[place[0]])]
-        chosen[place] = [able[place[0]][at] for *_, at in sorted(ranked)[:copies]]
-        for each in chosen[place]:
+    chosen: dict[TopicPartition, list[Member]] = {}
+    for topic_partition in places:
+        ranked = [
+            (-each.rank(*topic_partition), load[each.address], at) for at, each in enumerate(able[topic_partition[0]])
+        ]
+        chosen[topic_partition] = [able[topic_partition[0]][at] for *_, at in sorted(ranked)[:copies]]
+        for each in chosen[topic_partition]:
             load[each.address] += 1
     _Moves(chosen, able, load).level()
-    for place, holders in chosen.items():
+    for topic_partition, holders in chosen.items():
         holders.sort(key=lambda member: member.address)
-        if not any(each.rank(*place) == 2 for each in holders):
-            holders += [each for each in ordered if each.rank(*place) == 2][:1]
+        if not any(each.rank(*topic_partition) == 2 for each in holders):
+            holders += [each for each in ordered if each.rank(*topic_partition) == 2][:1]
     owners = _owners(chosen)
     found: Holders = {topic: [] for topic in sorted(partitions)}
-    for place, holders in chosen.items():
-        ranked = [(-each.rank(*place), each is not owners[place], at) for at, each in enumerate(holders)]
-        found[place[0]].append([holders[at].address for *_, at in sorted(ranked)])
+    for topic_partition, holders in chosen.items():
+        ranked = [
+            (-each.rank(*topic_partition), each is not owners[topic_partition], at) for at, each in enumerate(holders)
+        ]
+        found[topic_partition[0]].append([holders[at].address for *_, at in sorted(ranked)])
     return found
 
 
@@ -79,73 +83,73 @@ class _Moves:
     """
 
     def __init__(
-        self, chosen: dict[_Place, list[Member]], able: Mapping[str, list[Member]], load: dict[str, int]
+        self, chosen: dict[TopicPartition, list[Member]], able: Mapping[str, list[Member]], load: dict[str, int]
     ) -> None:
         self._chosen, self._able, self._load = chosen, able, load
         # By the rank of the new one, both addresses, and the rank of the old one. Entries may be out of date.
-        self._waiting: dict[tuple[int, str, str, int], deque[tuple[_Place, Member]]] = {}
-        for place, holders in chosen.items():
-            others = [each for each in able[place[0]] if each not in holders]
+        self._waiting: dict[tuple[int, str, str, int], deque[tuple[TopicPartition, Member]]] = {}
+        for topic_partition, holders in chosen.items():
+            others = [each for each in able[topic_partition[0]] if each not in holders]
             for old in holders:
                 for new in others:
-                    self._add(place, old, new)
+                    self._add(topic_partition, old, new)
 
-    def _add(self, place: _Place, old: Member, new: Member) -> None:
-        key = new.rank(*place), old.address, new.address, old.rank(*place)
-        self._waiting.setdefault(key, deque()).append((place, new))
+    def _add(self, topic_partition: TopicPartition, old: Member, new: Member) -> None:
+        key = new.rank(*topic_partition), old.address, new.address, old.rank(*topic_partition)
+        self._waiting.setdefault(key, deque()).append((topic_partition, new))
 
     def level(self) -> None:
         """Move partitions, one after the other, from an instance to one that has two less. Those that the new one has a
         copy of come first, then those of the greatest difference, then those that the old one has no good copy of."""
         while (found := self._next()) is not None:
-            place, old, new = found
-            holders = self._chosen[place]
+            topic_partition, old, new = found
+            holders = self._chosen[topic_partition]
             at = next(n for n, each in enumerate(holders) if each.address == old)
             gone, holders[at] = holders[at], new
             self._load[old] -= 1
             self._load[new.address] += 1
-            for each in self._able[place[0]]:
+            for each in self._able[topic_partition[0]]:
                 if each not in holders:
-                    self._add(place, new, each)
+                    self._add(topic_partition, new, each)
             for each in holders:
                 if each is not new:
-                    self._add(place, each, gone)
+                    self._add(topic_partition, each, gone)
 
-    def _next(self) -> tuple[_Place, str, Member] | None:
+    def _next(self) -> tuple[TopicPartition, str, Member] | None:
         """The best move: the partition, the address of the old one, and the new one."""
         load = self._load
         keys = [key for key in self._waiting if load[key[1]] - load[key[2]] >= 2]
         for key in sorted(keys, key=lambda key: (-key[0], load[key[2]] - load[key[1]], key[3], key[1], key[2])):
             waiting = self._waiting[key]
             while waiting:
-                place, new = waiting[0]
-                holders = self._chosen[place]
+                topic_partition, new = waiting[0]
+                holders = self._chosen[topic_partition]
                 if new not in holders and any(each.address == key[1] for each in holders):
-                    return place, key[1], new
+                    return topic_partition, key[1], new
                 waiting.popleft()
             del self._waiting[key]
         return None
 
 
-def _owners(chosen: Mapping[_Place, list[Member]]) -> dict[_Place, Member | None]:
+def _owners(chosen: Mapping[TopicPartition, list[Member]]) -> dict[TopicPartition, Member | None]:
     """One of those who are up to date, if somebody is. Each instance owns about the same number."""
-    found: dict[_Place, Member | None] = {}
+    found: dict[TopicPartition, Member | None] = {}
     owned: Counter[str] = Counter()
-    best: dict[_Place, list[Member]] = {}
-    for place, holders in chosen.items():
-        highest = max((each.rank(*place) for each in holders), default=0)
-        best[place] = [each for each in holders if each.rank(*place) == highest]
-        found[place] = min(best[place], key=lambda each: owned[each.address], default=None)
-        if (owner := found[place]) is not None:
+    best: dict[TopicPartition, list[Member]] = {}
+    for topic_partition, holders in chosen.items():
+        highest = max((each.rank(*topic_partition) for each in holders), default=0)
+        best[topic_partition] = [each for each in holders if each.rank(*topic_partition) == highest]
+        found[topic_partition] = min(best[topic_partition], key=lambda each: owned[each.address], default=None)
+        if (owner := found[topic_partition]) is not None:
             owned[owner.address] += 1
     changed = True
     while changed:
         changed = False
-        for place, owner in found.items():
-            for other in best[place]:
+        for topic_partition, owner in found.items():
+            for other in best[topic_partition]:
                 if owner is not None and owned[other.address] + 2 <= owned[owner.address]:
                     owned[owner.address] -= 1
                     owned[other.address] += 1
-                    found[place] = owner = other
+                    found[topic_partition] = owner = other
                     changed = True
     return found

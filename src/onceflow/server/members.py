@@ -159,7 +159,7 @@ class Members:
             )
         self._strangers = count
 
-    def told(self, decided: bytes, member_id: str, generation: int) -> None:
+    def on_assignment(self, decided: bytes, member_id: str, generation: int) -> None:
         """Take over what the leader has decided.
 
         Args:
@@ -302,7 +302,7 @@ class _Assignor(AbstractPartitionAssignor):  # type: ignore[misc]
 
     def on_assignment(self, assignment: Any, generation: int) -> None:
         try:
-            self._members.told(assignment.user_data, self.coordinator._generation.member_id, generation)
+            self._members.on_assignment(assignment.user_data, self.coordinator._generation.member_id, generation)
         except _StrangerError:
             self._members.stranger_leads()
         else:

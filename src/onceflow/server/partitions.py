@@ -28,7 +28,7 @@ class HeldPartitions:
         self._shares = shares
         self._looked = looked
         self._wanted: dict[str, Collection[int]] = {}
-        self._told = threading.Event()
+        self._changed = threading.Event()
         self._ended = threading.Event()
         self.problems: list[str] = []
         self._thread = threading.Thread(target=self._run, name="onceflow-holding", daemon=True)
@@ -39,12 +39,12 @@ class HeldPartitions:
     def want(self, partitions: Mapping[str, Collection[int]]) -> None:
         """Follow exactly these partitions, soon. May be called by any thread."""
         self._wanted = dict(partitions)
-        self._told.set()
+        self._changed.set()
 
     def close(self) -> None:
         """End the thread, and close all shares. Their copies stay on disk."""
         self._ended.set()
-        self._told.set()
+        self._changed.set()
         if self._thread.ident is not None:
             self._thread.join()
         for share in self._shares.values():
@@ -65,8 +65,8 @@ class HeldPartitions:
                     return
             self.problems[:] = problems
             self._looked()
-            self._told.wait(_RETRY_S if problems else _LOOK_S)
-            self._told.clear()
+            self._changed.wait(_RETRY_S if problems else _LOOK_S)
+            self._changed.clear()
 
 
 class Alone:

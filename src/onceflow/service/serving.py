@@ -145,13 +145,13 @@ def _run(
     say: _Say,
 ) -> None:
     """Run until a signal, or until a query ends."""
-    told = dict.fromkeys(queries, 0)
+    logged = dict.fromkeys(queries, 0)
 
     def tell() -> None:
         for query in queries:
             for batch in query.batches:
-                if batch.batch > told[query]:
-                    told[query] = batch.batch
+                if batch.batch > logged[query]:
+                    logged[query] = batch.batch
                     line = _line(query, batch) | ({} if more is None else more(query))
                     _print(json.dumps(line), sys.stdout, signals)
 

@@ -25,13 +25,13 @@ class Prepared:
     """A local copy that contains what was committed when it was opened, for `TableState.prepared`.
 
     Args:
-        place: see `ProcessSpec.place`.
+        location: see `ProcessSpec.location`.
         how, records, seconds, why: see `Opened`.
     """
 
     table: str
     partition: int
-    place: str
+    location: str
     how: str
     records: int
     seconds: float
@@ -39,7 +39,7 @@ class Prepared:
 
     @classmethod
     def of(cls, opened: Opened, spec: ProcessSpec, partition: int) -> Prepared:
-        return cls(spec.table, partition, spec.place(), opened.how, opened.records, opened.seconds, opened.why)
+        return cls(spec.table, partition, spec.location(), opened.how, opened.records, opened.seconds, opened.why)
 
 
 def open_local(
@@ -99,7 +99,7 @@ def lacks(spec: ProcessSpec, moment: AttemptContext, partition: int) -> int | No
 
 def is_verified(spec: ProcessSpec, moment: AttemptContext, partition: int) -> bool:
     """Whether the copy on this host was verified in this run."""
-    return (spec.place(), partition) in moment.verified
+    return (spec.location(), partition) in moment.verified
 
 
 def missing_records(folder: Path, opener: type[Store], goal: Goal, *, verified: bool) -> int | None:

@@ -71,7 +71,7 @@ class ProcessSpec:
         """The folder of a partition's local store on this host."""
         return partition_folder(self._state_dir(), self.flow_key, self.table, partition)
 
-    def place(self) -> str:
+    def location(self) -> str:
         """Identity of the host since its last start, and its state folder: executors of one host may have different
         folders."""
         return f"{host_identity()}:{self._state_dir()}"
@@ -90,8 +90,8 @@ class AttemptContext:
         table_ends, internal_ends: committed end offsets of the two topics, per partition. Without a changelog: the
             number of the batch that has changed the partition last, and 0.
         last: per partition, the transaction that last committed something to it, if it is known.
-        verified: place (`ProcessSpec.place`) and partition of the local stores that were verified in this run. After a
-            restart, a machine counts as another place.
+        verified: location (`ProcessSpec.location`) and partition of the local stores that were verified in this run.
+            After a restart, a machine counts as another location.
         joined: at which offsets the batch sees the topics that the flow joins with, by topic and partition.
         open_ended: see `TableProgress`.
         timers_until: by clock, the time up to which timers may fire; a clock without an entry fires none. None: all
@@ -164,7 +164,7 @@ class AttemptContext:
             table_ends=dict(fields["table_ends"]),
             internal_ends=dict(fields["internal_ends"]),
             last={partition: CommitId(*commit) for partition, commit in fields["last"]},
-            verified=frozenset((place, partition) for place, partition in fields["verified"]),
+            verified=frozenset((location, partition) for location, partition in fields["verified"]),
             joined={topic: dict(ends) for topic, ends in fields["joined"].items()},
             open_ended=fields["open_ended"],
             timers_until=fields["timers_until"],
@@ -181,7 +181,7 @@ class StateReport:
     """What happened to one partition of a table in one task.
 
     Args:
-        place: the host since its last start, and its state folder (`ProcessSpec.place`).
+        location: the host since its last start, and its state folder (`ProcessSpec.location`).
         how, why: how the local store was brought up to date, and what was wrong with it, see `Opened`.
         restored: how many records were read for that.
         table_end, internal_end: end offsets of the topics after this batch; None: nothing was written to them.
@@ -200,7 +200,7 @@ class StateReport:
 
     table: str
     partition: int
-    place: str
+    location: str
     commit: CommitId
     how: str
     restored: int

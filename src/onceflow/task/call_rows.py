@@ -21,7 +21,7 @@ from onceflow.calls.target import Call, Outcome
 from onceflow.clock import clock_ms
 from onceflow.errors import EnvironmentUnusableError, ProcessorError
 from onceflow.messages import CALLS_PROPERTY, batch_property
-from onceflow.protocol.topic_rules import TopicRules, WriteRules
+from onceflow.protocol.output_limits import OutputLimits, WriteLimits
 from onceflow.spark import function_names
 from onceflow.state.api import user_errors
 from onceflow.state.api.record import Record
@@ -89,14 +89,14 @@ class _Moment:
 
     Args:
         limit_s: how long its calls may take in all; None: as long as they like.
-        rules: what topics take, as far as it is known.
+        limits: what topics take, as far as it is known.
     """
 
     attempt: str
     task: int
     task_attempt: int
     limit_s: float | None
-    rules: Mapping[str, TopicRules] = field(default_factory=dict)
+    limits: Mapping[str, OutputLimits] = field(default_factory=dict)
 
     @classmethod
     def now(cls) -> _Moment:
@@ -110,10 +110,10 @@ class _Moment:
         limit_s = float(given["limit_s"])
         if context is not None and context.attemptNumber():  # the time of Spark's first attempt counts, too
             limit_s = max(0.001, limit_s - max(0, clock_ms() - given["begun_ms"]) / 1000)
-        rules = {each["topic"]: TopicRules.of(each) for each in given["rules"]}
+        limits = {each["topic"]: OutputLimits.of(each) for each in given["limits"]}
         if context is None:
-            return cls(given["attempt"], -1, 0, limit_s, rules)
-        return cls(given["attempt"], context.partitionId(), context.attemptNumber(), limit_s, rules)
+            return cls(given["attempt"], -1, 0, limit_s, limits)
+        return cls(given["attempt"], context.partitionId(), context.attemptNumber(), limit_s, limits)
 
 
 class CallRows:
@@ -134,7 +134,7 @@ class CallRows:
             for batch in batches:
                 records = _records(batch)
                 outcomes = _Round(self.order, runner).outcomes(records)
-                found = self._written(records, outcomes, report, moment.rules)
+                found = self._written(records, outcomes, report, moment.limits)
                 if found is not None:
                     at = found.schema.get_field_index("topic")
                     yield output_rows(found.set_column(at, "topic", pc.fill_null(found.column(at), self.order.topic)))
@@ -142,16 +142,16 @@ class CallRows:
             self.order.reports.add({(moment.attempt, moment.task, moment.task_attempt): [report]})
 
     def _written(
-        self, records: list[Record], outcomes: list[Outcome], report: CallReport, rules: Mapping[str, TopicRules]
+        self, records: list[Record], outcomes: list[Outcome], report: CallReport, limits: Mapping[str, OutputLimits]
     ) -> pa.RecordBatch | None:
         """The results in the order of the rows, with dead letters at their places. Both are counted.
 
         Args:
-            rules: what topics take. A result that its topic does not take is that of a call that has failed.
+            limits: what topics take. A result that its topic does not take is that of a call that has failed.
         """
         report.records += len(records)
-        of_topic = WriteRules(lambda topic: rules.get(topic or self.order.topic))
-        collector = OutputCollector(output=self.order.output, rules=of_topic)
+        of_topic = WriteLimits(lambda topic: limits.get(topic or self.order.topic))
+        collector = OutputCollector(output=self.order.output, limits=of_topic)
         for record, outcome in zip(records, outcomes, strict=True):
             mark = collector.mark()
             try:
@@ -166,7 +166,7 @@ class CallRows:
                 if self.order.dead_letter_topic is None or isinstance(error, MemoryError):
                     raise self._failed(record, error) from error
                 letter = dead_letters.dead_letter(record, self.order.dead_letter_topic, error, self.order.flow)
-                collector.extend([dead_letters.fitted(letter, rules.get(letter.topic or ""))], as_read=True)
+                collector.extend([dead_letters.fitted(letter, limits.get(letter.topic or ""))], as_read=True)
                 report.dead_letters += 1
                 cause = user_code.cause_of(error)
                 count, first = report.causes.get(cause, (0, ""))

@@ -13,7 +13,7 @@ from onceflow import hooks, user_code
 from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OnceflowError, OptionError
 from onceflow.external.sink import BatchAttempt, ExternalSink
 from onceflow.logs import log_context
-from onceflow.messages import Report, TaskPlace, TaskReport, report_row
+from onceflow.messages import Report, TaskInfo, TaskReport, report_row
 from onceflow.state.api import user_errors
 from onceflow.task import task_logs
 
@@ -48,14 +48,14 @@ class ExternalTask:
         order = self.order
         hooks.configure(order.faults)
         hooks.at("begin", where="task", flow=order.flow, batch=order.attempt.batch, task=context.partitionId())
-        place = TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
+        info = TaskInfo("task", context.partitionId(), context.attemptNumber(), context.stageId())
         task_logs.use_format()
-        with log_context.within(flow=order.flow, batch=order.attempt.batch, task=place.task):
-            report = write_external(order, place, batches)
+        with log_context.within(flow=order.flow, batch=order.attempt.batch, task=info.task):
+            report = write_external(order, info, batches)
         yield report_row(report)
 
 
-def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch]) -> TaskReport:
+def write_external(order: ExternalOrder, info: TaskInfo, batches: Iterable[pa.RecordBatch]) -> TaskReport:
     """Write rows and report. Errors of onceflow are reported, not raised: so the driver gets the original class."""
     started = time.monotonic()
     rows = _Rows(batches)
@@ -63,19 +63,19 @@ def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.
     error: OnceflowError | None = None
     attempt = order.attempt
     try:
-        if place.attempt > 0:
+        if info.attempt > 0:
             raise BatchAbortedError(
                 "Spark ran a task twice in one attempt of the batch",
                 flow=order.flow,
                 batch=attempt.batch,
-                detail=f"task {place.task} is at attempt {place.attempt}",
+                detail=f"task {info.task} is at attempt {info.attempt}",
                 next_step="none: the batch is run again",
             )
         # The stage too: after lost shuffle files Spark may run a task again in another one.
-        receipt = _written(order, f"{place.stage}-{place.task}", rows)
+        receipt = _written(order, f"{info.stage}-{info.task}", rows)
         _check_receipt(receipt, order)
-        if place.where == "task":  # the driver announces the step itself
-            hooks.at("write", where="task", flow=order.flow, batch=attempt.batch, task=place.task)
+        if info.where == "task":  # the driver announces the step itself
+            hooks.at("write", where="task", flow=order.flow, batch=attempt.batch, task=info.task)
     except OnceflowError as problem:
         error = problem
     except Exception as problem:
@@ -89,11 +89,11 @@ def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.
             next_step="correct the sink, or what it writes to. Then start the flow again: it continues at this batch",
         )
     report = Report(
-        task=place.task,
-        attempt=place.attempt,
-        stage=place.stage,
+        task=info.task,
+        attempt=info.attempt,
+        stage=info.stage,
         topic=order.sink.target,
-        partition=place.task,
+        partition=info.task,
         base_offset=-1,
         count=rows.count,
         nbytes=rows.nbytes,

@@ -11,7 +11,7 @@ import pyarrow as pa
 from onceflow.messages import StateOrder, TaskReport, WriteOrder, encoded
 from onceflow.task import task_logs
 from onceflow.task.range_reader import RangeReader, ReadOrder, reader_cluster
-from onceflow.task.row_writer import place_of_task, worker_cluster, write_rows
+from onceflow.task.row_writer import task_info, worker_cluster, write_rows
 from onceflow.task.state_tasks import run_fused
 
 
@@ -30,7 +30,7 @@ class RangeTask:
     def __call__(self, _: Iterable[Any]) -> Iterator[bytes]:
         order = self.order
         write = order.write if isinstance(order, StateOrder) else order
-        place = place_of_task(write)
+        place = task_info(write)
         reader = RangeReader(self.read, place.task, reader_cluster(self.read.settings))
         cluster = worker_cluster(write.settings)
         with task_logs.of_batch(write, place):

@@ -39,12 +39,12 @@ from onceflow.errors import (
     counted,
     located,
 )
-from onceflow.messages import NotCopartitionedError, OutputTopic, Report, TaskPlace, TaskReport, WriteOrder, report_row
+from onceflow.messages import NotCopartitionedError, OutputTopic, Report, TaskInfo, TaskReport, WriteOrder, report_row
 from onceflow.protocol import timestamps
 from onceflow.protocol.batches import EncodedBatch, encode_batches, next_sequence
 from onceflow.protocol.names import TopicPartition
+from onceflow.protocol.output_limits import OutputLimits
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
-from onceflow.protocol.topic_rules import TopicRules
 from onceflow.state.api.user_errors import shown
 from onceflow.task import task_logs
 
@@ -70,13 +70,13 @@ class WriteTask:
         self.order = order
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        place = place_of_task(self.order)
-        with task_logs.of_batch(self.order, place):
-            report = write_rows(self.order, place, batches, worker_cluster(self.order.settings))
+        info = task_info(self.order)
+        with task_logs.of_batch(self.order, info):
+            report = write_rows(self.order, info, batches, worker_cluster(self.order.settings))
         yield report_row(report)
 
 
-def place_of_task(order: WriteOrder) -> TaskPlace:
+def task_info(order: WriteOrder) -> TaskInfo:
     """The Spark task in which this code runs. This function also announces the step ``begin``."""
     from pyspark import TaskContext
 
@@ -85,18 +85,18 @@ def place_of_task(order: WriteOrder) -> TaskPlace:
         raise RuntimeError("the code of a task was called outside a Spark task")
     hooks.configure(order.faults)
     hooks.at("begin", where="task", flow=order.flow, batch=order.batch, task=context.partitionId())
-    return TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
+    return TaskInfo("task", context.partitionId(), context.attemptNumber(), context.stageId())
 
 
 class Companion(Protocol):
     """What the driver sends beside the rows that it writes itself.
 
     Args:
-        place: of its record.
+        topic_partition: of its record.
     """
 
     @property
-    def place(self) -> TopicPartition: ...
+    def topic_partition(self) -> TopicPartition: ...
 
     def before_rows(self) -> None:
         """Rows are about to be sent. Called once."""
@@ -117,32 +117,32 @@ class Companion(Protocol):
 
 def write_rows(
     order: WriteOrder,
-    place: TaskPlace,
+    info: TaskInfo,
     batches: Iterable[pa.RecordBatch],
     cluster: Cluster,
     companion: Companion | None = None,
 ) -> TaskReport:
     """Write rows and report. Errors of onceflow are reported, not raised: so the driver gets the original class."""
     started = time.monotonic()
-    writer = RowWriter(order, place, cluster, companion)
+    writer = RowWriter(order, info, cluster, companion)
     error: OnceflowError | None = None
     acknowledged: Mapping[TopicPartition, Acknowledged] = {}
     try:
-        if place.attempt > 0:
-            raise extra_attempt(f"task {place.task} is at attempt {place.attempt}", order)
+        if info.attempt > 0:
+            raise extra_attempt(f"task {info.task} is at attempt {info.attempt}", order)
         for batch in batches:
             writer.write(batch)
         acknowledged = writer.finish()
-        if place.where == "task":  # the driver announces the step itself
-            hooks.at("write", where="task", flow=order.flow, batch=order.batch, task=place.task)
+        if info.where == "task":  # the driver announces the step itself
+            hooks.at("write", where="task", flow=order.flow, batch=order.batch, task=info.task)
     except OnceflowError as problem:
         error = problem
     seconds = time.monotonic() - started
-    return TaskReport(reports_of(place, acknowledged, rows=writer.rows, seconds=seconds, error=error))
+    return TaskReport(reports_of(info, acknowledged, rows=writer.rows, seconds=seconds, error=error))
 
 
 def reports_of(
-    place: TaskPlace,
+    info: TaskInfo,
     acknowledged: Mapping[TopicPartition, Acknowledged],
     *,
     rows: int,
@@ -154,9 +154,9 @@ def reports_of(
 
     def report(topic: str | None, partition: int, done: Acknowledged) -> Report:
         return Report(
-            task=place.task,
-            attempt=place.attempt,
-            stage=place.stage,
+            task=info.task,
+            attempt=info.attempt,
+            stage=info.stage,
             topic=topic,
             partition=partition,
             base_offset=done.base_offset,
@@ -194,9 +194,9 @@ def refused_topic(topic: str, why: str, rows: pa.RecordBatch) -> BadRecordError:
     )
 
 
-def refuses(order: WriteOrder, place: TaskPlace, cluster: Cluster, batches: Iterable[pa.RecordBatch]) -> bool:
+def refuses(order: WriteOrder, info: TaskInfo, cluster: Cluster, batches: Iterable[pa.RecordBatch]) -> bool:
     """Whether rows cannot be written. Nothing is sent."""
-    writer = RowWriter(replace(order, transaction_version=2), place, cluster)
+    writer = RowWriter(replace(order, transaction_version=2), info, cluster)
     writer._producer = cast(Producer, _NotSent())
     try:
         for batch in batches:
@@ -228,11 +228,9 @@ def _named_by_key(rows: pa.RecordBatch) -> Iterator[None]:
 class RowWriter:
     """Chooses topic and partition of Arrow rows, encodes the rows, and sends them with the producer."""
 
-    def __init__(
-        self, order: WriteOrder, place: TaskPlace, cluster: Cluster, companion: Companion | None = None
-    ) -> None:
+    def __init__(self, order: WriteOrder, info: TaskInfo, cluster: Cluster, companion: Companion | None = None) -> None:
         self._order = order
-        self._place = place
+        self._info = info
         self._cluster = cluster
         self._companion = companion
         self._clock: Deadline | None = None
@@ -274,9 +272,9 @@ class RowWriter:
         if companion is None or record is None:
             return {} if self._producer is None else self._producer.flush()
         self._producer = self._producer or self._new_producer()
-        self._producer.send(*companion.place, record)
+        self._producer.send(*companion.topic_partition, record)
         found = self._producer.flush()
-        companion.acknowledged(found.pop(companion.place).base_offset)
+        companion.acknowledged(found.pop(companion.topic_partition).base_offset)
         return found
 
     # ---- routing -------------------------------------------------------------------------------------
@@ -318,7 +316,7 @@ class RowWriter:
         target = self.target_of(topic, rows)
         routing = self._order.routing
         if routing.kind == "source":
-            self._encode(topic, routing.task_partitions[self._place.task], rows, target)
+            self._encode(topic, routing.task_partitions[self._info.task], rows, target)
             return
         names = rows.schema.names
         given = rows.column("partition") if "partition" in names else None
@@ -331,7 +329,7 @@ class RowWriter:
             partitions = self._as_given(topic, target, given, partitions)
         if partitions.min() < 0:  # no partition given, and no key (murmur2 gives no negative partition)
             partitions = np.where(partitions < 0, np.int32(self._next_owned(topic, target)), partitions)
-        if routing.by_number and (partitions % routing.tasks != self._place.task).any():
+        if routing.by_number and (partitions % routing.tasks != self._info.task).any():
             raise self._elsewhere(topic)
         low, high = int(partitions.min()), int(partitions.max())
         if low == high:
@@ -366,7 +364,7 @@ class RowWriter:
         """A partition that this task owns, a different one for each Arrow batch."""
         owned = self._owned.get(topic)
         if owned is None:
-            tasks, task = self._order.routing.tasks, max(0, self._place.task)
+            tasks, task = self._order.routing.tasks, max(0, self._info.task)
             by_number = self._order.routing.by_number
             name = None if self._order.topic is not None or by_number else topic
             # If the driver did not know the topic, all rows of the topic are in one task.
@@ -378,7 +376,7 @@ class RowWriter:
             if self._order.routing.by_number:
                 raise self._elsewhere(topic)
             raise ProtocolError(
-                f"Task {self._place.task} received rows of {topic} and owns no partition of it",
+                f"Task {self._info.task} received rows of {topic} and owns no partition of it",
                 flow=self._order.flow,
                 batch=self._order.batch,
                 topic=topic,
@@ -416,13 +414,13 @@ class RowWriter:
                 )
             raise
 
-    def rules(self, topic: str) -> TopicRules:
+    def limits(self, topic: str) -> OutputLimits:
         """What a topic takes.
 
         Raises:
             UnknownTopicError: the topic does not exist.
         """
-        return self.target(topic).rules(topic, self._order.compression)
+        return self.target(topic).limits(topic, self._order.compression)
 
     # ---- writing -------------------------------------------------------------------------------------
 

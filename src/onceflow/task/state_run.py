@@ -19,8 +19,8 @@ from onceflow.client.produce import Acknowledged
 from onceflow.errors import located
 from onceflow.protocol.headers import HEADERS
 from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.output_limits import ANYTHING, OutputLimits, WriteLimits
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
-from onceflow.protocol.topic_rules import ANYTHING, TopicRules, WriteRules
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.engine.base import BatchTimes, EngineOptions
 from onceflow.state.engine.choice import AnyEngine, engine_for, makes_calls
@@ -60,7 +60,7 @@ class StateRun:
         still_owner: returns False if a newer driver has fenced this one. It is called only when that is in doubt.
         opened: called with every partition whose store has been brought up to date.
         own_topics: topics that outputs must not be written to.
-        rules: returns what a topic takes, see `WriteRules`. It also knows those of the table.
+        limits: returns what a topic takes, see `WriteLimits`. It also knows those of the table.
         calls_s: how long the processor's calls of other services may take in all; None: as long as they like.
     """
 
@@ -75,7 +75,7 @@ class StateRun:
         opened: Callable[[int], None] | None = None,
         still_owner: Callable[[], bool] | None = None,
         own_topics: OwnTopics | None = None,
-        rules: Callable[[str | None], TopicRules | None] = ANYTHING.of,
+        limits: Callable[[str | None], OutputLimits | None] = ANYTHING.of,
         join_source: Source | None = None,
         calls_s: float | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class StateRun:
             late_topic=spec.late_topic,
             source_topic=spec.source_topic,
             own_topics=own_topics or OwnTopics(),
-            rules=WriteRules(rules, self._row_rules(rules)),
+            limits=WriteLimits(limits, self._row_limits(limits)),
             max_timers_per_batch=spec.max_timers_per_batch,
         )
         self._times = BatchTimes(moment.batch, moment.now_ms, moment.watermark_ms, moment.timers_until, moment.unfired)
@@ -106,7 +106,7 @@ class StateRun:
             self._joined = JoinedCopies(by_name, moment.joined, join_source, still_owner=still_owner)
         # One for all partitions: calls for their records are made side by side, too.
         self._calls = CallRunner(calls_s, spec.flow) if makes_calls(spec.processor) else None
-        self._place = spec.place()
+        self._location = spec.location()
         #: Copies on disk that this run has brought up to date. They stay so, even if this attempt fails.
         self.brought_up: list[Prepared] = []
 
@@ -192,10 +192,10 @@ class StateRun:
         self._drain(partition, engine)
         return engine
 
-    def _row_rules(self, rules_of: Callable[[str | None], TopicRules | None]) -> TopicRules | None:
+    def _row_limits(self, limits_of: Callable[[str | None], OutputLimits | None]) -> OutputLimits | None:
         """What the topics of the table take. None: it has no topics."""
-        found = [rules for topic in self._spec.topics.ids if (rules := rules_of(topic)) is not None]
-        return min(found, key=lambda rules: rules.max_message_bytes, default=None)
+        found = [limits for topic in self._spec.topics.ids if (limits := limits_of(topic)) is not None]
+        return min(found, key=lambda limits: limits.max_message_bytes, default=None)
 
     def _open_joined(self, partitions: list[int]) -> None:
         """Open the copies of joined tables for partitions, all in one call: those that are not exact are read in one
@@ -256,7 +256,7 @@ class StateRun:
         return StateReport(
             table=spec.table,
             partition=partition,
-            place=self._place,
+            location=self._location,
             commit=moment.commit,
             how=run.opened.how,
             restored=run.opened.records,

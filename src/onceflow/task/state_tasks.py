@@ -24,16 +24,16 @@ from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged
 from onceflow.errors import OnceflowError, OptionError
-from onceflow.messages import NotCopartitionedError, StateOrder, TaskPlace, TaskReport, encoded, report_row
+from onceflow.messages import NotCopartitionedError, StateOrder, TaskInfo, TaskReport, encoded, report_row
 from onceflow.protocol.names import TopicPartition
+from onceflow.protocol.output_limits import OutputLimits
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.protocol.topic_rules import TopicRules
 from onceflow.spark import function_names
 from onceflow.state.engine import input_batch
 from onceflow.state.spec import StateReport
 from onceflow.task import task_logs
 from onceflow.task.preparing import is_owner
-from onceflow.task.row_writer import Companion, RowWriter, extra_attempt, place_of_task, reports_of, worker_cluster
+from onceflow.task.row_writer import Companion, RowWriter, extra_attempt, reports_of, task_info, worker_cluster
 from onceflow.task.state_run import StateRun
 from onceflow.task.step_outputs import TaskOutputs, output_rows, packed
 
@@ -69,9 +69,9 @@ class FusedTask:
         self.order = order
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        place = place_of_task(self.order.write)
-        with task_logs.of_batch(self.order.write, place):
-            report = run_fused(self.order, place, batches, worker_cluster(self.order.write.settings))
+        info = task_info(self.order.write)
+        with task_logs.of_batch(self.order.write, info):
+            report = run_fused(self.order, info, batches, worker_cluster(self.order.write.settings))
         yield report_row(report)
 
 
@@ -88,12 +88,12 @@ class RowsTask:
         self.__name__ = function_names.step_name(order.spec.table)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        place = place_of_task(self.order.write)
+        info = task_info(self.order.write)
         cluster = worker_cluster(self.order.write.settings)
-        writer = RowWriter(self.order.write, place, cluster)
+        writer = RowWriter(self.order.write, info, cluster)
         with (
-            contextlib.closing(StateWork(self.order, place, cluster, writer)) as work,
-            task_logs.of_batch(self.order.write, place),
+            contextlib.closing(StateWork(self.order, info, cluster, writer)) as work,
+            task_logs.of_batch(self.order.write, info),
         ):
             yield from work.rows(batches)
             work.finish()
@@ -102,14 +102,14 @@ class RowsTask:
 
 def run_fused(
     order: StateOrder,
-    place: TaskPlace,
+    info: TaskInfo,
     batches: Iterable[pa.RecordBatch],
     cluster: Cluster,
     companion: Companion | None = None,
 ) -> TaskReport:
     """Process rows and write the outputs."""
-    writer = RowWriter(order.write, place, cluster, companion)
-    with contextlib.closing(StateWork(order, place, cluster, writer)) as work:
+    writer = RowWriter(order.write, info, cluster, companion)
+    with contextlib.closing(StateWork(order, info, cluster, writer)) as work:
         for _ in work.rows(batches):
             raise RuntimeError("a task that writes its outputs itself has returned rows")
         work.finish()
@@ -126,9 +126,9 @@ class StateWork:
         writer: of the task. Several steps that run in one task share it, because a partition has one writer (I4).
     """
 
-    def __init__(self, order: StateOrder, place: TaskPlace, cluster: Cluster, writer: RowWriter) -> None:
+    def __init__(self, order: StateOrder, info: TaskInfo, cluster: Cluster, writer: RowWriter) -> None:
         self._order = order
-        self._place = place
+        self._info = info
         self._cluster = cluster
         self._started = time.monotonic()
         self._writer = writer
@@ -139,7 +139,7 @@ class StateWork:
         self._error: OnceflowError | None = None
         self._states: list[StateReport] = []
         self._acknowledged: Mapping[TopicPartition, Acknowledged] = {}
-        self._known_rules: dict[str | None, TopicRules | None] = {}
+        self._known_limits: dict[str | None, OutputLimits | None] = {}
         self._run = self._new_run()
 
     def _new_run(self) -> StateRun:
@@ -158,7 +158,7 @@ class StateWork:
             opened=self._opened,
             still_owner=self._still_owner,
             own_topics=order.write.own_topics,
-            rules=self._rules,
+            limits=self._limits,
             calls_s=order.write.calls_s,
         )
 
@@ -173,11 +173,11 @@ class StateWork:
 
     def rows(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Process rows. If the step fails, there are no more outputs."""
-        order, place, run = self._order, self._place, self._run
+        order, info, run = self._order, self._info, self._run
         try:
-            if place.attempt > 0:
-                raise extra_attempt(f"task {place.task} is at attempt {place.attempt}", order.write)
-            run.open(order.due_in(place.task))
+            if info.attempt > 0:
+                raise extra_attempt(f"task {info.task} is at attempt {info.attempt}", order.write)
+            run.open(order.due_in(info.task))
             yield from self._take()
             for batch in batches:
                 self._feed(run, batch)
@@ -191,11 +191,11 @@ class StateWork:
         """Wait until all is acknowledged, and `settle`. For a step whose writer is its own."""
         if self._error is not None:
             return
-        write, place = self._order.write, self._place
+        write, info = self._order.write, self._info
         try:
             self.settle(self._writer.finish())
-            if place.where == "task":  # the driver announces the step itself
-                hooks.at("write", where="task", flow=write.flow, batch=write.batch, task=place.task)
+            if info.where == "task":  # the driver announces the step itself
+                hooks.at("write", where="task", flow=write.flow, batch=write.batch, task=info.task)
         except OnceflowError as problem:
             self._error = problem.locate(flow=write.flow, batch=write.batch)
 
@@ -212,7 +212,7 @@ class StateWork:
         """The report of the task. Call this after ``finish`` or ``settle``."""
         failed = self._error is not None
         written = reports_of(
-            self._place,
+            self._info,
             {} if failed else self._acknowledged,
             rows=self._writer.rows,
             seconds=time.monotonic() - self._started,
@@ -226,16 +226,16 @@ class StateWork:
             returned=() if returned is None else (packed(returned),),
         )
 
-    def _rules(self, topic: str | None) -> TopicRules | None:
+    def _limits(self, topic: str | None) -> OutputLimits | None:
         """What the topic takes of records that name it. None: they go on as rows, or it is not known."""
         if topic is None:
             topic = self._order.topic if self._order.as_is else None
-        if topic not in self._known_rules:
+        if topic not in self._known_limits:
             try:
-                self._known_rules[topic] = None if topic is None else self._writer.rules(topic)
+                self._known_limits[topic] = None if topic is None else self._writer.limits(topic)
             except OnceflowError:  # no fault of the record: it is raised again when the record is written
-                self._known_rules[topic] = None
-        return self._known_rules[topic]
+                self._known_limits[topic] = None
+        return self._known_limits[topic]
 
     def _still_owner(self) -> bool:
         """Whether the transactional id still has this attempt's epoch. If not, a newer driver has fenced this one."""
@@ -245,7 +245,7 @@ class StateWork:
 
     def _opened(self, partition: int) -> None:
         write = self._order.write
-        hooks.at("settle", where=self._place.where, flow=write.flow, batch=write.batch, task=self._place.task)
+        hooks.at("settle", where=self._info.where, flow=write.flow, batch=write.batch, task=self._info.task)
 
     def _emit_rows(self, batch: pa.RecordBatch, partition: int) -> None:
         """Keep outputs that are returned as rows: their topic is null. Side outputs keep their topic, or are written
@@ -272,11 +272,11 @@ class StateWork:
             return
         rows = engine_rows(batch)
         if not self._order.by_number:
-            run.feed(rows, null_keys_to=max(0, self._place.task))
+            run.feed(rows, null_keys_to=max(0, self._info.task))
             return
         placed = key_partitions(batch.column("key"), self._order.spec.topics.partitions)
-        placed = np.where(placed < 0, np.int32(self._place.task), placed)  # rows without a key are bad records
-        if (placed % self._order.modulus != self._place.task).any():
+        placed = np.where(placed < 0, np.int32(self._info.task), placed)  # rows without a key are bad records
+        if (placed % self._order.modulus != self._info.task).any():
             raise NotCopartitionedError(
                 f"Keys of the source are not where Kafka's default partitioner puts them for {self._order.spec.table}",
                 next_step="none: the batch runs again, with a shuffle",

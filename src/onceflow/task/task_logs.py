@@ -7,12 +7,12 @@ import logging
 import os
 
 from onceflow.logs import log_context
-from onceflow.messages import TaskPlace, WriteOrder
+from onceflow.messages import TaskInfo, WriteOrder
 
 log = logging.getLogger("onceflow.task")
 
 
-def of_batch(order: WriteOrder, place: TaskPlace) -> log_context.within:
+def of_batch(order: WriteOrder, info: TaskInfo) -> log_context.within:
     """The context in which a task writes its lines. Workers are used again, by other flows and by other queries."""
     use_format()
     return log_context.within(
@@ -20,7 +20,7 @@ def of_batch(order: WriteOrder, place: TaskPlace) -> log_context.within:
         batch=order.batch,
         producer_id=order.producer.producer_id,
         producer_epoch=order.producer.producer_epoch,
-        task=place.task,
+        task=info.task,
     )
 
 

@@ -48,7 +48,7 @@ def value_of(*rules: Mapping[str, Any]) -> str:
     return f"{__name__}:{json.dumps(rules)}"
 
 
-def rules_of(value: str) -> list[dict[str, Any]]:
+def parsed(value: str) -> list[dict[str, Any]]:
     """The rules in a value of the variable."""
     module, _, text = value.partition(":")
     if module != __name__:

@@ -173,7 +173,7 @@ def _as_own(file: Progress, names: Names) -> Progress:
             next_step=f"import it for flow {file.flow!r}, or start {names.flow!r} without state: "
             f"`onceflow reset {names.flow} --to offsets=...`",
         )
-    return replace(file, flow=names.progress_key, batch_id=0, outputs=(), letters={})
+    return replace(file, flow=names.progress_key, batch_id=0, outputs=(), side_topics={})
 
 
 def _moves(base: Progress, file: Progress, before: Progress | None, topics: Mapping[str, SourceTopic]) -> Move:

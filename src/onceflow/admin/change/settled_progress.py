@@ -85,7 +85,7 @@ def settled_records(
         if not waits:
             return found
         check()
-        if deadline.expired:
+        if not deadline.wait(attempt):
             raise DeadlineExceededError(
                 "A transaction with progress of the flow stays open",
                 flow=names.flow,
@@ -95,5 +95,4 @@ def settled_records(
                 next_step=f"`onceflow transactions list --topic {PROGRESS_TOPIC}` shows whose it is: the next "
                 "start of that flow ends it, and so does its timeout",
             )
-        deadline.pause(attempt, f"a transaction is open in {PROGRESS_TOPIC}-{number}")
         attempt += 1

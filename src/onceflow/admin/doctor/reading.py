@@ -225,7 +225,7 @@ def _roles(progress: Progress | None, named: Iterable[str]) -> dict[str, str]:
     """The topics to look at. What progress says of a topic goes before its being named."""
     roles = dict.fromkeys(named, NAMED)
     if progress is not None:
-        roles |= dict.fromkeys([*progress.outputs, *progress.letters], OUTPUT)
+        roles |= dict.fromkeys([*progress.outputs, *progress.side_topics], OUTPUT)
         roles |= dict.fromkeys(progress.joined, JOINED)
         roles |= {name: INTERNAL if name.endswith(INTERNAL_SUFFIX) else TABLE for name in progress.changelogs}
         roles |= dict.fromkeys(progress.offsets, SOURCE)

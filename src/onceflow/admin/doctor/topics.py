@@ -100,7 +100,7 @@ def check_safety(facts: Facts) -> Iterator[Finding]:
 def check_cleanup(facts: Facts) -> Iterator[Finding]:
     """``cleanup.policy`` of the topics."""
     progress = None if facts.flow is None else facts.flow.progress
-    letters = {} if progress is None else progress.letters
+    letters = {} if progress is None else progress.side_topics
     for topic in _topics(facts):
         policy = topic.settings.get("cleanup.policy")
         subject = f"{topic.role} {topic.name}"

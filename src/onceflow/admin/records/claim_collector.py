@@ -37,7 +37,7 @@ from onceflow.client.topics import find_topic, find_topics
 from onceflow.errors import ClaimCheckError, DataLossError, EnvironmentUnusableError, OnceflowError, OptionError
 from onceflow.object_storage import CHUNK_BYTES
 from onceflow.protocol.decode import HeaderList
-from onceflow.protocol.names import INTERNAL_SUFFIX
+from onceflow.protocol.names import INTERNAL_SUFFIX, TopicPartition
 from onceflow.protocol.progress import Progress
 
 _CALL_S = 60.0
@@ -46,7 +46,6 @@ _DELETED_AT_ONCE = 1000
 _FETCH_BYTES = 4_000_000
 
 Show = Callable[[str, int, int | None], None]
-Place = tuple[str, int]
 #: Offset, key, value and headers of a record.
 Record = tuple[int, bytes | None, bytes | None, HeaderList]
 
@@ -244,7 +243,7 @@ class Collector:
             size = len(found)
             for flow in flows:
                 if _reads(flow) & found.keys():
-                    written = (*flow.changelogs, *flow.outputs, *flow.letters)
+                    written = (*flow.changelogs, *flow.outputs, *flow.side_topics)
                     found |= dict.fromkeys(t for t in written if t in there and t not in self._without)
         return list(found)
 
@@ -305,7 +304,7 @@ class Collector:
         # the record by then. It may even be in a topic or a partition that is new: a fork and a repartition copy rows.
         while True:
             deadline = Deadline(_CALL_S, "reading the offsets of topics")
-            later = _places(list_offsets(cluster, by_topic(ends), LATEST, deadline, committed=False))
+            later = _flattened(list_offsets(cluster, by_topic(ends), LATEST, deadline, committed=False))
             for (topic, number), end in later.items():
                 self._read_all(cluster, topic, number, ends[topic, number], end)
             ends |= later
@@ -317,14 +316,14 @@ class Collector:
         # No object goes before this command is done, so what went from a record into one is found, and the other way.
         self._scan_objects()
 
-    def _scan_topics(self, cluster: Cluster, partitions: Mapping[str, Sequence[int]]) -> dict[Place, int]:
+    def _scan_topics(self, cluster: Cluster, partitions: Mapping[str, Sequence[int]]) -> dict[TopicPartition, int]:
         """Read these partitions. Returns the offsets up to which that was."""
         deadline = Deadline(_CALL_S, "reading the offsets of topics")
-        starts = _places(list_offsets(cluster, partitions, EARLIEST, deadline))
+        starts = _flattened(list_offsets(cluster, partitions, EARLIEST, deadline))
         # In this order: what is decided meanwhile is read as if it were not.
-        stable = _places(list_offsets(cluster, partitions, LATEST, deadline))
-        ends = _places(list_offsets(cluster, partitions, LATEST, deadline, committed=False))
-        total, done = sum(max(0, ends[place] - starts[place]) for place in ends), 0
+        stable = _flattened(list_offsets(cluster, partitions, LATEST, deadline))
+        ends = _flattened(list_offsets(cluster, partitions, LATEST, deadline, committed=False))
+        total, done = sum(max(0, ends[each] - starts[each]) for each in ends), 0
         reader = CommittedReader(cluster, fetch_bytes=_FETCH_BYTES)
         for (topic, number), start in starts.items():
             name = f"reading {topic}-{number}"
@@ -445,7 +444,7 @@ class Collector:
             self._names.execute("COMMIT")
 
 
-def _places(offsets: Mapping[str, Mapping[int, int]]) -> dict[Place, int]:
+def _flattened(offsets: Mapping[str, Mapping[int, int]]) -> dict[TopicPartition, int]:
     return {(topic, number): offset for topic, numbers in offsets.items() for number, offset in numbers.items()}
 
 

@@ -43,7 +43,7 @@ _PREPARE_S, _TIMEOUT_MS = 60.0, 60_000
 _LETTERS, _BYTES = 5_000, 16_000_000  # of one transaction
 _SORTED_LETTERS, _SORTED_BYTES = 50_000, 64_000_000  # in memory
 
-Place = tuple[int, int]
+Position = tuple[int, int]
 """Partition and offset of a letter."""
 
 
@@ -79,7 +79,7 @@ class Wanted:
 class Letter:
     """One dead letter. Key, value and timestamp are those of its record."""
 
-    place: Place
+    position: Position
     key: bytes | None
     value: bytes | None
     headers: Sequence[Header]
@@ -144,18 +144,18 @@ class Replayed:
     causes: Mapping[str, int] = field(default_factory=dict)
 
 
-def replayed(cluster: Cluster, topic: TopicInfo, deadline: Deadline) -> set[Place]:
+def replayed(cluster: Cluster, topic: TopicInfo, deadline: Deadline) -> set[Position]:
     """Which letters of a topic were replayed; none if nothing was ever replayed."""
     name = topic.name + SUFFIX
     return set() if find_topic(cluster, name, "READ", deadline) is None else set(_noted(cluster, name, topic.topic_id))
 
 
-def replayed_in(cluster: Cluster, topic: str, deadline: Deadline) -> set[Place]:
+def replayed_in(cluster: Cluster, topic: str, deadline: Deadline) -> set[Position]:
     """The same of a topic that is named."""
     return replayed(cluster, find_topics(cluster, {topic: ""}, deadline)[topic], deadline)
 
 
-def places(settings: ClientSettings, topic: str) -> set[Place] | None:
+def replayed_positions(settings: ClientSettings, topic: str) -> set[Position] | None:
     """Which letters of a topic were replayed; None: this principal may not see it."""
     with connected(settings, topic) as cluster:
         deadline = Deadline(_PREPARE_S, f"looking for replayed letters of {topic}")
@@ -254,7 +254,7 @@ class _Replay:
 
     # ---- letters -------------------------------------------------------------------------------------
 
-    def _look_for_origins(self, info: TopicInfo, noted: Collection[Place]) -> None:
+    def _look_for_origins(self, info: TopicInfo, noted: Collection[Position]) -> None:
         """Check that all named letters are there, and can be replayed, before anything is written."""
         if not self._wanted.origins:
             return
@@ -287,7 +287,7 @@ class _Replay:
         self._sent.add(known)
         return is_first
 
-    def _chosen(self, info: TopicInfo, noted: Collection[Place], *, quiet: bool = False) -> Iterator[list[Letter]]:
+    def _chosen(self, info: TopicInfo, noted: Collection[Position], *, quiet: bool = False) -> Iterator[list[Letter]]:
         """The letters to replay, in lists of limited size.
 
         A batch writes letters of records that it cannot decode before others. So they are sorted by where they were
@@ -301,7 +301,7 @@ class _Replay:
             if not self._wanted.fits(letter):
                 continue
             self._missing.discard(letter.origin)
-            if letter.place in noted:
+            if letter.position in noted:
                 self._before += 1
             elif why := self._why_kept(letter):
                 self._kept[why] += 1
@@ -371,7 +371,7 @@ class _Replay:
             writer = Writer(self._cluster, self._transactions, limits, deadline)
             for (topic, partition), found in placed.items():
                 writer.write(topic, partition, [(each.key, each.again(topic)) for each in found])
-            noted = [(_note_key(info.topic_id, each.place), self._note(each)) for each in noted_letters]
+            noted = [(_note_key(info.topic_id, each.position), self._note(each)) for each in noted_letters]
             writer.write(notes, 0, noted)
             writer.finish()
             hooks.at("write", where="driver", flow=flow)
@@ -428,17 +428,22 @@ def _parts(letters: Sequence[Letter]) -> Iterator[list[Letter]]:
         yield part
 
 
-def _note_key(topic_id: str, place: Place) -> bytes:
-    return f"{topic_id}/{place[0]}/{place[1]}".encode()
+def _note_key(topic_id: str, position: Position) -> bytes:
+    return f"{topic_id}/{position[0]}/{position[1]}".encode()
 
 
-def _noted(cluster: Cluster, name: str, topic_id: str) -> Iterator[Place]:
+def _noted(cluster: Cluster, name: str, topic_id: str) -> Iterator[Position]:
     reader = CommittedReader(cluster)
     for chunk in reader.read(name, 0, 0, reader.end(name, 0)):
         for key, value in zip(chunk.keys, chunk.values, strict=True):
-            whose, *place = (key or b"").decode(errors="replace").rsplit("/", 2)
-            if value is not None and whose == topic_id and len(place) == 2 and all(each.isdigit() for each in place):
-                yield int(place[0]), int(place[1])
+            whose, *position = (key or b"").decode(errors="replace").rsplit("/", 2)
+            if (
+                value is not None
+                and whose == topic_id
+                and len(position) == 2
+                and all(each.isdigit() for each in position)
+            ):
+                yield int(position[0]), int(position[1])
 
 
 def _parked(topic: str) -> OptionError:

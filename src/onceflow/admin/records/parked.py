@@ -402,11 +402,11 @@ def _check_found(topic: str, origins: Collection[str], parts: Iterable[list[Park
 
 def _target(topic: str, record: Parked, to: str | None) -> str:
     if why := dead_letters.why_not_retried(record.headers):
-        told = [dead_letters.TIMER_NAME, dead_letters.TIMER_TABLE, dead_letters.SHORTENED]
+        names = [dead_letters.TIMER_NAME, dead_letters.TIMER_TABLE, dead_letters.SHORTENED]
         raise OptionError(
             f"{record.origin} cannot be retried: {why}",
             topic=topic,
-            detail=", ".join(f"{name}: {record.header(name)}" for name in told if record.header(name)),
+            detail=", ".join(f"{name}: {record.header(name)}" for name in names if record.header(name)),
             next_step="name the other records, and drop this one when it is dealt with; nothing has changed",
         )
     target = to or record.retry_topic

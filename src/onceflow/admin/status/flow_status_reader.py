@@ -197,7 +197,7 @@ class StatusReader:
                 status.tables.append(TableStatus(topic, {}, None, table.watermark_ms))
         for topic, ends in sorted(progress.joined.items()):
             self._joined(status, progress, topic, ends, there, deadline)
-        for topic, role in sorted(progress.letters.items()):
+        for topic, role in sorted(progress.side_topics.items()):
             status.letters.append(self._letters(status, topic, role, there, deadline))
         return status
 

@@ -31,18 +31,18 @@ def count_letters(cluster: Cluster, status: FlowStatus) -> None:
         count: int | None
         if each.role == "parked":
             read = partial(_count_parked, cluster, each.topic, each.ends)
-            count = _told(status, each.topic, each.topic, read)
+            count = _answer(status, each.topic, each.topic, read)
         else:
             # First: a letter that is replayed meanwhile still counts, and no count is too small.
             deadline = Deadline(_LOOK_S, f"looking for replayed letters of {each.topic}")
             notes = partial(letter_replay.replayed_in, cluster, each.topic, deadline)
-            gone = _told(status, each.topic, each.topic + letter_replay.SUFFIX, notes)
+            gone = _answer(status, each.topic, each.topic + letter_replay.SUFFIX, notes)
             others = partial(_count_others, cluster, each.topic, each.ends, gone or ())
-            count = None if gone is None else _told(status, each.topic, each.topic, others)
+            count = None if gone is None else _answer(status, each.topic, each.topic, others)
         status.letters[at] = replace(each, waiting=count)
 
 
-def _told(status: FlowStatus, letters: str, topic: str, read: Callable[[], T]) -> T | None:
+def _answer(status: FlowStatus, letters: str, topic: str, read: Callable[[], T]) -> T | None:
     """What was read; None: not permitted, or no answer. The status says so."""
     return answered(status, f"topic {letters}", partial(permitted, status, f"READ on topic {topic}", read))
 
@@ -60,7 +60,9 @@ def _count_parked(cluster: Cluster, topic: str, ends: Mapping[int, int]) -> int:
     return count
 
 
-def _count_others(cluster: Cluster, topic: str, ends: Mapping[int, int], gone: Collection[letter_replay.Place]) -> int:
+def _count_others(
+    cluster: Cluster, topic: str, ends: Mapping[int, int], gone: Collection[letter_replay.Position]
+) -> int:
     """Count committed records, without those at these places."""
     reader = CommittedReader(cluster)
     count = 0

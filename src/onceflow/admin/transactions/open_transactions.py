@@ -62,7 +62,7 @@ class OpenInPartition:
     held_back: int
 
     @property
-    def place(self) -> TopicPartition:
+    def topic_partition(self) -> TopicPartition:
         return self.topic, self.partition
 
     def age_ms(self, now_ms: int) -> int | None:
@@ -127,7 +127,7 @@ def _find(cluster: Cluster, topics: Sequence[str], deadline: Deadline, producer_
     chosen = find_topics(cluster, dict.fromkeys(topics, ""), deadline) if topics else _ordinary(cluster, deadline)
     places = _led(chosen, unseen)
     behind = _each_topic(lambda some: _held_back(cluster, some, deadline), places, unseen, strict=bool(topics))
-    suspects = [place for place, count in behind.items() if count > 0]
+    suspects = [topic_partition for topic_partition, count in behind.items() if count > 0]
 
     def look(some: Iterable[TopicPartition]) -> dict[TopicPartition, list[OpenTransaction]]:
         return open_transactions(cluster, some, deadline)
@@ -135,16 +135,16 @@ def _find(cluster: Cluster, topics: Sequence[str], deadline: Deadline, producer_
     first = _each_topic(look, suspects, unseen, strict=bool(topics))
     wanted = None if producer_ids is None else {*producer_ids}
     first = {p: [each for each in all_ if wanted is None or each.producer_id in wanted] for p, all_ in first.items()}
-    first = {place: all_ for place, all_ in first.items() if all_}
+    first = {topic_partition: all_ for topic_partition, all_ in first.items() if all_}
     if not first:
         return Search([], unseen, partitions=len(places))
     known, gap = _known(cluster, {each.producer_id for all_ in first.values() for each in all_}, deadline)
     second = _each_topic(look, first, unseen, strict=bool(topics))
     found = [
-        _completed(cluster, place, each, known.get(each.producer_id), gap, behind[place], deadline)
-        for place in sorted(first)
-        for each in sorted(first[place], key=lambda each: each.start_offset)
-        if _same(each) in {_same(other) for other in second.get(place, [])}
+        _completed(cluster, topic_partition, each, known.get(each.producer_id), gap, behind[topic_partition], deadline)
+        for topic_partition in sorted(first)
+        for each in sorted(first[topic_partition], key=lambda each: each.start_offset)
+        if _same(each) in {_same(other) for other in second.get(topic_partition, [])}
     ]
     return Search(found, unseen, gap, len(places))
 
@@ -227,7 +227,7 @@ def _known(
 
 def _completed(
     cluster: Cluster,
-    place: TopicPartition,
+    topic_partition: TopicPartition,
     seen: OpenTransaction,
     known: tuple[str, dict[str, Any]] | None,
     gap: str,
@@ -237,7 +237,7 @@ def _completed(
     hanging: bool | None = None if gap else True
     if known is not None:
         name, described = known
-        topic, partition = place
+        topic, partition = topic_partition
         hanging = not (described["state"] in PENDING and partition in described["partitions"].get(topic, ()))
         seen = replace(
             seen,
@@ -246,20 +246,20 @@ def _completed(
             started_ms=int(described["started_ms"]),
             timeout_ms=int(described["timeout_ms"]),
         )
-    first_write_ms = _timestamp(cluster, place, seen.start_offset, deadline)
-    return OpenInPartition(*place, seen, hanging, first_write_ms, held_back)
+    first_write_ms = _timestamp(cluster, topic_partition, seen.start_offset, deadline)
+    return OpenInPartition(*topic_partition, seen, hanging, first_write_ms, held_back)
 
 
-def _timestamp(cluster: Cluster, place: TopicPartition, offset: int, deadline: Deadline) -> int | None:
+def _timestamp(cluster: Cluster, topic_partition: TopicPartition, offset: int, deadline: Deadline) -> int | None:
     """Timestamp of the record at an offset; None: it is not in the log any more, or it cannot be read."""
     try:
-        for item in read_log(cluster, *place, offset, offset + 1, deadline):
+        for item in read_log(cluster, *topic_partition, offset, offset + 1, deadline):
             if isinstance(item, LogRecord):
                 return item.timestamp_ms
     except DataLossError:
         pass
     except OnceflowError as error:
-        log.debug("the first record of a transaction in %s-%d could not be read: %s", *place, error)
+        log.debug("the first record of a transaction in %s-%d could not be read: %s", *topic_partition, error)
     return None
 
 

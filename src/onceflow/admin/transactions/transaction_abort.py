@@ -203,13 +203,13 @@ def abort(cluster: Cluster, what: AbortPlan, deadline: Deadline) -> list[TopicPa
         with _may("take over", producer.transactional_id, "WRITE"):
             init_producer_id(cluster, producer.transactional_id, producer.timeout_ms, None, deadline)
     for each in what.markers:
-        write_abort_marker(cluster, each.place, each.transaction, deadline)
+        write_abort_marker(cluster, each.topic_partition, each.transaction, deadline)
     for each in producer.search.found:
         attempt = 0
-        while still_open(cluster, each.place, each.transaction, deadline) is not None:
+        while still_open(cluster, each.topic_partition, each.transaction, deadline) is not None:
             deadline.pause(attempt, f"the transaction is still open in {each.topic}-{each.partition}")
             attempt += 1
-    return sorted({each.place for each in producer.search.found})
+    return sorted({each.topic_partition for each in producer.search.found})
 
 
 @contextlib.contextmanager

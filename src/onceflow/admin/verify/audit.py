@@ -29,7 +29,7 @@ from onceflow.admin.verify.report import (
     Tell,
     unknown_past,
 )
-from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, RecordComparison
+from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, RecordComparison, RecordOffset
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
@@ -393,7 +393,7 @@ class Audit:
         right = key_partitions(pa.array(keys, pa.large_binary()), count)
         for row in np.flatnonzero((right >= 0) & (right != partition)).tolist():
             text = f"its key belongs to partition {right[row]} of {count}"
-            self.report.add(MISPLACED, text, [Place(topic, partition, offsets[row])])
+            self.report.add(MISPLACED, text, [RecordOffset(topic, partition, offsets[row])])
 
 
 def _counts(each: Difference) -> str:

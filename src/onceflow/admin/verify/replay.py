@@ -121,7 +121,7 @@ class Replay:
         self._ends = [dict.fromkeys(range(what.partitions), 0), dict.fromkeys(range(what.partitions), 0)]
         self._last: dict[int, CommitId] = {}
         self._timers: dict[int, Mapping[str, int | None]] = {}
-        self._verified = frozenset((self._spec.place(), partition) for partition in range(what.partitions))
+        self._verified = frozenset((self._spec.location(), partition) for partition in range(what.partitions))
         self._batch = 0
         self.records = 0
         self.reasons: list[str] = []
@@ -329,9 +329,9 @@ class _Changelog:
         self._ends: dict[tuple[str, int], int] = {}
 
     def write_to(self, topic: str, partition: int, batch: pa.RecordBatch) -> None:
-        place = (topic, partition)
-        self._ends[place] = self._ends.get(place, 0) + batch.num_rows
-        self._written[place] = Acknowledged(count=batch.num_rows, end_offset=self._ends[place])
+        topic_partition = (topic, partition)
+        self._ends[topic_partition] = self._ends.get(topic_partition, 0) + batch.num_rows
+        self._written[topic_partition] = Acknowledged(count=batch.num_rows, end_offset=self._ends[topic_partition])
 
     def acknowledged(self) -> dict[tuple[str, int], Acknowledged]:
         """What was written since the last call."""

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from onceflow.admin.verify.replay import LATE
 from onceflow.admin.verify.report import DOUBLED, FOREIGN, LOST, Report
-from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, Difference, Place, RecordComparison, digest_of
+from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, Difference, RecordComparison, RecordOffset, digest_of
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.errors import OptionError, counted
 from onceflow.protocol.headers import Header
@@ -138,7 +138,7 @@ def _digest(topic: str, key: bytes | None, value: bytes | None, headers: Sequenc
     return digest_of(*parts)
 
 
-def _record(reader: CommittedReader, place: Place) -> tuple[bytes | None, bytes | None]:
+def _record(reader: CommittedReader, place: RecordOffset) -> tuple[bytes | None, bytes | None]:
     for chunk in reader.read(place.topic, place.partition, place.offset, place.offset + 1):
         if chunk.keys:
             return chunk.keys[0], chunk.values[0]

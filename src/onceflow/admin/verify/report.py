@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from onceflow.admin.verify.tally import Place
+from onceflow.admin.verify.tally import RecordOffset
 from onceflow.protocol.progress import Progress
 
 LOST, DOUBLED, FOREIGN, MISPLACED, REORDERED, PROGRESS, GROUP, TABLE, STATE, LOCAL = KINDS = (
@@ -23,7 +23,7 @@ class Finding:
 
     kind: str
     text: str
-    places: tuple[Place, ...] = ()
+    places: tuple[RecordOffset, ...] = ()
 
 
 @dataclass
@@ -52,13 +52,13 @@ class Report:
         """Whether all that was asked for was checked and judged, and nothing was found."""
         return not (self.counts or self.not_checked or self.unjudged)
 
-    def add(self, kind: str, text: str, places: Iterable[Place] = ()) -> None:
+    def add(self, kind: str, text: str, places: Iterable[RecordOffset] = ()) -> None:
         """Count a finding, and keep it if it is one of the first of its kind."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if self.counts[kind] <= self.limit:
             self.examples.append(Finding(kind, text, tuple(places)))
 
-    def add_all(self, kind: str, count: int, described: Iterable[tuple[str, Iterable[Place]]]) -> None:
+    def add_all(self, kind: str, count: int, described: Iterable[tuple[str, Iterable[RecordOffset]]]) -> None:
         """Count findings of a kind, of which some are described."""
         self.counts[kind] = self.counts.get(kind, 0) + count
         room = self.limit - sum(each.kind == kind for each in self.examples)

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from onceflow.admin.verify.report import MISPLACED, STATE, Report, Tell
 from onceflow.admin.verify.table_contents import key_of, what_of
-from onceflow.admin.verify.tally import Place
+from onceflow.admin.verify.tally import RecordOffset
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
@@ -85,7 +85,7 @@ class _Partition:
         """The offset of the last record of each key that belongs to another partition; None: a tombstone."""
         self.records = 0
 
-    def take(self, chunk: Chunk) -> Iterator[tuple[str, Place]]:
+    def take(self, chunk: Chunk) -> Iterator[tuple[str, RecordOffset]]:
         """Take records. Yields what is wrong with one, and where it is."""
         self.records += len(chunk.keys)
         offsets = chunk.offsets.tolist()
@@ -93,7 +93,7 @@ class _Partition:
         for row, (key, value) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
             problem = self._problem(key, value, chunk.headers.get(row, ()))
             if problem:
-                yield problem, Place(self._topic, self._partition, offsets[row])
+                yield problem, RecordOffset(self._topic, self._partition, offsets[row])
             is_read = key is not None and not problem
             usable.append((key_of(key) if self._internal else key) if is_read and key is not None else None)
         placed = key_partitions(pa.array(usable, pa.large_binary()), self._count)
@@ -103,14 +103,14 @@ class _Partition:
             assert found is not None
             self._elsewhere[found] = None if chunk.values[at] is None else offsets[at]
 
-    def misplaced(self) -> Iterator[tuple[str, Place]]:
+    def misplaced(self) -> Iterator[tuple[str, RecordOffset]]:
         """Rows that are not in the partition of their key. They are not found by the processor."""
         for found, offset in self._elsewhere.items():
             if offset is not None:
                 key, what = (key_of(found), what_of(found)) if self._internal else (found, "the value")
                 right = int(key_partitions(pa.array([key], pa.binary()), self._count)[0])
                 text = f"{what} of key {shown(key)} belongs to partition {right} of {self._count}"
-                yield text, Place(self._topic, self._partition, offset)
+                yield text, RecordOffset(self._topic, self._partition, offset)
 
     def _problem(self, key: bytes | None, value: bytes | None, headers: Any) -> str:
         """Why no processor can have written a record; empty: one can have."""

@@ -42,7 +42,7 @@ source that was committed while the outputs were read, so that it may be in them
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordOffset:
     """Where a record is."""
 
     topic: str
@@ -62,7 +62,7 @@ class Difference:
 
     expected: int
     found: int
-    places: tuple[Place, ...]
+    places: tuple[RecordOffset, ...]
 
 
 def digest_of(*parts: bytes | None) -> bytes:
@@ -78,10 +78,10 @@ def digest_of(*parts: bytes | None) -> bytes:
 class Reordered:
     """Two records of one key in one partition of an output, the later one made of the earlier record of the source."""
 
-    before: Place
-    after: Place
-    source_before: Place
-    source_after: Place
+    before: RecordOffset
+    after: RecordOffset
+    source_before: RecordOffset
+    source_after: RecordOffset
 
 
 class RecordComparison:
@@ -194,7 +194,7 @@ class RecordComparison:
         names = {number: topic for topic, number in self._topics.items()}
         for at in np.flatnonzero(wrong).tolist():
             same = rows[starts[at] : ends[at]][:_SHOWN]
-            places = tuple(Place(names[int(r["topic"])], int(r["partition"]), int(r["offset"])) for r in same)
+            places = tuple(RecordOffset(names[int(r["topic"])], int(r["partition"]), int(r["offset"])) for r in same)
             yield Difference(int(expected[at]), int(worst[at]), places)
 
     def _pair(self, rows: Any, starts: Any, ends: Any, group: Any) -> None:
@@ -236,8 +236,8 @@ class RecordComparison:
         return Path(self._scratch.name) / f"{kind}-{number:03}"
 
 
-def _places(before: Any, after: Any, names: dict[int, str]) -> Iterator[Place]:
+def _places(before: Any, after: Any, names: dict[int, str]) -> Iterator[RecordOffset]:
     for which in ("", "from_"):
         for row in (before, after):
             topic, partition, offset = (int(row[which + name]) for name in ("topic", "partition", "offset"))
-            yield Place(names[topic], partition, offset)
+            yield RecordOffset(names[topic], partition, offset)

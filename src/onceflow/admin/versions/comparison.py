@@ -19,7 +19,7 @@ from onceflow.admin.change.move import known
 from onceflow.admin.change.settled_progress import SettledProgress
 from onceflow.admin.verify.identity import Identity, has_ids
 from onceflow.admin.verify.report import Report, Tell
-from onceflow.admin.verify.tally import OUTPUT, SOURCE, Difference, Place, RecordComparison, digest_of
+from onceflow.admin.verify.tally import OUTPUT, SOURCE, Difference, RecordComparison, RecordOffset, digest_of
 from onceflow.admin.versions.differing import described, without
 from onceflow.admin.versions.output_ends import behind
 from onceflow.client.cluster import Cluster
@@ -130,7 +130,7 @@ class Comparison:
                 self._tables(old, new)
                 if self._both() == (old, new):
                     return
-            if deadline.expired:
+            if not deadline.wait(9):
                 raise ProgressConflictError(
                     f"Both flows were not at the same position for long enough within {deadline.seconds:g} s",
                     flow=self._other.flow,
@@ -138,7 +138,6 @@ class Comparison:
                     next_step="compare when the source gets no records for a while, or give --id: then only records "
                     "are compared that both have read",
                 )
-            deadline.pause(9, "the flows are at different positions")
 
     def _both(self) -> tuple[Progress, Progress]:
         deadline = Deadline(_CALL_S, "reading the progress of both flows")
@@ -353,8 +352,8 @@ class Comparison:
         if not count:
             return
         names = self._names.flow, self._other.flow
-        told = islice(described(some, (pairs, names), self._reader, self._left), self._limit)
-        self.report.add_all(kind, count, told)
+        examples = islice(described(some, (pairs, names), self._reader, self._left), self._limit)
+        self.report.add_all(kind, count, examples)
 
 
 def _level(old: Progress, new: Progress) -> bool:
@@ -385,4 +384,4 @@ def _low(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-__all__ = ["OUTPUTS", "TABLES", "Compared", "Comparison", "Place"]
+__all__ = ["OUTPUTS", "TABLES", "Compared", "Comparison", "RecordOffset"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from onceflow.admin.verify.identity import field_path
-from onceflow.admin.verify.tally import Difference, Place
+from onceflow.admin.verify.tally import Difference, RecordOffset
 from onceflow.client.committed import CommittedReader
 from onceflow.errors import OptionError
 from onceflow.state.format import exact_json
@@ -58,7 +58,7 @@ def described(
     sides: tuple[Mapping[str, str], tuple[str, str]],
     reader: CommittedReader,
     left: Callable[[Value], Value],
-) -> Iterator[tuple[str, tuple[Place, ...]]]:
+) -> Iterator[tuple[str, tuple[RecordOffset, ...]]]:
     """What differs, as text, and the records that it concerns. Records of one key that are there on one side each are
     told together.
 
@@ -73,7 +73,7 @@ def described(
     for each, key, value in read:
         if not each.expected:
             waiting.setdefault((each.places[0].topic, key), []).append((each, value))
-    told = set[int]()
+    paired = set[int]()
     for each, key, value in read:
         if each.found or not each.expected:
             continue
@@ -81,11 +81,11 @@ def described(
         if not others:
             continue
         other, other_value = others.pop(0)
-        told |= {id(each), id(other)}
+        paired |= {id(each), id(other)}
         text = f"key {shown(key)}: {_apart(left(value), left(other_value), names)}"
         yield text, (*each.places, *other.places)
     for each, key, value in read:
-        if id(each) not in told:
+        if id(each) not in paired:
             times = f"{names[0]} has it {_times(each.expected)}, {names[1]} {_times(each.found)}"
             yield f"key {shown(key)}, value {shown(value)}: {times}", each.places
 
@@ -140,7 +140,7 @@ def _written(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _record(reader: CommittedReader, place: Place) -> tuple[Value, Value]:
+def _record(reader: CommittedReader, place: RecordOffset) -> tuple[Value, Value]:
     for chunk in reader.read(place.topic, place.partition, place.offset, place.offset + 1):
         if chunk.keys:
             return chunk.keys[0], chunk.values[0]

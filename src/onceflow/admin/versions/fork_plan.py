@@ -37,7 +37,7 @@ def plan_tables(progress: Progress, names: Names, new: Names, wanted: Mapping[st
     if progress.promoted is not None:
         earlier.append(progress.promoted.flow.removeprefix(names.transactional_id_prefix))
     tables = {table: wanted.get(table, _default_name(table, earlier, new)) for table in sorted(progress.tables)}
-    taken = {*progress.changelogs, *progress.offsets, *progress.outputs, *progress.letters}
+    taken = {*progress.changelogs, *progress.offsets, *progress.outputs, *progress.side_topics}
     for table, name in tables.items():
         reason = _refusal(name, taken)
         if reason:
@@ -174,7 +174,7 @@ def forked_progress(
         changelogs=ends,
         tables={tables[name]: table for name, table in origin.tables.items()},
         outputs=(),
-        letters={},  # the new version has others
+        side_topics={},  # the new version has others
         external="",
         external_commit="",
         external_before=None,

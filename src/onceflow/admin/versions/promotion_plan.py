@@ -265,7 +265,7 @@ def promoted_progress(old: Progress, new: Progress, time_ms: int, unfired: Unfir
         offsets=offsets,
         topic_ids=known,
         outputs=old.outputs,
-        letters=old.letters,
+        side_topics=old.side_topics,
         external=old.external or new.external,
         external_commit=old.external_commit,
         external_before=old.external_before,

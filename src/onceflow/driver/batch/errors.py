@@ -232,7 +232,7 @@ def not_computable(
         of_function: a user function has failed, not an expression of SQL.
     """
     expression = jvm.expression(problem)
-    told = [f"record {record}" if record else "", in_short(problem), f"in {expression}" if expression else ""]
+    parts = [f"record {record}" if record else "", in_short(problem), f"in {expression}" if expression else ""]
     cure = "correct the expression, or leave out rows that it cannot take (try_cast, try_divide, where)"
     if of_function:
         cure = "correct the function, or leave out rows that it cannot take (where)"
@@ -240,7 +240,7 @@ def not_computable(
         f"Batch {batch} was aborted: the query cannot be evaluated over its rows; nothing of it is visible",
         flow=flow,
         batch=batch,
-        detail="; ".join(filter(None, told)),
+        detail="; ".join(filter(None, parts)),
         next_step=f"{cure}. Then start the flow again: it continues at this batch",
     )
 

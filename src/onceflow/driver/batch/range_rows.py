@@ -117,7 +117,7 @@ class RangeRows:
     def frame(self, tasks: int) -> DataFrame:
         """The rows as a DataFrame of Spark, for what needs a shuffle."""
         self.read.clear()
-        for topic, _, start, end in self.range.places():
+        for topic, _, start, end in self.range.ranges():
             self.read[topic] = self.read.get(topic, 0) + end - start
         source = self.source
         numbers = source.frames.range(0, tasks, 1, tasks)
@@ -138,7 +138,7 @@ class RangeRows:
 
     def culprit(self, alike: Alike) -> str:
         """The record of which the query cannot make rows, see `blame.culprit_of_range`."""
-        return culprit_of_range(self.range.places(), partial(self._fails, alike))
+        return culprit_of_range(self.range.ranges(), partial(self._fails, alike))
 
     def _fails(self, alike: Alike, topic: str, partition: int, start: int, end: int) -> bool:
         part = replace(self, range=SourceRange({topic: {partition: start}}, {topic: {partition: end}}), read={})
@@ -150,7 +150,7 @@ class RangeRows:
 
     def _order(self, query: QueryRows, tasks: int) -> ReadOrder:
         source, topics = self.source, query.program.reads
-        shares = dealt([place for place in self.range.places() if place[0] in topics], tasks)
+        shares = dealt([each for each in self.range.ranges() if each[0] in topics], tasks)
         return ReadOrder(source.flow, source.settings, shares, source.topic_ids, query, source.deadline_s)
 
 

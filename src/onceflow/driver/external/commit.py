@@ -274,13 +274,12 @@ class ExternalCommit:
                 self.machine.on(Event.COMMIT_REFUSED)
                 raise
             except Exception as error:
-                if self.is_stopping() or deadline.expired:
+                if self.is_stopping() or not deadline.wait(tried):
                     raise DeadlineExceededError(
                         f"The outcome of the commit is not known: {self._sink.target} does not answer",
                         detail=in_short(error),
                         next_step="start the flow again when it answers: it finds the outcome and continues there",
                     ) from None
-                deadline.pause(tried, in_short(error))
                 tried += 1
         self._generation = opened.generation
         if opened.progress not in (text, self._row):

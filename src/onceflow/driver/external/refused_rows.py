@@ -73,8 +73,8 @@ class RefusedRows:
             causes[row.kind] = (count + 1, first)
         self._found = Letters(records, len(refused), causes)
         self._run.check(self._found)
-        rules = self._targets[self.topic or ""].rules(self.topic or "", "none") if refused else None
-        letters = [fitted(_letter(row, self.topic or "", progress.offsets), rules) for row in refused]
+        limits = self._targets[self.topic or ""].limits(self.topic or "", "none") if refused else None
+        letters = [fitted(_letter(row, self.topic or "", progress.offsets), limits) for row in refused]
         self.letters = _table(letters)
         self.text = progress_row(progress, self.letters)
         return self.text

@@ -33,9 +33,7 @@ def when_reached(
         try:
             return call()
         except ConnectionError as error:
-            if is_stopping() or deadline.expired:
-                raise _given_up(error, target, flow) from None
-            if not tried:
+            if not tried and not deadline.expired:
                 log.warning(
                     "flow %s: %s %s; waiting for it up to %.0f s: %s",
                     flow,
@@ -44,7 +42,8 @@ def when_reached(
                     deadline.remaining,
                     in_short(error),
                 )
-            deadline.pause(tried, in_short(error))
+            if is_stopping() or not deadline.wait(tried):
+                raise _given_up(error, target, flow) from None
             tried += 1
 
 

@@ -265,7 +265,7 @@ class BatchCommit:
             rows.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
         now_ms = clock_ms()
         self._joins.begin(rows, now_ms)
-        self._calls.begin(rows, attempt, self._writer.rules)
+        self._calls.begin(rows, attempt, self._writer.limits)
         if self._state is not None:
             owner = self._names.transactional_id, producer
             self._state.prepare(rows, self._settings, owner, again=attempt.summary.attempts > 1)

@@ -202,8 +202,8 @@ class ExactlyOnce:
         """Where a failed attempt may have written. It can be more than it has reported, and more than Kafka reports."""
         progress = progress_log.topic_partition_of(self._session.names.progress_key)
         look = Deadline(deadline.capped(_LOOK_S), "looking at the transaction")  # leaves time for the abort
-        told = enrolled(self._session.described(look))
-        return dict.fromkeys({progress, *told, *partitions_of(self._session.cluster, self._topics, deadline)})
+        known = enrolled(self._session.described(look))
+        return dict.fromkeys({progress, *known, *partitions_of(self._session.cluster, self._topics, deadline)})
 
 
 class WithoutTransactions:
@@ -315,12 +315,12 @@ class AtLeastOnceWithState(WithoutTransactions):
         return replace(transactions.identity, transactional=False)
 
     def _write(self, producer: ProducerIdAndEpoch, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
-        place = progress_log.topic_partition_of(progress.flow)
-        sequence = self._sequences.get(place, 0)
+        topic_partition = progress_log.topic_partition_of(progress.flow)
+        sequence = self._sequences.get(topic_partition, 0)
         progress_log.write_progress(
             self._cluster, None, self._names, progress, offsets, deadline, producer=(producer, sequence)
         )
-        self._sequences[place] = next_sequence(sequence, 1)
+        self._sequences[topic_partition] = next_sequence(sequence, 1)
         self._session.committed(progress)
 
 

@@ -36,7 +36,7 @@ from onceflow.planning.options import EXACTLY_ONCE, BatchSummary, SinkOptions
 from onceflow.planning.ownership import Columns, Outgoing, prepare
 from onceflow.planning.range_tasks import reading_tasks
 from onceflow.protocol.names import OwnTopics
-from onceflow.protocol.topic_rules import TopicRules
+from onceflow.protocol.output_limits import OutputLimits
 from onceflow.spark.collect import collect
 from onceflow.task.row_writer import WriteTask, refuses, write_rows
 
@@ -108,15 +108,15 @@ class OutputWriter:
         """Partition counts and size limits of the output topics; all tasks of a batch see the same."""
         if time.monotonic() - self._targets_at < _MAX_METADATA_AGE_S:
             return
-        more = None if self._state is None else self._state.written_topics
+        more = None if self._state is None else self._state.topic_roles
         deadline = self.deadline("reading topic metadata")
         self._targets = load_targets(self._cluster, self._options.topic, deadline, more=more)
         self._targets_at = time.monotonic()
 
-    def rules(self, topics: Iterable[str]) -> dict[str, TopicRules]:
+    def limits(self, topics: Iterable[str]) -> dict[str, OutputLimits]:
         """What those of these topics take that are known."""
         known = {topic: self._targets[topic] for topic in topics if topic in self._targets}
-        return {topic: target.rules(topic, self._options.compression) for topic, target in known.items()}
+        return {topic: target.limits(topic, self._options.compression) for topic, target in known.items()}
 
     def write(self, rows: Rows, attempt: Attempt) -> list[Part]:
         """Produce every row under the producer id and epoch of the attempt, and collect what was acknowledged."""

@@ -66,7 +66,7 @@ class SourceRange:
             if partition not in self.end.get(topic, {})
         ]
 
-    def places(self) -> list[tuple[str, int, int, int]]:
+    def ranges(self) -> list[tuple[str, int, int, int]]:
         """Topic, partition, start and end offset of each partition that has offsets in the range."""
         return [
             (topic, partition, self.start.get(topic, {}).get(partition, 0), self.end[topic][partition])

@@ -56,7 +56,7 @@ class ProgressAhead:
     def __init__(self, session: DriverSession, progress: Callable[[Collection[str]], Progress] | None) -> None:
         self._session = session
         self._progress = progress
-        self.place: TopicPartition = progress_log.topic_partition_of(session.names.progress_key)
+        self.topic_partition: TopicPartition = progress_log.topic_partition_of(session.names.progress_key)
         self.written: Progress | None = None
         self.offset = -1
 

@@ -228,15 +228,14 @@ def _latest(
         newer = [each for each in found.undecided if latest is None or each.offset > latest.offset]
         if not newer:
             return latest
-        if deadline.expired:
-            raise _undecided(flow, partition, newer[-1], deadline)
         if not attempt:
             log.warning(
                 "flow %s: its progress record at offset %d of %s-%d was written by another transaction (producer id "
                 "%d), which is open: waiting until it ends",
                 *(flow, newer[-1].offset, PROGRESS_TOPIC, partition, newer[-1].producer_id),
             )
-        deadline.pause(attempt, "the transaction of a progress record is open")
+        if not deadline.wait(attempt):
+            raise _undecided(flow, partition, newer[-1], deadline)
         start = max(start, found.stable) if latest is None else latest.offset
         attempt += 1
 

@@ -21,7 +21,7 @@ from onceflow.driver.external.commit import ExternalCommit, Ownership, new_commi
 from onceflow.driver.external.progress_commit import commit_progress
 from onceflow.driver.external.refused_rows import LettersToWrite, RefusedRows, parsed
 from onceflow.driver.external.waiting import at_start
-from onceflow.driver.kafka.targets import check_letter_topics
+from onceflow.driver.kafka.targets import check_side_outputs
 from onceflow.driver.start.run import check_read_now, functions_of_run, sources_used
 from onceflow.driver.start.source_offsets import ends_of_epochs
 from onceflow.driver.start.startup import Startup
@@ -34,7 +34,7 @@ from onceflow.planning.bounded import bounded
 from onceflow.planning.engine import TASKS, EngineChoice, choose
 from onceflow.planning.external_start import ExternalStart, of_row, plan_external
 from onceflow.planning.external_write import ExternalWrite
-from onceflow.planning.process import check_side_topics, letter_topics
+from onceflow.planning.process import all_side_topics, check_side_topics
 from onceflow.protocol.progress import Progress
 from onceflow.spark import queries, shipping
 from onceflow.spark.collect import arrow_schema
@@ -195,8 +195,8 @@ def _take_over(
             named = replace(named, external_commit=new_commit())
         commit_progress(session, named, takeover.sources, deadline, left)
         start = replace(start, progress=named)
-    letters = letter_topics({}, [write.dead_letter_topic])
-    progress = replace(start.progress, letters=letters, external=sink.target)
+    side_topics = all_side_topics({}, [write.dead_letter_topic])
+    progress = replace(start.progress, side_topics=side_topics, external=sink.target)
     owned = Ownership(identity, owner, opened.generation, opened.progress, progress)
     return owned, decided.starts, decided.targets
 
@@ -254,7 +254,7 @@ def _targets(
     warn_of_settings(cluster, [*named], deadline, flow=takeover.flow)
     session.decide(named, kafka, deadline)
     targets = {name: OutputTopic(found[name].partitions, *limits[name]) for name in named}
-    check_letter_topics(cluster, named, targets, deadline, flow=takeover.flow)
+    check_side_outputs(cluster, named, targets, deadline, flow=takeover.flow)
     return targets
 
 

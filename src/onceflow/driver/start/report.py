@@ -94,8 +94,8 @@ class StartReport:
             owner = f"{self.transactional_id}, producer id {self.producer[0]}, epoch {self.producer[1]}"
         yield f"flow {self.flow} starts: {self.guarantee}, {owner}"
         if self.producer is not None and self.earlier is not None:
-            told = "its open transaction was aborted" if self.earlier.aborted else "it had no open transaction"
-            yield f"fenced: producer id {self.earlier.producer_id}, epoch {self.earlier.producer_epoch}; {told}"
+            ending = "its open transaction was aborted" if self.earlier.aborted else "it had no open transaction"
+            yield f"fenced: producer id {self.earlier.producer_id}, epoch {self.earlier.producer_epoch}; {ending}"
         yield self._since(now_ms)
         if (last := self.committed_by) is not None:
             old = _age(now_ms - last.since_ms)

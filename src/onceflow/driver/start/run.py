@@ -137,8 +137,8 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
     imports = _check_query(spark, startup, write)
     deadline = startup.takeover.deadline()
     with located(flow=flow):
-        letters = process.letter_topics(startup.steps, (order.dead_letter_topic for order in startup.calls))
-        progress = replace(startup.prepare_run(deadline), letters=letters)
+        side_topics = process.all_side_topics(startup.steps, (order.dead_letter_topic for order in startup.calls))
+        progress = replace(startup.prepare_run(deadline), side_topics=side_topics)
         location = _kept_location(spark, write, progress, flow)
         written = startup.prepare_outputs(options, deadline)
     programs = RowPrograms(spark)
@@ -206,7 +206,7 @@ def spark_run(prepared: PreparedQuery) -> MicroBatchRun:
     commit = batch_commit(prepared, options, location)
     sink = BatchSink(commit, options, before_first=prepared.imports.finish)
     query_listener.watch(spark)  # a query without Flow.read has not done it yet
-    told = report(
+    start_report = report(
         startup, spark, options, outputs=prepared.written, checkpoint=location.address, choice=prepared.choice
     )
     startup.takeover.used()
@@ -218,7 +218,7 @@ def spark_run(prepared: PreparedQuery) -> MicroBatchRun:
         state=None,
         watch=watch_sources(startup, sink),
         until=startup.takeover.until,
-        report=told,
+        report=start_report,
     )
 
 

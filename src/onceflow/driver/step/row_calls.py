@@ -15,7 +15,7 @@ from onceflow.driver.batch.retries import Attempt
 from onceflow.messages import CALLS_PROPERTY
 from onceflow.planning.dead_letter_limit import NO_LETTERS, DeadLetters, Letters, merged
 from onceflow.planning.options import BatchSummary
-from onceflow.protocol.topic_rules import TopicRules
+from onceflow.protocol.output_limits import OutputLimits
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.task.call_rows import CallOrder, reports_of
 
@@ -36,12 +36,12 @@ class RowCalls:
         self._without_outputs = False
 
     def begin(
-        self, rows: Rows, attempt: Attempt, rules_of: Callable[[Iterable[str]], Mapping[str, TopicRules]]
+        self, rows: Rows, attempt: Attempt, limits_of: Callable[[Iterable[str]], Mapping[str, OutputLimits]]
     ) -> None:
         """An attempt begins: tell its tasks.
 
         Args:
-            rules_of: returns what topics take, as far as they are known.
+            limits_of: returns what topics take, as far as they are known.
         """
         if not self._steps:
             return
@@ -52,7 +52,7 @@ class RowCalls:
             order.reports.value = {}
         described = {"attempt": self._attempt, "begun_ms": clock_ms(), "limit_s": self._limit_s}
         topics = {topic for order, _ in self._steps for topic in (order.topic, order.dead_letter_topic) if topic}
-        described["rules"] = [asdict(rules) for rules in rules_of(topics).values()]
+        described["limits"] = [asdict(limits) for limits in limits_of(topics).values()]
         set_property(rows, CALLS_PROPERTY, json.dumps(described))
 
     @contextlib.contextmanager

@@ -93,7 +93,7 @@ class StateStep:
         return {name for table in self.tables for name in table.spec.topics.ids}
 
     @property
-    def written_topics(self) -> dict[str, str]:
+    def topic_roles(self) -> dict[str, str]:
         """Topics of the tables, of dead letters and of late records, and what each topic is for."""
         sides = {topic: role for table in self.tables for topic, role in table.spec.side_topics.items()}
         return {**dict.fromkeys(self.topics, "table"), **sides}

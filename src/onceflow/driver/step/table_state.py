@@ -208,7 +208,7 @@ class TableState:
         """Note local copies that are up to date, without a committed batch. Returns whether any of them is new."""
         known = len(self._verified)
         for each in found:
-            self._verified.add((each.place, each.partition))
+            self._verified.add((each.location, each.partition))
             self._tell(each.partition, each.how, each.records, each.seconds, each.why)
         return len(self._verified) > known
 
@@ -216,7 +216,7 @@ class TableState:
         """Note that the stores were opened, and nothing was committed: the batch had no effect."""
         self._processing_timers = self._processing_timers_after(reports)
         for report in reports:
-            self._verified.add((report.place, report.partition))
+            self._verified.add((report.location, report.partition))
             self._tell(report.partition, report.how, report.restored, report.restore_seconds, report.why)
             self._timers[report.partition] = dict(report.next_timer_ms)
             self._sizes[report.partition] = report.rows, report.nbytes

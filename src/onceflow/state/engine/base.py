@@ -17,9 +17,9 @@ from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowEr
 from onceflow.options.durations import duration_ms
 from onceflow.protocol import timestamps
 from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.output_limits import ANYTHING, WriteLimits
 from onceflow.protocol.progress import Origin
 from onceflow.protocol.timestamps import FarAheadRecord
-from onceflow.protocol.topic_rules import ANYTHING, WriteRules
 from onceflow.protocol.versions import TimerId
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.record import Record
@@ -60,7 +60,7 @@ class EngineOptions:
         dead_letter_topic, late_topic: topics of dead letters and late records.
         source_topic: topic of records that have no topic column.
         own_topics: topics that outputs must not be written to.
-        rules: what may be written.
+        limits: what may be written.
         max_timers_per_batch: how many timers may fire, those with the earliest times first. The others wait for the
             next batch. None: all that are due.
         keeps_time: whether the processing time of batches is the time of day, so that event times can be compared with
@@ -75,7 +75,7 @@ class EngineOptions:
     late_topic: str | None = None
     source_topic: str | None = None
     own_topics: OwnTopics = field(default_factory=OwnTopics)
-    rules: WriteRules = ANYTHING
+    limits: WriteLimits = ANYTHING
     max_timers_per_batch: int | None = TIMERS_PER_BATCH
     keeps_time: bool = True
 
@@ -178,12 +178,12 @@ class BaseEngine:
         self._late_topic, self._source_topic = options.late_topic, options.source_topic
         self._timers_until, self._unfired = times.timers_until, due.Unfired(times.unfired)
         self.timers_left, self.fired, self._max_timers = False, set[str](), options.max_timers_per_batch
-        self._rules, self._overlay = options.rules, Overlay(store, options.rules.small_row_bytes)
+        self._limits, self._overlay = options.limits, Overlay(store, options.limits.small_row_bytes)
         self._tables = tables or {}
         self._scope = self._scope_over(self._overlay, default_ttl_ms)
         self._scope.check_rows = self._check_rows
         self._own_topics = options.own_topics
-        self._collector = OutputCollector(own_topics=self._own_topics, rules=options.rules)
+        self._collector = OutputCollector(own_topics=self._own_topics, limits=options.limits)
         self.max_event_ms, self.untimed = dict[Origin, int](), set[Origin]()
         self._max_ahead = processor.max_ahead if options.keeps_time else None
         self._last_ms = _last_ms(self.now_ms, self._max_ahead)
@@ -398,7 +398,7 @@ class BaseEngine:
 
     def _write_aside(self, letters: Sequence[Record]) -> None:
         """Write dead letters, late records or duplicates. Those that their topic does not take are shortened."""
-        fitted = [dead_letters.fitted(letter, self._rules.of(letter.topic)) for letter in letters]
+        fitted = [dead_letters.fitted(letter, self._limits.of(letter.topic)) for letter in letters]
         self._collector.extend(fitted, as_read=True)
 
     def _check_rows(self) -> None:
@@ -411,9 +411,9 @@ class BaseEngine:
             self._check_row(row_key, self._overlay.get(row_key))
 
     def _check_row(self, row_key: bytes, row: bytes | None) -> None:
-        rules = self._rules.rows
+        limits = self._limits.rows
         # Its fields besides the payload become headers, of fewer bytes than this.
-        why = "" if row is None or rules is None else rules.refusal(row_key, row, [("fields", bytes(100))])
+        why = "" if row is None or limits is None else limits.refusal(row_key, row, [("fields", bytes(100))])
         if why:
             raise BadRecordError(
                 f"state of the key cannot be stored: {why}",

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from onceflow import user_code
 from onceflow.errors import BadRecordError
 from onceflow.protocol.headers import Header
+from onceflow.protocol.output_limits import OutputLimits
 from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP, known_ms
-from onceflow.protocol.topic_rules import TopicRules
 from onceflow.state.api.record import Record
 from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, shown, stack_of, text_of
 from onceflow.state.format import exact_json
@@ -225,7 +225,7 @@ def _as_text(value: Any) -> str:
         return f"<{type(value).__name__}>"
 
 
-def fitted(letter: Record, rules: TopicRules | None) -> Record:
+def fitted(letter: Record, limits: OutputLimits | None) -> Record:
     """The letter in a form that its topic takes.
 
     First the stack is left out. If that is not enough, the letter is shortened: the record's own headers keep up to a
@@ -234,27 +234,27 @@ def fitted(letter: Record, rules: TopicRules | None) -> Record:
 
     Args:
         letter: with key and value in bytes.
-        rules: what the topic takes; None: it is not known.
+        limits: what the topic takes; None: it is not known.
     """
     headers = list(letter.headers)
     key, value = letter.key, letter.value
     # A topic that refuses the timestamp gets it in a header.
     later: list[Header] = [] if letter.timestamp_ms is None else [(ORIGINAL_TIMESTAMP, bytes(20))]
-    if rules is None or not _is_too_large(rules, key, value, [*headers, *later]):
+    if limits is None or not _is_too_large(limits, key, value, [*headers, *later]):
         return letter
     headers = [(name, _NO_STACK if name == ERROR_STACK else each) for name, each in headers]
-    if _is_too_large(rules, key, value, [*headers, *later]):
-        whole, most = (key, value, headers), rules.max_message_bytes
+    if _is_too_large(limits, key, value, [*headers, *later]):
+        whole, most = (key, value, headers), limits.max_message_bytes
         key, value, headers = _shortened(*whole, most)
         # What cannot be compressed may become larger where brokers compress it.
-        while _is_too_large(rules, key, value, [*headers, *later]) and most > LETTER_BYTES_MIN // 2:
+        while _is_too_large(limits, key, value, [*headers, *later]) and most > LETTER_BYTES_MIN // 2:
             most -= most // 16
             key, value, headers = _shortened(*whole, most)
     return Record(key, value, letter.topic, tuple(headers), letter.timestamp_ms)
 
 
-def _is_too_large(rules: TopicRules, key: bytes | None, value: bytes | None, headers: Sequence[Header]) -> bool:
-    return bool(rules.refusal(b"" if key is None else key, value, headers))  # a shorter one would have no key either
+def _is_too_large(limits: OutputLimits, key: bytes | None, value: bytes | None, headers: Sequence[Header]) -> bool:
+    return bool(limits.refusal(b"" if key is None else key, value, headers))  # a shorter one would have no key either
 
 
 def _shortened(

@@ -150,18 +150,18 @@ class DedupEngine(BaseEngine):
     def _taken(self, batch: pa.RecordBatch) -> Any:
         """Refuse records that the output topic does not take, before their ids count. Returns a mask of the others;
         None: all."""
-        rules = self._rules.of(None)
-        if rules is None:
+        limits = self._limits.of(None)
+        if limits is None:
             return None
         headers = batch.column("headers") if "headers" in batch.schema.names else pa.nulls(batch.num_rows)
-        doubtful = rules.doubtful(batch.column("key"), batch.column("value"), headers)
+        doubtful = limits.doubtful(batch.column("key"), batch.column("value"), headers)
         taken, now_ms = np.ones(batch.num_rows, dtype=bool), clock_ms()
         for at, record in zip(doubtful.tolist(), self._raw(batch.take(pa.array(doubtful))), strict=True):
-            headers = rules.headers_as_written(record.headers, record.timestamp_ms, now_ms)
-            why = rules.refusal(record.key, record.value, headers)
+            headers = limits.headers_as_written(record.headers, record.timestamp_ms, now_ms)
+            why = limits.refusal(record.key, record.value, headers)
             if why:
                 taken[at] = False
-                self._reject(record, BadRecordError(f"the record cannot be passed on: {why}", topic=rules.topic))
+                self._reject(record, BadRecordError(f"the record cannot be passed on: {why}", topic=limits.topic))
         return None if taken.all() else pa.array(taken)
 
     def _reject_all(self, batch: pa.RecordBatch, ids: Any) -> None:

@@ -13,7 +13,7 @@ from onceflow.errors import BadRecordError, SchemaError
 from onceflow.protocol import timestamps
 from onceflow.protocol.headers import HEADERS, Header
 from onceflow.protocol.names import OwnTopics
-from onceflow.protocol.topic_rules import ANYTHING, UNLIMITED, WriteRules
+from onceflow.protocol.output_limits import ANYTHING, UNLIMITED, WriteLimits
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES
 from onceflow.state.api.user_errors import not_encoded
@@ -58,8 +58,8 @@ class OutputCollector:
         key, output: serdes of keys and values that are not bytes.
         own_topics: topics that no record may name.
         schema: of the batches that are added, which has `SCHEMA` and maybe more columns.
-        rules: what may be written.
-        letter_topics: topics of letters that the processor itself writes, which are shortened if they are too large.
+        limits: what may be written.
+        shortened_topics: topics of letters that the processor itself writes, which are shortened if they are too large.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class OutputCollector:
         output: Any = BYTES,
         own_topics: OwnTopics = _NO_TOPICS,
         schema: pa.Schema = SCHEMA,
-        rules: WriteRules = ANYTHING,
-        letter_topics: Collection[str] = (),
+        limits: WriteLimits = ANYTHING,
+        shortened_topics: Collection[str] = (),
     ) -> None:
-        self._letter_topics = letter_topics
-        self._rules_of = rules.of
-        default = rules.of(None)
+        self._shortened_topics = shortened_topics
+        self._limits_of = limits.of
+        default = limits.of(None)
         # Records without extras whose key and value have no more bytes than this need no closer look.
         self._small = UNLIMITED if default is None else default.small_bytes
         self._keyless = default is None or not default.compacted  # whether records may have no key
@@ -184,10 +184,10 @@ class OutputCollector:
             BadRecordError: the topic does not take it.
         """
         topic, headers, at_ms = extras or (None, [], None)
-        if topic is None or topic not in self._letter_topics:
+        if topic is None or topic not in self._shortened_topics:
             self._check_rules(topic, key, value, headers, at_ms)
             return key, value
-        letter = fitted(Record(key, value, topic, headers, at_ms), self._rules_of(topic))
+        letter = fitted(Record(key, value, topic, headers, at_ms), self._limits_of(topic))
         self._extras[len(self._keys)] = topic, list(letter.headers), at_ms
         return letter.key, letter.value
 
@@ -195,18 +195,20 @@ class OutputCollector:
         self, topic: str | None, key: bytes | None, value: bytes | None, headers: Iterable[Header], at_ms: int | None
     ) -> str:
         """Why a topic does not take a record, in words; empty: it does, or it is not known."""
-        rules = self._rules_of(topic)
-        return "" if rules is None else rules.refusal(key, value, rules.headers_as_written(headers, at_ms, clock_ms()))
+        limits = self._limits_of(topic)
+        return (
+            "" if limits is None else limits.refusal(key, value, limits.headers_as_written(headers, at_ms, clock_ms()))
+        )
 
     def _check_rules(
         self, topic: str | None, key: bytes | None, value: bytes | None, headers: Sequence[Header], at_ms: int | None
     ) -> None:
         why = self.refusal(topic, key, value, headers, at_ms)
         if why:
-            rules = self._rules_of(topic)
+            limits = self._limits_of(topic)
             raise BadRecordError(
                 f"an output cannot be written: {why}",
-                topic=topic if rules is None else rules.topic,
+                topic=topic if limits is None else limits.topic,
                 detail=f"yielded with the key {key!r:.120}",
                 next_step="correct the processor, or let the topic take it",
             )
@@ -230,14 +232,14 @@ class OutputCollector:
         topics = batch.column("topic")
         names = pc.unique(topics).to_pylist()
         for name in names:
-            rules = self._rules_of(name)
-            if rules is None:
+            limits = self._limits_of(name)
+            if limits is None:
                 continue
             mine = batch
             if len(names) > 1:
                 mine = batch.filter(topics.is_null() if name is None else pc.fill_null(pc.equal(topics, name), False))
             columns = [mine.column(each) for each in ("key", "value", "headers", "timestamp")]
-            doubtful = rules.doubtful(*columns[:3])
+            doubtful = limits.doubtful(*columns[:3])
             for key, value, headers, at_ms in zip(
                 *(each.take(pa.array(doubtful)).to_pylist() for each in columns), strict=True
             ):

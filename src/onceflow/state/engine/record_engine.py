@@ -172,7 +172,7 @@ class Engine(BaseEngine):
         processor = self.processor
         letters = [processor.parked_topic] if isinstance(processor, Retry) else []
         return OutputCollector(
-            processor.key, processor.output, self._own_topics, rules=self._rules, letter_topics=letters
+            processor.key, processor.output, self._own_topics, limits=self._limits, shortened_topics=letters
         )
 
     def _reject_timer(self, raw_key: bytes, timer: Timer, error: Exception, about: Mapping[str, Any]) -> None:

@@ -238,23 +238,23 @@ class Retry(Processor):
             if why := self._why_final(record, attempt):
                 yield self._parked(key, original, why, record.topic, record.partition, record.offset)
                 continue
-            place = _free_place(original, state)
-            place.put(original)
+            slot = _free_slot(original, state)
+            slot.put(original)
             try:
                 state._scope.check_rows()
             except BadRecordError:  # it is as large as its topic takes, so it cannot wait in the table
-                place.clear()
+                slot.clear()
                 yield self._parked(key, original, "too large", record.topic, record.partition, record.offset)
             else:
-                state.timers.register(place.timer, state.now_ms + self.delay_ms(key, attempt), "processing")
+                state.timers.register(slot.timer, state.now_ms + self.delay_ms(key, attempt), "processing")
 
     def on_timer(self, key: str, timer: Timer, state: State) -> Iterator[Record]:
         """Write the record to the retry topic, or park it if that topic refuses it. See `Processor.on_timer`."""
-        place = _Place(state, timer.name[len(_TIMER) + 1 :])
-        waiting = place.get()
+        slot = _Slot(state, timer.name[len(_TIMER) + 1 :])
+        waiting = slot.get()
         if waiting is None:
             return
-        place.clear()
+        slot.clear()
         headers = (*waiting.headers, *_origin_headers(key), (RETRY_TOPIC, self.retry_topic.encode()))
         again = Record(waiting.key, waiting.value, self.retry_topic, headers, waiting.timestamp_ms)
         if why := state._scope.refusal(again):
@@ -297,7 +297,7 @@ class Retry(Processor):
         return Record(f"{origin}/{own}", value, self.parked_topic, headers, original.timestamp_ms)
 
 
-class _Place(NamedTuple):
+class _Slot(NamedTuple):
     """Where one of the records of an origin waits.
 
     Args:
@@ -333,15 +333,15 @@ class _Place(NamedTuple):
         self.state.timers.cancel(self.timer)
 
 
-def _free_place(record: Record, state: State) -> _Place:
+def _free_slot(record: Record, state: State) -> _Slot:
     """A place for one more record of an origin. What waits stays: a record that waits cannot fail, so an equal letter,
     also one with more attempts, is of another record (or was read twice, and then it is retried twice)."""
     if state.get() is None:
-        return _Place(state)
+        return _Slot(state)
     digest, number = _digest(_encoded(Record(record.key, record.value))), 0
-    while _Place(state, f"{digest}-{number}").get() is not None:
+    while _Slot(state, f"{digest}-{number}").get() is not None:
         number += 1
-    return _Place(state, f"{digest}-{number}")
+    return _Slot(state, f"{digest}-{number}")
 
 
 def _digest(*parts: bytes) -> str:

@@ -22,9 +22,9 @@ from onceflow.driver.kafka import targets
 from onceflow.external.sink import RefusedRow
 from onceflow.messages import OutputTopic
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
+from onceflow.protocol.output_limits import OutputLimits, WriteLimits
 from onceflow.protocol.progress import Progress
 from onceflow.protocol.timestamps import ORIGINAL_TIMESTAMP, AcceptedTimes
-from onceflow.protocol.topic_rules import TopicRules, WriteRules
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.timers import Timer
@@ -40,13 +40,13 @@ RANDOM = bytes(range(256)) * 40  # zstd makes it small
 NOISE = random.Random(3).randbytes(LIMIT)  # nothing makes it small
 
 
-def rules_of(**of_topics: TopicRules | None) -> WriteRules:
-    known = {"default": TopicRules("out", LIMIT), "dead-letters": TopicRules("failed", LIMIT), **of_topics}
-    return WriteRules(lambda topic: known.get(topic or "default"), known.get("rows"))
+def limits_of(**of_topics: OutputLimits | None) -> WriteLimits:
+    known = {"default": OutputLimits("out", LIMIT), "dead-letters": OutputLimits("failed", LIMIT), **of_topics}
+    return WriteLimits(lambda topic: known.get(topic or "default"), known.get("rows"))
 
 
-def driver_of(processor: Any, on_error: str = "dead-letter", **of_topics: TopicRules | None) -> ProcessorDriver:
-    return ProcessorDriver(processor, on_error=on_error, rules=rules_of(**of_topics))
+def driver_of(processor: Any, on_error: str = "dead-letter", **of_topics: OutputLimits | None) -> ProcessorDriver:
+    return ProcessorDriver(processor, on_error=on_error, limits=limits_of(**of_topics))
 
 
 def message(letter: Record) -> str:
@@ -92,8 +92,8 @@ TOO_LARGE = [{"value": LIMIT}, {"key": LIMIT}, {"headers": LIMIT}, {"state": TAB
 @pytest.mark.parametrize("kind", [Copies, Called])
 @pytest.mark.parametrize("bad", TOO_LARGE, ids=json.dumps)
 def test_a_record_whose_outputs_or_state_cannot_be_written_is_bad(kind: Any, bad: dict[str, Any]) -> None:
-    more = {"rows": TopicRules("table", TABLE), "keyed": TopicRules("keyed", LIMIT, compacted=True),
-            "tiny": TopicRules("tiny", 1_500)}  # fmt: skip
+    more = {"rows": OutputLimits("table", TABLE), "keyed": OutputLimits("keyed", LIMIT, compacted=True),
+            "tiny": OutputLimits("tiny", 1_500)}  # fmt: skip
     driver = driver_of(kind(), **more)
     driver.send_many([(b"a", {"value": 5}), (b"a", bad), (b"a", {"value": 6}), (b"b", {"value": 7})])
     assert sorted(len(record.value) for record in driver.outputs) == [5, 6, 7]
@@ -110,7 +110,7 @@ def test_a_record_whose_outputs_or_state_cannot_be_written_is_bad(kind: Any, bad
 
 
 def test_what_fits_is_written_and_only_the_last_row_of_a_call_counts() -> None:
-    driver = driver_of(Copies(), rows=TopicRules("table", TABLE))
+    driver = driver_of(Copies(), rows=OutputLimits("table", TABLE))
     driver.send(b"a", {"value": LIMIT - 100})
     driver.send(b"a", {"state": TABLE - 2_000})
     driver.send(b"b", {"state": 10, "then": TABLE})
@@ -122,7 +122,7 @@ def test_what_fits_is_written_and_only_the_last_row_of_a_call_counts() -> None:
             state.put("s" * TABLE)
             state.put("small")
 
-    driver = driver_of(Shrinks(), rows=TopicRules("table", TABLE))
+    driver = driver_of(Shrinks(), rows=OutputLimits("table", TABLE))
     driver.send(b"a", {})
     assert driver.state(b"a") == "small"
 
@@ -144,7 +144,7 @@ def test_a_row_that_is_too_large_because_of_its_key(where: str) -> None:
 
         def on_timer(self, key: str, timer: Any, state: Any) -> None: ...
 
-    driver = driver_of(Keyed(), rows=TopicRules("table", TABLE), default=None)
+    driver = driver_of(Keyed(), rows=OutputLimits("table", TABLE), default=None)
     large = "s" * (TABLE - 100 if where == "key" else TABLE)
     driver.send(large.encode() * (2 if where == "key" else 1), large.encode())
     driver.send(b"a", b"small")
@@ -160,9 +160,9 @@ def test_the_compressed_size_counts(compression: str, fits: bool) -> None:
             state.put(records[-1].value * 5)
             return [Record(key, records[-1].value * 2)]
 
-    large = TopicRules("out", LIMIT, compression=compression)
+    large = OutputLimits("out", LIMIT, compression=compression)
     for stored in ("producer", "zstd", "uncompressed"):
-        plain = TopicRules("out", LIMIT, stored=stored, compression=compression)
+        plain = OutputLimits("out", LIMIT, stored=stored, compression=compression)
         driver = driver_of(Same(), default=plain, rows=large)
         driver.send(b"a", RANDOM)
         assert bool(driver.outputs) == (fits and stored != "uncompressed")
@@ -188,14 +188,14 @@ def test_columns_that_cannot_be_written_are_those_of_bad_records() -> None:
             )
             return outputs, last.rename_columns(["key", "text"])
 
-    driver = driver_of(Columns(), keyed=TopicRules("keyed", LIMIT, compacted=True), rows=TopicRules("table", TABLE))
+    driver = driver_of(Columns(), keyed=OutputLimits("keyed", LIMIT, compacted=True), rows=OutputLimits("table", TABLE))
     driver.send_many([(b"a", "x"), (b"b", "large"), (b"c", "state"), (b"d", "keyless"), (b"e", "y")])
     assert sorted(record.value for record in driver.outputs) == [b"x", b"y"]
     assert sorted(letter.value or b"" for letter in driver.dead_letters) == [b"keyless", b"large", b"state"]
 
 
 def test_a_record_that_cannot_be_passed_on_does_not_count_as_seen() -> None:
-    driver = driver_of(Deduplication(records=10), default=TopicRules("out", LIMIT, compacted=True))
+    driver = driver_of(Deduplication(records=10), default=OutputLimits("out", LIMIT, compacted=True))
     driver.send_many([(b"a", b"x"), (b"b", b"v" * LIMIT), (b"b", b"y"), (b"a", b"x")])
     assert [record.value for record in driver.outputs] == [b"x", b"y"]
     (letter,) = driver.dead_letters
@@ -208,14 +208,14 @@ ROW = st.tuples(PARTS, PARTS, st.none() | st.lists(st.tuples(st.text(max_size=5)
 
 @given(st.lists(ROW, max_size=6), st.integers(0, 2))
 def test_rows_that_need_no_closer_look_fit(given: list[tuple[Any, Any, Any]], skipped: int) -> None:
-    rules = TopicRules("out", LIMIT)
+    limits = OutputLimits("out", LIMIT)
     listed = [None if each is None else [{"key": name, "value": value} for name, value in each] for *_, each in given]
     columns = [pa.array([each[0] for each in given], pa.binary()), pa.array([each[1] for each in given], pa.binary()),
                pa.array(listed, SCHEMA.field("headers").type)]  # fmt: skip
-    doubtful = {skipped + at for at in rules.doubtful(*(each.slice(skipped) for each in columns)).tolist()}
+    doubtful = {skipped + at for at in limits.doubtful(*(each.slice(skipped) for each in columns)).tolist()}
     for at, (key, value, headers) in enumerate(given[skipped:], skipped):
         written = [*(headers or ()), (ORIGINAL_TIMESTAMP, b"1" * 20)]
-        assert at in doubtful or rules.refusal(key, value, written) == ""
+        assert at in doubtful or limits.refusal(key, value, written) == ""
         sizes = sum(len(name.encode()) + len(each or b"") for name, each in headers or ())
         if max(len(key or b""), len(value or b""), sizes) <= 2_000:
             assert at not in doubtful
@@ -261,9 +261,9 @@ def test_every_letter_fits_and_says_what_was_cut(
 
     record = Record(noise(key), noise(value), "t" * 200, headers, 7, 2**31 - 1, 2**63 - 1)
     letter = dead_letters.dead_letter(record, "failed", ValueError("ä\U0001f600" * text))
-    rules = TopicRules("failed", limit, compression=compression)
-    found = dead_letters.fitted(letter, rules)
-    assert rules.refusal(found.key or b"", found.value, list(found.headers)) == ""
+    limits = OutputLimits("failed", limit, compression=compression)
+    found = dead_letters.fitted(letter, limits)
+    assert limits.refusal(found.key or b"", found.value, list(found.headers)) == ""
     batch = encode_single(found.key, found.value, list(found.headers), timestamp_ms=7, base_sequence=0,
                           identity=ProducerIdAndEpoch(1, 1))  # fmt: skip
     if compression == "none":
@@ -283,10 +283,10 @@ def test_every_letter_fits_and_says_what_was_cut(
     if own != [header for header in headers if not header[0].startswith("onceflow.")]:
         assert "headers" in cut
     assert bool(dead_letters.why_not_retried(found.headers)) == bool(cut)
-    if rules.refusal(letter.key or b"", letter.value, [*letter.headers, (ORIGINAL_TIMESTAMP, bytes(20))]) == "":
+    if limits.refusal(letter.key or b"", letter.value, [*letter.headers, (ORIGINAL_TIMESTAMP, bytes(20))]) == "":
         assert found is letter
     refused = [*found.headers, (ORIGINAL_TIMESTAMP, str(7).encode())]
-    assert rules.refusal(found.key or b"", found.value, refused) == "", "also if the topic refuses the timestamp"
+    assert limits.refusal(found.key or b"", found.value, refused) == "", "also if the topic refuses the timestamp"
 
 
 NAMES = st.one_of(
@@ -312,13 +312,13 @@ def test_a_letter_fits_whatever_headers_its_record_has(
 ) -> None:
     headers = [(name, content) for name, content, times in many for _ in range(times)]
     record = Record(b"k", (NOISE * 200)[: size * limit // 8_000], "t" * 249, headers, 7, 2**31 - 1, 2**63 - 1)
-    rules = TopicRules("failed", limit, stored=stored)
-    letter = dead_letters.fitted(dead_letters.dead_letter(record, "failed", ValueError("ä\U0001f600" * 900)), rules)
+    limits = OutputLimits("failed", limit, stored=stored)
+    letter = dead_letters.fitted(dead_letters.dead_letter(record, "failed", ValueError("ä\U0001f600" * 900)), limits)
     if again:
         record = Record(letter.key, letter.value, "u" * 249, letter.headers, 7, 1, 1)
-        letter = dead_letters.fitted(dead_letters.duplicate(record, "failed", NOISE * 2, 5), rules)
+        letter = dead_letters.fitted(dead_letters.duplicate(record, "failed", NOISE * 2, 5), limits)
     written = [*letter.headers, (ORIGINAL_TIMESTAMP, b"1" * 20)]
-    assert rules.refusal(letter.key, letter.value, written) == ""
+    assert limits.refusal(letter.key, letter.value, written) == ""
     found = dict(letter.headers)
     assert found["onceflow.error.class"] == (b"DuplicateRecord" if again else b"ValueError")
     assert found["onceflow.error.topic"] == (b"u" if again else b"t") * 249
@@ -347,11 +347,11 @@ def test_an_output_that_only_fits_without_the_header_of_its_refused_time_is_a_ba
     """Within the bytes of that header, the topic takes the record with another time."""
     now_ms = clock_ms()
     times = AcceptedTimes(after_ms=3_600_000)
-    plain = TopicRules("out", LIMIT)
-    rules = TopicRules("out", LIMIT, times=times)
+    plain = OutputLimits("out", LIMIT)
+    limits = OutputLimits("out", LIMIT, times=times)
     most = max(size for size in range(LIMIT - 200, LIMIT) if not plain.refusal(b"k", NOISE[:size]))
     for size in range(most - 80, most + 1):
-        driver = driver_of(kind(), default=rules)
+        driver = driver_of(kind(), default=limits)
         for at_ms in (now_ms - FAR_MS, now_ms + FAR_MS):
             driver.send(b"k", b"%d" % size, timestamp_ms=at_ms)
         fits = not plain.refusal(b"k", NOISE[:size], [(ORIGINAL_TIMESTAMP, str(now_ms + FAR_MS).encode())])
@@ -364,16 +364,16 @@ def test_an_output_that_only_fits_without_the_header_of_its_refused_time_is_a_ba
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_record_that_is_passed_on_counts_only_if_it_fits_with_its_time(refused: bool) -> None:
-    plain = TopicRules("out", LIMIT)
+    plain = OutputLimits("out", LIMIT)
     most = max(size for size in range(LIMIT - 200, LIMIT) if not plain.refusal(b"k", NOISE[:size]))
-    rules = TopicRules("out", LIMIT, times=AcceptedTimes(before_ms=3_600_000))
-    driver = driver_of(Deduplication(records=5), default=rules)
+    limits = OutputLimits("out", LIMIT, times=AcceptedTimes(before_ms=3_600_000))
+    driver = driver_of(Deduplication(records=5), default=limits)
     driver.send(b"k", NOISE[:most], timestamp_ms=5 if refused else clock_ms())
     assert (len(driver.outputs), len(driver.dead_letters)) == ((0, 1) if refused else (1, 0))
 
 
 def test_a_letter_that_is_parked_fits_also_with_the_header_of_a_refused_time() -> None:
-    parked = TopicRules("parked", LIMIT, times=AcceptedTimes(before_ms=3_600_000))
+    parked = OutputLimits("parked", LIMIT, times=AcceptedTimes(before_ms=3_600_000))
     for size in range(LIMIT - 500, LIMIT, 10):
         driver = driver_of(Retry(retry_topic="retry", parked_topic="parked"), "fail", parked=parked)
         more = [("onceflow.error.class", b"X"), ("onceflow.shortened", b"{}"), ("onceflow.timestamp", b"")]
@@ -426,8 +426,8 @@ def test_the_letter_of_a_timer_can_always_be_written(about: dict[str, Any], name
         assert found.keys() == {"timer", "clock", "at_ms", *about}
         record = dead_letters.dead_letter(Record(b"k", b"v"), "failed", error)
         for each in (letter, record):
-            fitted = dead_letters.fitted(each, TopicRules("failed", dead_letters.LETTER_BYTES_MIN))
-            assert TopicRules("failed", 8_000).refusal(fitted.key, fitted.value, list(fitted.headers)) == ""
+            fitted = dead_letters.fitted(each, OutputLimits("failed", dead_letters.LETTER_BYTES_MIN))
+            assert OutputLimits("failed", 8_000).refusal(fitted.key, fitted.value, list(fitted.headers)) == ""
     for field, value in about.items():
         if type(value) is Decimal and value.is_finite() and abs(value) < 10**300:
             assert exact_json.number(str(value)) == exact_json.loads(letter.value or b"").get(field)
@@ -442,7 +442,7 @@ def test_letters_late_records_and_duplicates_are_fitted_by_every_engine() -> Non
                 raise ValueError("too long")
             return []
 
-    driver = driver_of(Late(), late=TopicRules("late", LIMIT))
+    driver = driver_of(Late(), late=OutputLimits("late", LIMIT))
     driver.send(b"a", b"now", timestamp_ms=1_000)
     driver.send(b"a", NOISE, timestamp_ms=1_000)
     driver.send(b"a", NOISE, timestamp_ms=5)
@@ -450,7 +450,7 @@ def test_letters_late_records_and_duplicates_are_fitted_by_every_engine() -> Non
     for (letter,) in (driver.dead_letters, driver.late):
         assert json.loads(dict(letter.headers)["onceflow.shortened"] or b"") == {"value": LIMIT}
         assert len(letter.value or b"") > LIMIT - 5_000
-    twice = driver_of(Deduplication(records=5, duplicates_topic="twice"), twice=TopicRules("twice", LIMIT))
+    twice = driver_of(Deduplication(records=5, duplicates_topic="twice"), twice=OutputLimits("twice", LIMIT))
     twice.send_many([(b"a", b"first"), (b"a", NOISE[: LIMIT - 100])])
     (duplicate,) = [record for record in twice.outputs if record.topic == "twice"]
     assert b"value" in (dict(duplicate.headers)["onceflow.shortened"] or b"")
@@ -491,8 +491,10 @@ def test_a_letter_that_was_shortened_is_parked_at_once() -> None:
 def test_a_letter_that_is_parked_fits_there_too(size: int) -> None:
     """Also the largest one that its own topic took: it gets further headers."""
     record = Record(b"k" * 400, (NOISE * 4)[:size], "t" * 200, [], 7, 2, 3)
-    letter = dead_letters.fitted(dead_letters.dead_letter(record, "failed", KeyError("x")), TopicRules("failed", LIMIT))
-    parked = TopicRules("parked", LIMIT, compacted=True)
+    letter = dead_letters.fitted(
+        dead_letters.dead_letter(record, "failed", KeyError("x")), OutputLimits("failed", LIMIT)
+    )
+    parked = OutputLimits("parked", LIMIT, compacted=True)
     retry = Retry(retry_topic="r" * 249, parked_topic="parked", permanent={KeyError})
     driver = driver_of(retry, "fail", parked=parked)
     (found,) = driver.send("failed/0/3", letter.value, headers=[*letter.headers, (KEY, letter.key)])
@@ -503,8 +505,8 @@ def test_a_letter_that_is_parked_fits_there_too(size: int) -> None:
 
 
 def test_a_letter_that_is_too_large_to_wait_is_parked() -> None:
-    driver = driver_of(Retry(retry_topic="retry", parked_topic="parked"), "fail", rows=TopicRules("waiting", LIMIT),
-                       parked=TopicRules("parked", 2 * LIMIT))  # fmt: skip
+    driver = driver_of(Retry(retry_topic="retry", parked_topic="parked"), "fail", rows=OutputLimits("waiting", LIMIT),
+                       parked=OutputLimits("parked", 2 * LIMIT))  # fmt: skip
     headers = [("onceflow.error.class", b"TimeoutError")]
     assert driver.send("orders/0/1", NOISE[: LIMIT - 500], headers=headers) == []
     (found,) = driver.send("orders/0/2", NOISE, headers=headers)
@@ -536,7 +538,7 @@ def test_topics_that_cannot_take_letters_are_refused_at_the_start(
     monkeypatch.setattr(targets.allowed, "operations", lambda found: found)
 
     def check() -> None:
-        targets.check_letter_topics(None, {"failed": "dead letter"}, {"failed": target}, None, flow="f")  # type: ignore[arg-type]
+        targets.check_side_outputs(None, {"failed": "dead letter"}, {"failed": target}, None, flow="f")  # type: ignore[arg-type]
 
     if error is None:
         check()

@@ -21,7 +21,7 @@ _HEADER_BYTES = 20
 
 
 @dataclass(frozen=True)
-class TopicRules:
+class OutputLimits:
     """What a topic takes, as its settings say.
 
     Args:
@@ -40,8 +40,8 @@ class TopicRules:
     times: AcceptedTimes = ANY_TIME
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> TopicRules:
-        """The rules whose fields were written as JSON."""
+    def of(cls, fields: Mapping[str, Any]) -> OutputLimits:
+        """The limits whose fields were written as JSON."""
         return cls(**{**fields, "times": AcceptedTimes(*fields["times"])})
 
     @property
@@ -105,7 +105,7 @@ def _anything(topic: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class WriteRules:
+class WriteLimits:
     """What may be written of a process step.
 
     Args:
@@ -113,8 +113,8 @@ class WriteRules:
         rows: what the topics of the table take; None: any row.
     """
 
-    of: Callable[[str | None], TopicRules | None] = _anything
-    rows: TopicRules | None = None
+    of: Callable[[str | None], OutputLimits | None] = _anything
+    rows: OutputLimits | None = None
 
     @property
     def small_row_bytes(self) -> int:
@@ -123,4 +123,4 @@ class WriteRules:
 
 
 UNLIMITED = 1 << 62
-ANYTHING = WriteRules()
+ANYTHING = WriteLimits()
