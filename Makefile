@@ -12,8 +12,8 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 # TEST_JOBS processes share the tests, file by file, each with a broker and a Spark of its own: one works while another
 # one waits. There are two, unless you choose another number (make test TEST_JOBS=1).
-JOBS := $(or $(TEST_JOBS),2)
-PARALLEL := $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
+JOBS = $(or $(TEST_JOBS),2)
+PARALLEL = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 # `make test-spark` runs tests with another version of Spark, `make test-long` the short form with an old one.
 SPARK ?= 3.5
@@ -58,8 +58,10 @@ test-long: setup ## the longest tests: more of the same, what takes its time, an
 test-spark: $(SPARK_VENV)/.jars ## tests of what Spark does, with another version: make test-spark SPARK=3.5
 	$(SPARK_VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(PARALLEL) -m "$(MARKS)" $(SPARK_TESTS)
 
-fast: setup ## the tests that need neither broker nor Spark and kill no process, but those of the demos
-	$(PYTEST) $(PARALLEL) -m "not long and not faults" $(wildcard tests/model) tests/unit tests/protocol
+# More processes than cores: some of these tests wait for each other's timeouts, not for a core.
+fast: JOBS = $(or $(TEST_JOBS),3)
+fast: setup ## the tests that need neither broker nor Spark, kill no process and take no seconds, but those of the demos
+	$(PYTEST) $(PARALLEL) -m "not long and not slow and not faults" $(wildcard tests/model) tests/unit tests/protocol
 
 check: lint test ## what has to hold before a change is merged: format, lint, types, tests
 

@@ -38,6 +38,7 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; what commands print wou
 # No example fails because it is slow: a machine may be busy at any moment.
 hypothesis.settings.register_profile("onceflow", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("onceflow-long", deadline=None, max_examples=200)
+hypothesis.settings.register_profile("onceflow-fast", deadline=None, max_examples=15)
 hypothesis.settings.load_profile("onceflow")
 
 # The JVMs of tests live for minutes at most, on few cores: there the second compiler takes more than it gives back.
@@ -56,9 +57,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The long tests try more examples."""
+    """The long tests try more examples, `make fast` tries fewer."""
     if config.getoption("markexpr") == "long":
         hypothesis.settings.load_profile("onceflow-long")
+    elif "not slow" in config.getoption("markexpr"):
+        hypothesis.settings.load_profile("onceflow-fast")
 
 
 def pytest_collection_finish() -> None:

@@ -26,7 +26,7 @@ from onceflow.external.sink import ExternalSink
 from onceflow.flow_chain import ChainWriter
 from onceflow.flow_runs import FlowRuns
 from onceflow.logs import json_logs
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 from onceflow.options.durations import option_seconds
 from onceflow.planning import calls as planned_calls
 from onceflow.planning import joins, maps, process, step_query
@@ -81,7 +81,7 @@ class Flow:
         UnsupportedQueryError: Spark Connect, or a session with speculation.
     """
 
-    @known_arguments
+    @checked_arguments
     def __init__(
         self,
         name: str,
@@ -117,7 +117,7 @@ class Flow:
     def name(self) -> str:
         return self._name
 
-    @known_arguments
+    @checked_arguments
     def read(
         self,
         topic: str,
@@ -173,7 +173,7 @@ class Flow:
         options_of_source = source_options(given, offsets, self.name)
         return load_source(self._spark, self._settings, options_of_source, ends, partitions=len(offsets))
 
-    @known_arguments
+    @checked_arguments
     def process(
         self,
         df: DataFrame,
@@ -252,7 +252,7 @@ class Flow:
         )  # fmt: skip
         return self._step(df, options, processor, partial(state_columns, df, self.name), tables=tables)
 
-    @known_arguments
+    @checked_arguments
     def deduplicate(
         self,
         df: DataFrame,
@@ -314,7 +314,7 @@ class Flow:
         columns = partial(dedup_columns, df, own, self.name)
         return self._step(df, options, processor, columns, caller="Flow.deduplicate")
 
-    @known_arguments
+    @checked_arguments
     def join_table(
         self,
         df: DataFrame,
@@ -361,7 +361,7 @@ class Flow:
             startup.functions[task.__name__] = task
             return joined
 
-    @known_arguments
+    @checked_arguments
     def map(
         self,
         df: DataFrame,
@@ -407,7 +407,7 @@ class Flow:
             startup.maps[rows_map.__name__] = rows_map
             return mapped
 
-    @known_arguments
+    @checked_arguments
     def enrich(
         self,
         df: DataFrame,
@@ -458,7 +458,7 @@ class Flow:
             startup.functions[task.__name__] = task
             return frame
 
-    @known_arguments
+    @checked_arguments
     def write(
         self,
         df: DataFrame,
@@ -529,7 +529,7 @@ class Flow:
         write = check_write(df, given, self._runs.startup.own_topics, self.name)
         return FlowWriter(lambda: self._runs.start(lambda startup: self._prepared(startup, write)))
 
-    @known_arguments
+    @checked_arguments
     def write_external(
         self,
         df: DataFrame,

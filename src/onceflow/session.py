@@ -23,7 +23,7 @@ from onceflow.host.java import find_java
 from onceflow.host.private_folders import scratch_folder
 from onceflow.host.user import check_user
 from onceflow.interactive import again
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 from onceflow.spark import class_archive, jvm_options, logs, versions
 from onceflow.spark.master import local_cores
 
@@ -87,7 +87,7 @@ _SUBMIT_FLAGS = {
 }
 
 
-@known_arguments
+@checked_arguments
 def session(
     app_name: str = "onceflow", master: str | None = None, config: Mapping[str, str] | None = None
 ) -> SparkSession:

@@ -15,7 +15,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import topic_config
 from onceflow.clock import clock_ms
 from onceflow.errors import OptionError
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 from onceflow.options.durations import duration_ms
 from onceflow.protocol.timestamps import as_datetime
 from onceflow.state.api.record import Record
@@ -35,7 +35,7 @@ _TIMESTAMP_TYPES = {"CreateTime": 0, "LogAppendTime": 1}
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
-@known_arguments
+@checked_arguments
 def peek(
     spark: SparkSession,
     topic: str,

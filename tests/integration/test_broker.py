@@ -126,7 +126,8 @@ def test_a_context_manager_stops_what_it_started(tmp_path: Path) -> None:
 
 
 def test_commands(tmp_path: Path) -> None:
-    data_dir = tmp_path / "broker"
+    """In a folder whose name is not ASCII, with the locale of most containers."""
+    data_dir = tmp_path / "daten-für \U0001f600"
 
     def command(name: str, *arguments: str) -> tuple[int, dict[str, Any]]:
         options = ["--data-dir", str(data_dir), "--json", *arguments]
@@ -135,8 +136,10 @@ def test_commands(tmp_path: Path) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            encoding="utf-8",
             timeout=120,
             check=False,
+            env={**os.environ, "LC_ALL": "C"},
         )
         assert answer.stderr == ""
         return answer.returncode, json.loads(answer.stdout)
@@ -151,6 +154,8 @@ def test_commands(tmp_path: Path) -> None:
         assert (code, fields["started"], fields["pids"]) == (0, False, [pid])
         code, fields = command("status")
         assert (code, fields["ready"], fields["version"]) == (0, True, "4.3.1")
+        (properties,) = tmp_path.rglob("meta.properties")
+        assert data_dir in properties.parents
     finally:
         code, fields = command("stop")
     assert (code, fields["stopped"], fields["running"]) == (0, True, False)

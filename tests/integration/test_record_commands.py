@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import signal
+import sys
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from confluent_kafka import Producer
 
-from onceflow.cli.main import cli
+from onceflow.cli.main import cli, main
 from onceflow.errors import OptionError, UnknownTopicError
 from onceflow.testing import independent
 
@@ -73,6 +74,37 @@ def test_topics_come_and_go(call: Call) -> None:
     assert call("topic", "delete", one, two, "--yes").stdout == f"Topic {one} deleted.\nTopic {two} deleted.\n"
     with pytest.raises(AssertionError, match="UnknownTopicError"):
         call("topic", "describe", one)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["consume T", "peek T", "produce T", "topic describe T", "topic create T", "topic create new --config a=T",
+     "topic delete T --yes", "table get T key", "table describe T", "status T", "transactions describe T",
+     "parked list T", "topic list --option client.id=T", "topic list --bootstrap-servers T:9092"],
+)  # fmt: skip
+def test_an_argument_that_is_not_utf8(
+    onceflow_broker: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str
+) -> None:
+    """Python has surrogates for its bytes, which no request can have."""
+    monkeypatch.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", onceflow_broker)
+    with pytest.raises(SystemExit) as ended:
+        main([each.replace("T", "t\udce4") for each in arguments.split()])
+    told = capsys.readouterr().err
+    assert ended.value.code in (1, 2)
+    assert "Traceback" not in told
+    assert r"t\udce4" in told
+
+
+def test_a_question_without_standard_input(
+    onceflow_broker: str, make_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    topic = make_topic("kept", 1)
+    monkeypatch.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", onceflow_broker)
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it if it is closed
+    with pytest.raises(SystemExit) as ended:
+        main(["topic", "delete", topic])
+    assert ended.value.code == 1
+    assert capfd.readouterr().err == "onceflow: not confirmed, nothing was done (without a terminal, give --yes)\n"
 
 
 @pytest.mark.parametrize("command", ["produce", "consume", "describe", "delete"])

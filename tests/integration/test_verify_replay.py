@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer
@@ -18,6 +19,7 @@ from onceflow.admin.verify.replayed_processor import load
 from onceflow.cli.main import cli
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OnceflowError, ProcessorError
+from onceflow.protocol.partitioners import key_partitions
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
@@ -104,6 +106,17 @@ def test_a_flow_with_state(
     assert (found["kind"], found["places"][0]["topic"]) == ("foreign", pipe.target)
     assert 'value {"n": "made up"}: no replay yields it' in found["text"]
 
+    # A key of which another producer has written a record to another partition: the other keys are judged as before.
+    (partition,) = key_partitions(pa.array([b"key-002"]), 3).tolist()
+    producer.produce(pipe.source, b'{"n": 1000}', b"key-002", partition=(partition + 1) % 3)
+    producer.produce(pipe.target, b'{"n": "made up, too"}', b"key-002", partition=0)
+    assert producer.flush(30) == 0
+    pipe.run()
+    ((found,), last) = verify(pipe.flow, *ours, code=1)
+    assert (found["kind"], found["places"][0]["topic"]) == ("foreign", pipe.target)
+    assert 'value {"n": "made up"}' in found["text"]
+    assert [each.partition(":")[0] for each in last["unjudged"]] == ["1 outputs that differ from the replay"]
+
 
 def test_dead_letters_and_errors(
     make_state_pipe: Callable[..., Any], make_topic: Callable[..., str], verify: Any, onceflow_broker: str
@@ -117,11 +130,12 @@ def test_dead_letters_and_errors(
     pipe.run(process={"on_error": "dead-letter", "dead_letter_topic": dead})
     ours = ["--replay", f"{LEDGER}:Ledger", "--output", pipe.target]
     with pytest.raises(ProcessorError, match=r"The replay ends: .*boom at") as raised:
-        verify(pipe.flow, *ours)
+        verify(pipe.flow, *ours, "--output", dead)
     assert "--dead-letter" in raised.value.next_step
     assert raised.value.batch is None
-    found, last = verify(pipe.flow, *ours, "--dead-letter", dead)
-    assert (found, last["notes"], last["checked"]["letters"]) == ([], [], 3)
+    for named in (["--dead-letter", dead], []):  # else progress names it
+        found, last = verify(pipe.flow, *ours, *named)
+        assert (found, last["notes"], last["checked"]["letters"]) == ([], [], 3)
     letter_replay.replay(ClientSettings(onceflow_broker), dead, letter_replay.Wanted(to=make_topic("again", 1)))
     (note,) = verify(pipe.flow, *ours, "--dead-letter", dead)[1]["notes"]
     assert note.startswith(f"3 letters of {dead} replayed before: if the processor was changed")

@@ -44,7 +44,9 @@ with modules_here():
 OTHERS = {"append", "markers", "start"}
 FAULT_ACTIONS = {"timeout", "forgets", "crash", "task dies", "second driver"}
 VARIANTS = {variant.name: variant for variant in variants.VARIANTS}
-per_variant = pytest.mark.parametrize("name", VARIANTS)
+per_variant = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "goes_on_unchecked" else []) for name in VARIANTS]
+)
 
 
 def named(config: Any) -> str:
@@ -54,6 +56,8 @@ def named(config: Any) -> str:
 
 #: At version 1, where there are several times as many states, these take most of the time.
 LONG = [protocol.SMALL[1], protocol.SMALL[2], protocol.SMALL[4], protocol.SMALL[5]]
+#: These take seconds at version 2, too.
+SLOW = [*protocol.SMALL[:3], *protocol.SMALL[4:], {"rivals": 1}]
 
 
 def jobs(
@@ -69,6 +73,7 @@ def jobs(
         for version in (1, 2):
             config = protocol.Config(version=version, **row)
             marks = [pytest.mark.long] if version == 1 and row in long else []
+            marks += [pytest.mark.slow] if row in SLOW else []
             found.append(pytest.param((search, config), marks=marks, id=named(config)))
     return pytest.mark.parametrize("job", found)
 
@@ -140,6 +145,7 @@ COMPARED = {"crashes": 1, "deaths": 1, "rivals": 1, "lost": 1, "faults": 2}
 
 
 @jobs(searches.with_and_without_reduction, COMPARED, long=[COMPARED])
+@pytest.mark.slow
 def test_the_reduction_leaves_nothing_out(searched: Any, job: Any) -> None:
     """With and without it, brokers go through the same states, with the same faults left."""
     reduced, full, differences = searched(job)

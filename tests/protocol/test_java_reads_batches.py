@@ -128,6 +128,9 @@ class JavaAnswers:
     hashes: list[int]
 
 
+pytestmark = pytest.mark.slow  # a JVM starts
+
+
 @pytest.fixture(scope="module")
 def java() -> JavaAnswers:
     if shutil.which("java") is None:

@@ -90,6 +90,7 @@ def batches(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(120, marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_columns_have_what_the_lists_have(examples: int) -> None:
     @settings(max_examples=examples, deadline=None, derandomize="CI" in os.environ)
     @given(

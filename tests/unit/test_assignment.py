@@ -88,6 +88,7 @@ def test_instances_get_only_tables_that_they_serve() -> None:
 
 @pytest.mark.long_but("sizes1-2")
 @pytest.mark.parametrize("sizes, copies", [((10, 11), 1), ((10, 9), 2), ((3, 4), 2)])
+@pytest.mark.slow
 def test_ten_thousand_partitions(sizes: tuple[int, ...], copies: int) -> None:
     """It took minutes: each move was searched among all partitions. The group waits for its leader for 30 seconds."""
     partitions = {"a": 10_000}

@@ -107,6 +107,7 @@ class Outputs:
     [(set(), set(), ""), (set(), {3, 5}, "2 doubled of 40 records"), ({4}, set(), "1 missing of 40 records")],
     ids=["all", "doubled", "lost"],
 )
+@pytest.mark.slow
 def test_what_comes_out_is_counted(
     lost: set[int], doubled: set[int], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +286,7 @@ def test_the_exit_code_tells_of_wrong_outputs(called: Any) -> None:
     assert called(correct="1 missing of 40 records")[0].exit_code == 1
 
 
+@pytest.mark.slow
 def test_the_command_draws(called: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib.figure")
     result, _ = called("--engine", "auto,driver", "--plot", str(tmp_path / "it.png"))

@@ -6,7 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import javaproperties
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onceflow.broker import LocalBroker
 from onceflow.broker.config import (
@@ -203,6 +206,14 @@ def test_braces_of_a_jaas_configuration_stay() -> None:
 
 def test_values_are_escaped_as_java_reads_them() -> None:
     assert render_properties({"a": "x\\y\nz", "b": " led"}) == "a=x\\\\y\\nz\nb=\\ led\n"
+    assert render_properties({"log.dirs": "/für/\U0001f600"}) == "log.dirs=/f\\u00fcr/\\ud83d\\ude00\n"
+
+
+@given(st.dictionaries(st.text(min_size=1), st.text()))
+def test_any_properties_are_read_back(properties: dict[str, str]) -> None:
+    """Java reads these files as Latin-1."""
+    text = render_properties(properties)
+    assert javaproperties.loads(text.encode("ascii").decode("latin-1")) == properties
 
 
 def test_cluster_ids_are_what_kafka_takes() -> None:

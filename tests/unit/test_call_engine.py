@@ -218,6 +218,7 @@ def spoil(value: Any) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(answers=st.lists(_ANY_JSON, min_size=1, max_size=4))
+@pytest.mark.slow
 def test_what_user_code_changes_in_a_result_is_changed_once(answers: list[Any]) -> None:
     """`process` runs again after each call, and got the object that its earlier run had changed."""
 

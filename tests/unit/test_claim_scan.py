@@ -104,6 +104,7 @@ PRINTED: dict[str, Callable[[bytes], bytes]] = {
     around=st.lists(st.tuples(st.binary(max_size=40), st.binary(max_size=40)), min_size=4, max_size=4),
     cut=st.integers(300, 1000),
 )
+@pytest.mark.slow
 def test_a_reference_is_found_in_any_form(
     number: int, printed: str, of_referring: bool, forms: list[str], around: list[tuple[bytes, bytes]], cut: int
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_reference_is_found_in_any_form(
     assert refers(cuts)
 
 
+@pytest.mark.slow
 def test_a_value_with_references_in_any_two_forms_refers() -> None:
     for (outer, print_), inner in itertools.product([*FORMS.items(), *PRINTED.items()], FORMS):
         for around in (b"", b"a", b"ab"):
@@ -269,6 +271,7 @@ def _decoded_bytes(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> int:
     printed=st.sampled_from(list(PRINTED)),
     rest=st.binary(max_size=3),
 )
+@pytest.mark.slow
 def test_periodic_values_are_not_decoded_again_and_again(
     period: bytes, forms: list[str], printed: str, rest: bytes
 ) -> None:
@@ -281,6 +284,7 @@ def test_periodic_values_are_not_decoded_again_and_again(
         assert _decoded_bytes(raw + rest, monkeypatch) < 40 * len(raw)
 
 
+@pytest.mark.slow
 def test_a_value_that_refers_is_stored_under_a_name_that_says_so(tmp_path: Path) -> None:
     claim = ClaimCheck(tmp_path / "store", above=100)
     inner = claim.encode(b"x" * 1000)

@@ -426,6 +426,7 @@ class Choosy(Columns):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.slow
 def test_rejected_records_leave_the_others(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Choosy, "calls", 0)
     driver = ProcessorDriver(Choosy(at_once=at_once), on_error="dead-letter")

@@ -308,6 +308,7 @@ def model(batches: Iterable[tuple[list[Any], list[Any]]], within: int | None, ke
 
 @pytest.mark.parametrize("within", [10, None])
 @pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_model(examples: int, within: int | None, tmp_path_factory: pytest.TempPathFactory) -> None:
     @settings(max_examples=examples, deadline=None)
     @given(batches=BATCHES)

@@ -37,6 +37,8 @@ from onceflow.external import delta_log
 from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.testing.external_sink_suite import FLOW, SCHEMA, ExternalSinkSuite, Writer
 
+pytestmark = pytest.mark.slow  # Delta's engine takes seconds
+
 sys.path.insert(0, str(Path(__file__).parent))
 try:
     from delta_tables import kept, rows_of

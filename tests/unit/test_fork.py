@@ -372,6 +372,7 @@ def test_progress_of_before_the_copy_would_not_do() -> None:
     assert wrong > 20
 
 
+@pytest.mark.slow
 def test_holes_in_the_rest_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build that does not look for holes copies some tables wrong."""
     assert max(copied(world(seed))[2].rounds for seed in range(40)) > 1

@@ -268,6 +268,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_service_writes_nothing_else_to_stderr() -> None:
     fails = "lambda query: query.fail(onceflow.OptionError('wrong', flow='f', next_step='look'))"
     ended = run(f"logging.getLogger('onceflow').warning('before')\nserve(Query(asks={fails}), log_format='json')\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ def tables(draw: st.DrawFn) -> tuple[list[str], list[list[str]]]:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(table=tables(), width=st.one_of(st.none(), st.integers(40, 200)))
+@pytest.mark.slow
 def test_no_cell_is_broken_and_no_line_is_too_long(table: tuple[list[str], list[list[str]]], width: int | None) -> None:
     columns, rows = table
     lines = laid_out(columns, rows, width)

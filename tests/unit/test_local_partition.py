@@ -625,6 +625,7 @@ for line in sys.stdin:
 
 @pytest.mark.long_but("lmdb")
 @pytest.mark.parametrize("opener", [LmdbStore, RocksdbStore], ids=["lmdb", "rocksdb"])
+@pytest.mark.slow
 def test_another_process_reads_a_local_table_while_a_flow_writes(opener: type[Store], tmp_path: Path) -> None:
     folder = partition_folder(tmp_path, "flow", "table", 0)
     goal = Goal("flow", "table", 0, "id-t", "id-i", 0, 0)
@@ -744,6 +745,7 @@ def found_in(folder: Path, first: int, end: int) -> dict[int, str]:
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(at, marks=pytest.mark.long) for at in range(FLIPS // 4, FLIPS, FLIPS // 4))]
 )
+@pytest.mark.slow
 def test_flipped_bytes_anywhere_end_in_the_right_rows(tmp_path: Path, first: int) -> None:
     flow = damaged_flow()
     folder = tmp_path / "whole"
@@ -840,6 +842,7 @@ def play_dying(folder: Path) -> None:
     flow.open(folder, Dying, verify=True)
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_engine_leads_to_a_restore(folder: Path) -> None:
     flow = Flow()
     flow.commit(flow.changes())
@@ -882,6 +885,7 @@ def play_restore(folder: Path, when: str) -> None:
 
 @pytest.mark.long_but("in a commit")
 @pytest.mark.parametrize("when", ["before a commit", "in a commit", "between commits"])
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_restore(folder: Path, when: str) -> None:
     command = [sys.executable, __file__, "restore", str(folder), when]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -409,6 +409,7 @@ def request_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if "process_request_thread" in thread.name}
 
 
+@pytest.mark.slow
 def test_clients_that_stay_take_a_few_threads_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_HANDLERS_MAX", 3)
     with onceflow.serve_metrics(0) as endpoint:

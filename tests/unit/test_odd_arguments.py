@@ -94,6 +94,7 @@ def test_code_that_ends_the_program_is_no_verdict(
 
 
 @pytest.mark.parametrize("command", ["produce t", "progress import f - --yes", "produce t --key-separator \udcff"])
+@pytest.mark.slow
 def test_without_standard_input(command: str) -> None:
     answer = subprocess.run(
         ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", RUN, *command.split(" "), *NOBODY],

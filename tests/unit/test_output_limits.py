@@ -307,6 +307,7 @@ CONTENT = st.none() | st.sampled_from([b"", NOISE[:20], NOISE[:500], NOISE[:2_00
 @example(many=[("onceflow.foreign", NOISE[:500], 30)], size=5, again=False, stored="producer", limit=8_000)
 @example(many=[(each, NOISE, 1) for each in sorted(dead_letters.ABOUT)], size=5, again=True, stored="gzip", limit=8_000)
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_a_letter_fits_whatever_headers_its_record_has(
     many: list[tuple[str, bytes | None, int]], size: int, again: bool, stored: str, limit: int
 ) -> None:

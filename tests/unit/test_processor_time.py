@@ -214,6 +214,7 @@ def test_timers_of_an_earlier_version_fire_up_to_its_time_and_no_others(store: A
     assert fired == [("c", 5), ("b", 15), ("e", 16), ("a", 30)]
 
 
+@pytest.mark.slow
 def test_a_driver_fires_all_that_is_due_however_few_a_batch_may_fire() -> None:
     fired: list[Any] = []
     driver = ProcessorDriver(timers_of(fired), partitions=2, max_timers_per_batch=2)

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 import onceflow
+from onceflow.admin.verify import replay
 from onceflow.admin.verify.replay import (
     BATCHES_UNKNOWN,
     CALLS,
@@ -40,7 +41,7 @@ from onceflow.admin.verify.replay_steps import (
 from onceflow.admin.verify.replayed_processor import load
 from onceflow.admin.verify.report import Report
 from onceflow.admin.verify.table_contents import Position, WrittenLater, differences, rows_of
-from onceflow.admin.verify.tally import RecordComparison
+from onceflow.admin.verify.tally import RecordComparison, key_hash
 from onceflow.client.committed import Chunk
 from onceflow.client.log_reader import LogRecord
 from onceflow.errors import OptionError, ProcessorError
@@ -495,7 +496,7 @@ def test_what_a_replay_cannot_know(tmp_path: Path) -> None:
     for number, (processor, given, how, reasons) in enumerate(
         [
             (Counts(), swapped, step(0, 100), []),  # by another partitioner
-            (Counts(), twice, step(0, 100), [NOT_IN_ORDER]),
+            (Counts(), twice, step(0, 100), []),  # what is not known is said by key
             (Fading(), keys, step(0, 100), [CLOCK]),
             (Ringing(), keys, step(0, 100), [CLOCK]),
             (Withdrawn(), keys, step(0, 100, batch=False), [CLOCK]),
@@ -513,6 +514,42 @@ def test_what_a_replay_cannot_know(tmp_path: Path) -> None:
         run = Run(tmp_path, processor, given, str(number))
         run.replay.run(how)
         assert run.replay.reasons == reasons, number
+        assert run.replay.spread == ({key_hash(keys[0][0])} if given is twice else set()), number
+
+
+@pytest.mark.parametrize("many", [1, 1_000_000])
+def test_keys_in_several_partitions(tmp_path: Path, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are known by name; and if there are too many keys for that, all of them are in doubt."""
+    monkeypatch.setattr(replay, "_MAX_KEYS", many)
+    keys = placed(100, 2)
+    run = Run(tmp_path, Counts(), {0: [*keys[0], keys[1][3]], 1: keys[1]}, str(many))
+    run.replay.run(step(0, 101))
+    assert (run.replay.reasons, run.replay.spread) == (
+        ([NOT_IN_ORDER], set()) if many == 1 else ([], {key_hash(keys[1][3])})
+    )
+
+
+def test_outputs_that_keep_their_keys(tmp_path: Path) -> None:
+    """Of others, nobody knows from which key they follow."""
+    keys = placed(200, 2)
+    for change, kept in [
+        (lambda key: key, True),
+        (lambda key: b"total", False),
+        (lambda key: None, False),
+        (lambda key: key if key != keys[1][7] else keys[0][0], False),
+    ]:
+        with (
+            RecordComparison(tmp_path) as tally,
+            ReplayOutputs(tally, ["o"], "o", "dead", tmp_path, "f", 2) as outputs,
+        ):
+            outputs.yielded(yielded("dead"), 1)
+            assert not outputs.keeps_keys
+            for partition, found in keys.items():
+                for key in found:
+                    batch = yielded()
+                    changed = pa.array([change(key)], pa.binary())  # type: ignore[no-untyped-call]
+                    outputs.yielded(batch.set_column(0, batch.schema.field(0), changed), partition)
+            assert outputs.keeps_keys == kept
 
 
 class Totals(Counts):
@@ -650,7 +687,10 @@ def yielded(topic: str | None = None, headers: Any = None) -> pa.RecordBatch:
 
 def test_outputs_are_compared_by_topic_key_value_and_headers(tmp_path: Path) -> None:
     header = [{"key": "h", "value": b"1"}]
-    with RecordComparison(tmp_path) as tally, ReplayOutputs(tally, ["o", "p"], "o", "dead", tmp_path, "f") as outputs:
+    with (
+        RecordComparison(tmp_path) as tally,
+        ReplayOutputs(tally, ["o", "p"], "o", "dead", tmp_path, "f", 1) as outputs,
+    ):
         for batch in (yielded(), yielded("p"), yielded("o", header), yielded("dead", header)):
             outputs.yielded(batch, 0)
         chunk = Chunk([b"k", b"k", b"k"], [b"v", b"v", b"w"], {1: [("h", b"1")]}, 3, [], [np.arange(3)])
@@ -670,7 +710,7 @@ def test_outputs_are_compared_by_topic_key_value_and_headers(tmp_path: Path) -> 
     (("onceflow.error.class", b"ValueError"), False),
 ])  # fmt: skip
 def test_letters_that_depend_on_what_topics_take_are_noticed(tmp_path: Path, header: Any, counts: bool) -> None:
-    with RecordComparison(tmp_path) as tally, ReplayOutputs(tally, ["o"], "o", "dead", tmp_path, "f") as outputs:
+    with RecordComparison(tmp_path) as tally, ReplayOutputs(tally, ["o"], "o", "dead", tmp_path, "f", 1) as outputs:
         chunk = Chunk([b"k", b"k"], [b"v", b"v"], {1: [header]}, 2, [], [np.arange(2)])
         outputs.there(chunk, "o", 0, letter=False)
         assert not outputs.sizes_counted
@@ -682,7 +722,7 @@ def test_letters_that_depend_on_what_topics_take_are_noticed(tmp_path: Path, hea
 def test_a_topic_that_is_not_known(tmp_path: Path, topic: str | None, default: str | None) -> None:
     with (
         RecordComparison(tmp_path) as tally,
-        ReplayOutputs(tally, ["o"], default, None, tmp_path, "f") as outputs,
+        ReplayOutputs(tally, ["o"], default, None, tmp_path, "f", 1) as outputs,
         pytest.raises(OptionError, match=r"not known where|not among the outputs") as raised,
     ):
         outputs.yielded(yielded(topic), 0)
@@ -690,7 +730,7 @@ def test_a_topic_that_is_not_known(tmp_path: Path, topic: str | None, default: s
 
 
 def test_late_records_are_not_those_of_a_topic_named_late(tmp_path: Path) -> None:
-    with RecordComparison(tmp_path) as tally, ReplayOutputs(tally, ["late"], None, None, tmp_path, "f") as outputs:
+    with RecordComparison(tmp_path) as tally, ReplayOutputs(tally, ["late"], None, None, tmp_path, "f", 1) as outputs:
         outputs.yielded(yielded("late"), 0)
         outputs.yielded(yielded(LATE), 0)
         outputs.there(Chunk([b"k"], [b"v"], {}, 1, [], [np.arange(1)]), "late", 0, letter=False)

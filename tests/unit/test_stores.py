@@ -346,6 +346,7 @@ def test_index_rows_come_with_their_rows(store: Store) -> None:
     st.none() | st.binary(max_size=2),
 )
 @pytest.mark.parametrize("opener", OPENERS, ids=["lmdb", "memory", "rocksdb"])
+@pytest.mark.slow
 def test_a_store_is_a_sorted_dictionary(
     opener: type[Store], writes: list[dict[bytes, bytes | None]], start: bytes, end: bytes | None
 ) -> None:
@@ -788,6 +789,7 @@ with store.bulk():
 """
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_stopped_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -357,6 +357,7 @@ print(json.dumps({"observations": len(sdk.metrics())}))
 """
 
 
+@pytest.mark.slow
 def test_serve_reports_to_the_global_providers() -> None:
     command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import javaproperties
+
 from onceflow.errors import OptionError
 
 HOST = "127.0.0.1"
@@ -182,8 +184,8 @@ def server_properties(cluster: Cluster, node: Node) -> dict[str, str]:
 
 
 def render_properties(properties: Mapping[str, str]) -> str:
-    """Text of a Java properties file with these entries."""
-    return "".join(f"{key}={_escape(value)}\n" for key, value in properties.items())
+    """Text of a Java properties file with these entries, in ASCII: Java reads these files as Latin-1."""
+    return "".join(f"{javaproperties.join_key_value(key, value)}\n" for key, value in properties.items())
 
 
 def parse_listeners(text: str) -> list[tuple[str, str]]:
@@ -223,8 +225,3 @@ def _fill(value: str, node: Node) -> str:
     for name in ("port", "controller_port", "node_id", "data_dir"):
         value = value.replace("{" + name + "}", str(getattr(node, name)))
     return value
-
-
-def _escape(value: str) -> str:
-    escaped = value.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
-    return "\\" + escaped if escaped.startswith(" ") else escaped

@@ -75,7 +75,7 @@ def _problem(host: str, port: int) -> int | None:
     """Why a process cannot listen there now, as an errno: EADDRINUSE or EACCES. Kafka itself reports other problems."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError:
+    except (OSError, UnicodeError):
         return None
     for family, kind, protocol, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as candidate:

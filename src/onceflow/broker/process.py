@@ -126,7 +126,9 @@ def write_properties(cluster: Cluster, node: Node) -> None:
     """Write the node's server.properties. Only the owner may read it, because it may contain passwords."""
     make_private(node.data_dir)
     text = render_properties(server_properties(cluster, node))
-    with open(os.open(node.properties_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
+    with open(
+        os.open(node.properties_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii"
+    ) as handle:
         handle.write(text)
 
 
@@ -143,7 +145,7 @@ def spawn(cluster: Cluster, node: Node, *, heap: str, environment: Mapping[str, 
             stdout=log_handle,
             stderr=subprocess.STDOUT,
             cwd=node.data_dir,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, **_locale(node)},
             # In its own session, so that Ctrl-C in the terminal does not end the broker.
             start_new_session=True,
         )
@@ -153,6 +155,11 @@ def spawn(cluster: Cluster, node: Node, *, heap: str, environment: Mapping[str, 
     scratch.write_text(json.dumps({"pid": identity.pid, "started": identity.started}))
     scratch.replace(node.pid_file)
     return identity
+
+
+def _locale(node: Node) -> dict[str, str]:
+    """Java cannot open files with other characters than those of its locale, and in a container that is often C."""
+    return {} if str(node.data_dir).isascii() else {"LC_ALL": "C.UTF-8"}
 
 
 def stop(nodes: Sequence[Node], *, timeout_s: float) -> bool:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from onceflow.calls.options import seconds
 from onceflow.errors import CircuitOpenError, OptionError
-from onceflow.options.arguments import with_known_arguments
+from onceflow.options.arguments import with_checked_arguments
 
 
-@with_known_arguments
+@with_checked_arguments
 @dataclass(frozen=True)
 class Breaker:
     """When calls are refused without being made, because the other side does not work.

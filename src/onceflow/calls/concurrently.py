@@ -13,13 +13,13 @@ from onceflow.calls.options import TRANSIENT, Transient, check_options, check_tr
 from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call, CallTarget, Outcome
 from onceflow.errors import OptionError
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 
 T = TypeVar("T")
 ORDERS = ("key", None)
 
 
-@known_arguments
+@checked_arguments
 def concurrently(
     function: Callable[..., Any],
     *,

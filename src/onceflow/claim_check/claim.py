@@ -17,7 +17,7 @@ from onceflow.claim_check.reference import PREFIX, Reference, is_reference
 from onceflow.claim_check.stored_value import StoredValue
 from onceflow.errors import ClaimCheckError, OptionError
 from onceflow.object_storage import CHUNK_BYTES
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 from onceflow.options.sizes import size_bytes
 from onceflow.state.api.serdes import BYTES, is_serde
 
@@ -50,7 +50,7 @@ class ClaimCheck:
         OptionError: an argument cannot be used.
     """
 
-    @known_arguments
+    @checked_arguments
     def __init__(
         self,
         store: str | os.PathLike[str],

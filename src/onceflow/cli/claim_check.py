@@ -11,6 +11,7 @@ from onceflow.cli.connection import connection, pairs
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
+from onceflow.cli.text import confirm
 from onceflow.errors import counted
 
 if TYPE_CHECKING:
@@ -168,11 +169,7 @@ def _confirm(collector: Collector, url: str) -> None:
     if without:
         click.echo(f"No references at all are in {', '.join(without)}.", err=True)
     what = f"{counted(found.orphans, 'object')} ({size_text(found.orphan_bytes)})"
-    click.confirm(
-        f"Delete {what} at {url} for good? Nothing in {', '.join(found.references)} refers to them.",
-        abort=True,
-        err=True,
-    )
+    confirm(f"Delete {what} at {url} for good? Nothing in {', '.join(found.references)} refers to them.")
 
 
 def _print_sums(collector: Collector, *, deleted: bool, as_json: bool) -> None:

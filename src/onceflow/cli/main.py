@@ -48,7 +48,7 @@ COMMANDS = {
     "table": ("onceflow.cli.table:table", "Look into tables, serve them over HTTP, maintain those of flows."),
     "topic": ("onceflow.cli.topic:topic", "Create, list, describe and delete topics."),
     "transactions": ("onceflow.cli.transactions:transactions", "List, describe and abort open transactions."),
-    "verify": ("onceflow.cli.verify:verify", "Check what a flow has committed, record by record."),
+    "verify": ("onceflow.cli.verify:verify", "Check what a flow has committed: progress, tables, records."),
 }
 #: Further commands, of other packages: an entry point of this group names such a mapping.
 ENTRY_POINTS = "onceflow.commands"
@@ -132,7 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, click.Abort) as error:
         if isinstance(error, click.Abort) and not isinstance(error.__context__, KeyboardInterrupt):
             # At the end of standard input, click raises the Abort while it handles an EOFError.
-            how = " (without a terminal, give --yes)" if isinstance(error.__context__, EOFError) else ""
+            how = (
+                " (without a terminal, give --yes)"
+                if isinstance(error.__cause__ or error.__context__, EOFError)
+                else ""
+            )
             click.echo(f"onceflow: not confirmed, nothing was done{how}", err=True)
             sys.exit(1)
         if isinstance(pressed := error.__cause__ or error, CommitInterruptedError):  # click raises an Abort from it
@@ -144,6 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(_BROKEN_PIPE)
         raise
     except Exception as error:
+        if isinstance(error, UnicodeEncodeError) and (odd := _not_utf8(arguments)):
+            click.echo(f"onceflow: the argument {odd!r} is not UTF-8\n  next step: give it in UTF-8", err=True)
+            sys.exit(2)
         if isinstance(error, OSError) and error.errno in _NO_OUTPUT and error.filename is None:
             _cannot_write(error)
             sys.exit(errors.exit_code)
@@ -160,6 +167,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if _is_read_by_nobody():
         sys.exit(_BROKEN_PIPE)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _not_utf8(arguments: Sequence[str] | None) -> str:
+    """The first argument with bytes that are not UTF-8, which Python stands surrogates for. Keys and separators may be
+    such, so this is asked when an argument could not be encoded."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return next((each for each in given if any("\udc80" <= c <= "\udcff" for c in each)), "")
 
 
 def _cannot_write(error: OSError) -> None:

@@ -17,6 +17,7 @@ import click
 
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
+from onceflow.cli.text import confirm
 
 if TYPE_CHECKING:
     from onceflow.client.cluster import Cluster
@@ -121,7 +122,7 @@ class Texts(Generic[_FoundT]):
             click.echo("\n".join(self.plan(planned)), err=True)
         if not options.yes:
             click.echo(f"Cluster: {servers}", err=True)
-            click.confirm(self.question(planned), abort=True, err=True)
+            confirm(self.question(planned))
 
 
 def carry_out(

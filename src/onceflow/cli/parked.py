@@ -13,7 +13,7 @@ from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
-from onceflow.cli.text import in_words, output_width, shown
+from onceflow.cli.text import confirm, in_words, output_width, shown
 from onceflow.errors import OptionError, counted
 from onceflow.protocol.timestamps import in_utc
 
@@ -270,7 +270,7 @@ def drop(
     if not yes:
         what = "everything that is" if chosen is None else f"what has {counted(len(set(chosen)), 'origin')} and is"
         where = f"in {topic} at {settings.bootstrap_servers}"
-        click.confirm(f"Drop {what} parked {where} for good?", abort=True, err=True)
+        confirm(f"Drop {what} parked {where} for good?")
     count = parking.drop(settings, topic, chosen)
     dropped = {"topic": topic, "records": count}
     click.echo(json.dumps(dropped) if as_json else f"{counted(count)} dropped from {topic}.")

@@ -11,6 +11,7 @@ from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.flow_move import move_flow
 from onceflow.cli.moving import Options, moving_options
+from onceflow.cli.text import confirm
 from onceflow.errors import OptionError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _forget(settings: ClientSettings, names: Names, options: Options) -> None:
         )
     if not options.yes:
         what = f"the progress of flow {flow!r} at {settings.bootstrap_servers}"
-        click.confirm(f"Forget {what}? What it has written stays, also the rows of its tables.", abort=True, err=True)
+        confirm(f"Forget {what}? What it has written stays, also the rows of its tables.")
     before = resetting.reset(settings, names, [])
     if options.as_json:
         found = None if before is None else {"batch_id": before.batch_id, "offsets": before.offsets}

@@ -13,6 +13,7 @@ from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.progress import progress_bar
 from onceflow.cli.table_serve import serve
+from onceflow.cli.text import confirm
 from onceflow.cli.text import timeout_ms as timeout_ms_of
 from onceflow.errors import counted
 
@@ -84,7 +85,7 @@ def repartition(
     if not yes:
         wanted = counted(partitions, "partition")
         what = f"Stop flow {flow}, and give its table {table} {wanted} at {settings.bootstrap_servers}?"
-        click.confirm(f"{what} They cannot be taken away again.", abort=True, err=True)
+        confirm(f"{what} They cannot be taken away again.")
     with progress_bar() as bar:
 
         def show(progress: RepartitionProgress) -> None:

@@ -13,6 +13,17 @@ from unicodedata import combining, east_asian_width
 import click
 
 
+def confirm(question: str) -> None:
+    """Ask on stderr.
+
+    Raises:
+        click.Abort: the answer is no, or there is none: standard input has ended, or is closed.
+    """
+    if sys.stdin is None:
+        raise click.Abort from EOFError()
+    click.confirm(question, abort=True, err=True)
+
+
 def shown(text: str, *, lines: bool = False) -> str:
     """A text of a record, safe for a terminal: control characters are replaced.
 

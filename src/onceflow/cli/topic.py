@@ -11,7 +11,7 @@ import click
 
 from onceflow.cli.connection import connected, connection, pairs
 from onceflow.cli.examples import examples
-from onceflow.cli.text import print_columns
+from onceflow.cli.text import confirm, print_columns
 from onceflow.errors import counted
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def delete(names: tuple[str, ...], yes: bool, as_json: bool, settings: ClientSet
         _check_not_internal(names)
         find_topics(cluster, dict.fromkeys(names, ""), deadline, needs="DELETE")
         if not yes:
-            click.confirm(f"Delete {', '.join(names)} at {settings.bootstrap_servers} for good?", abort=True, err=True)
+            confirm(f"Delete {', '.join(names)} at {settings.bootstrap_servers} for good?")
     with connected(settings, "deleting topics") as (cluster, deadline):  # a new deadline: the user may answer late
         for name in dict.fromkeys(names):
             with contextlib.suppress(UnknownTopicError):  # it existed: Kafka's first response was lost

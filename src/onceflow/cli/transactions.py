@@ -11,7 +11,7 @@ import click
 
 from onceflow.cli.connection import connected, connection
 from onceflow.cli.examples import examples
-from onceflow.cli.text import print_columns, shown
+from onceflow.cli.text import confirm, print_columns, shown
 from onceflow.cli.text import timeout_ms as duration_ms_of
 from onceflow.clock import clock_ms
 from onceflow.errors import OptionError, PermissionDeniedError, counted
@@ -187,7 +187,7 @@ def abort(
     if doing and not yes:
         doing = _terminal()
         if doing:
-            click.confirm("Abort it?", abort=True, err=True)
+            confirm("Abort it?")
         elif not as_json:
             click.echo("Not confirmed, nothing was done. Without a terminal, give --yes to do it.", err=True)
     if doing:

@@ -74,6 +74,15 @@ def contact(address: Address) -> Contact:
         return Contact(True, f"{address.host} is no host name")
 
 
+def is_host_name(host: str) -> bool:
+    """Whether the codec of host names takes this. If not, a look-up does not fail with an OSError."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
+
+
 def _parse(text: str) -> Address:
     if len(text.split()) > 1:
         raise OptionError(f"bootstrap_servers: {text!r} contains spaces", next_step=f"write {','.join(text.split())}")
@@ -92,6 +101,11 @@ def _parse(text: str) -> Address:
             )
     if not host:
         raise OptionError(f"bootstrap_servers: {text} has no host", next_step=f"write for example {_EXAMPLE}")
+    if not is_host_name(host):
+        raise OptionError(
+            f"bootstrap_servers: {host!r} is no host name",
+            next_step="between its dots it has 1 to 63 characters, such as in kafka-1.internal:9092",
+        )
     if not port:
         raise OptionError(f"bootstrap_servers: {shown} has no port", next_step=f"write {shown}:9092")
     if not (port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT):

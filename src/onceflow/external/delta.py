@@ -38,7 +38,7 @@ from onceflow.external.sink import (
     next_generation,
     older_state,
 )
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 
 _FILES = "onceflow"
 _TRIES = 20
@@ -68,7 +68,7 @@ class DeltaSink(ExternalSink):
         OptionError: a URL of another kind, or options with which two drivers could overwrite each other's commits.
     """
 
-    @known_arguments
+    @checked_arguments
     def __init__(
         self,
         root: str | Path,

@@ -85,7 +85,7 @@ from onceflow.external.sink import (
     next_generation,
     older_state,
 )
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 
 if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg
@@ -143,7 +143,7 @@ class PostgresSink(ExternalSink):
         EnvironmentUnusableError: the extra is not installed.
     """
 
-    @known_arguments
+    @checked_arguments
     def __init__(
         self, dsn: str, table: str, *, mode: str = INSERT, key: Sequence[str] = (), flag: str = "deleted"
     ) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from onceflow._version import __version__
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.metrics.watch import FlowWatch, WatchedQuery, are_healthy, are_ready
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 
 # How long a client may take to send its request, and then to take each of the two parts of the answer.
 _CLIENT_S = 10.0
@@ -74,7 +74,7 @@ class MetricsEndpoint:
         self.close()
 
 
-@known_arguments
+@checked_arguments
 def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsEndpoint:
     """Serve metrics of all flows of this process over HTTP, from now on. Call it before the flows start.
 
@@ -113,10 +113,10 @@ def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsEndpoint:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = _Server((host, port), family)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: no host name
         raise EnvironmentUnusableError(
             f"Metrics cannot be served at {host}:{port}",
-            detail=error.strerror or str(error),
+            detail=getattr(error, "strerror", None) or str(error),
             next_step="choose another port, or end the process that listens there; several flows of one process share "
             "one endpoint",
         ) from error

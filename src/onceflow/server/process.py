@@ -202,7 +202,7 @@ def _listening(host: str, port: int) -> socket.socket:
         except OSError:
             found.close()
             raise
-    except OSError as refused:
+    except (OSError, UnicodeError) as refused:  # the latter: no host name
         raise EnvironmentUnusableError(
             f"The query server cannot listen on {host}:{port}",
             detail=str(refused),

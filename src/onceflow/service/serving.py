@@ -18,7 +18,7 @@ from onceflow.logs import json_logs, log_context
 from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
 from onceflow.metrics.lineage import Lineage
 from onceflow.metrics.telemetry import Telemetry
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 from onceflow.options.durations import option_seconds
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.query import FlowQuery, FlowWriter
@@ -36,7 +36,7 @@ class _Say(Protocol):
         """Tell people what happens, and to which flow."""
 
 
-@known_arguments
+@checked_arguments
 def serve(
     *queries: FlowQuery | FlowWriter,
     more: Callable[[FlowQuery], dict[str, Any]] | None = None,

@@ -57,7 +57,8 @@ found = found.selectExpr("key", "to_json(struct(j.*, upper(j.a), date(timestamp)
 programs = RowPrograms(spark)
 program = programs.evaluate(plans.analyzed(found), (), leaf.path)
 given = [pa.array([b"k"]), pa.array([b'{"a": "x", "b": 1}']), None, pa.array([1], pa.timestamp("us", "UTC"))]
-assert [count for _, count in program.rows(given, 1)] == [1]
+if [count for _, count in program.rows(given, 1)] != [1]:
+    sys.exit("the program of rows gives other rows")
 programs.close()
 gateway = SparkContext._gateway
 spark.stop()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from onceflow.clock import clock_ms
 from onceflow.errors import DeadlineExceededError, OptionError, counted
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 from onceflow.options.durations import duration_ms
 from onceflow.protocol.position import Position, other_topic
 from onceflow.state.api import serdes
@@ -76,7 +76,7 @@ class Table(Lookups):
         OptionError: an argument is invalid.
     """
 
-    @known_arguments
+    @checked_arguments
     def __init__(
         self,
         topic: str,

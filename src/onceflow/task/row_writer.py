@@ -190,7 +190,8 @@ def refused_topic(topic: str, why: str, rows: pa.RecordBatch) -> BadRecordError:
         f"A record names the topic {topic!r}, which {why}",
         topic=topic,
         detail=f"the first of {rows.num_rows} such records of an Arrow batch has the key {key!r:.120}",
-        next_step="correct the topic column, or Record(topic=...) of the processor: outputs need topics of their own",
+        next_step="outputs need topics of their own. If the topic column is the one that was read, give topic= to "
+        "Flow.write, or drop the column; else correct it, or Record(topic=...) of the processor",
     )
 
 

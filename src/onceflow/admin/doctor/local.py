@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -165,9 +166,11 @@ def check_session(_: Host) -> Iterator[Finding]:
     began = time.monotonic()
     command = [sys.executable, "-c", _SESSION]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_SESSION_S, check=False
-        )
+        # In an empty folder: where this command was called, a file named queue.py would be imported by Spark.
+        with tempfile.TemporaryDirectory() as empty:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=_SESSION_S, check=False, cwd=empty
+            )
     except subprocess.TimeoutExpired:
         yield error("session", f"Spark has not started within {_SESSION_S:g} s", f'see why: python -c "{_SESSION}"')
         return

@@ -7,14 +7,14 @@ position have to be in the outputs, those between both positions may be.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from onceflow.admin.verify.identity import Identity, has_ids, kind_of
-from onceflow.admin.verify.progress_history import breaks, last_of, read_history
+from onceflow.admin.verify.progress_history import breaks, last_of, read_history, side_topics_of
 from onceflow.admin.verify.replay_steps import begun_at, lives, steps
 from onceflow.admin.verify.report import (
     DOUBLED,
@@ -59,7 +59,8 @@ class Outputs:
 
     Args:
         identity: what makes an output record the same as a source record; None: records are not compared.
-        topics: the outputs; letters: topics of dead and late letters.
+        topics: the outputs; empty: those that progress names. letters: topics of dead and late letters; empty: as
+            progress names them.
         in_each: whether every record is in each output, not in one of them.
         filtered: whether the flow leaves out records, so that a missing one is not lost.
         by_key: whether a record has to be in the partition that the Java client would choose for its key.
@@ -206,6 +207,11 @@ class Audit:
     def _compare(self, history: Sequence[LogRecord], tally: RecordComparison, identity: Identity) -> None:
         progress, (*earlier, life) = self._last(history), lives(history)
         named = {topic for each in (*life, progress) for topic in each.outputs}
+        if not self._outputs.letters:
+            known = side_topics_of([*life, progress])
+            self._outputs = replace(
+                self._outputs, letters=tuple(sorted(known.keys() & named - set(self._outputs.topics)))
+            )
         outputs = self._outputs.topics or tuple(sorted(named - set(self._outputs.letters)))
         if not outputs:
             raise OptionError(

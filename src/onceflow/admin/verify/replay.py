@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.admin.verify.replay_steps import Step
+from onceflow.admin.verify.tally import key_hash
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.produce import Acknowledged
 from onceflow.clock import clock_ms
@@ -88,6 +89,8 @@ class Replay:
     Attributes:
         records: how many source records were processed.
         reasons: why a difference from what the flow has written may be no mistake.
+        spread: `key_hash` of the keys with records in several partitions of the source. What follows from them depends
+            on their order among each other, which is not known.
     """
 
     def __init__(
@@ -129,7 +132,8 @@ class Replay:
         if what.processor.allowed_lateness is not None:
             self._lateness_ms = duration_ms(what.processor.allowed_lateness)
         self._watermark: Watermark | None = None
-        self._places = _KeyPlaces()
+        self.spread: set[int] = set()
+        self._places = _KeyPartitions(self.spread)
         if len(what.sources) > 1:
             self.doubt(NOT_IN_ORDER)
 
@@ -212,7 +216,7 @@ class Replay:
                     if not chunk.keys:
                         continue
                     batch = input_of(chunk, topic, partition)
-                    if len(self._what.sources) == 1 and self._places.are_apart(batch, partition, len(step.end[topic])):
+                    if len(self._what.sources) == 1 and not self._places.note(batch, partition, len(step.end[topic])):
                         self.doubt(NOT_IN_ORDER)
                     for start in range(0, batch.num_rows, self._at_once):
                         yield batch.slice(start, self._at_once)
@@ -345,30 +349,35 @@ def _uses_clock(row_key: bytes, row: bytes) -> bool:
     return rows.expiry_of(row) is not None
 
 
-class _KeyPlaces:
+class _KeyPartitions:
     """In which partition of the source each key is. A producer need not have Kafka's default partitioner: what counts
-    for the order is that each key has all of its records in one partition."""
+    for the order is that each key has all of its records in one partition.
 
-    def __init__(self) -> None:
+    Args:
+        spread: the keys with records in several partitions are added to it, as `key_hash`.
+    """
+
+    def __init__(self, spread: set[int]) -> None:
+        self._spread = spread
         self._partitions: dict[int, int] | None = {}  # by hash of the key; None: they are too many
         self._strays = False
 
-    def are_apart(self, batch: pa.RecordBatch, partition: int, partitions: int) -> bool:
-        """Whether a key has records in this partition and in another one, or may have.
+    def note(self, batch: pa.RecordBatch, partition: int, partitions: int) -> bool:
+        """Note the keys of a partition's records. False: keys may be in several partitions that are not in ``spread``.
 
         Args:
-            batch: records of the partition. partitions: of the source.
+            partitions: of the source.
         """
         keys = pc.unique(batch.column("key")).drop_null()
         self._strays = self._strays or bool((key_partitions(keys, partitions) != partition).any())
         if self._partitions is None:
-            return self._strays
-        apart = False
-        for key in map(hash, keys.to_pylist()):
-            apart = apart or self._partitions.setdefault(key, partition) != partition
-        if len(self._partitions) > _MAX_KEYS:
+            return not self._strays
+        known = self._partitions
+        hashes = map(key_hash, keys.to_pylist())
+        self._spread.update(key for key in hashes if known.setdefault(key, partition) != partition)
+        if len(known) > _MAX_KEYS:
             self._partitions = None
-        return apart
+        return True
 
 
 class _NoTopics:

@@ -10,15 +10,15 @@ import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from onceflow.admin.records import letter_replay
-from onceflow.admin.verify.progress_history import last_of, read_history
-from onceflow.admin.verify.replay import BATCH_RECORDS, CALLS, CLOCK, Replay, Replayed
+from onceflow.admin.verify.progress_history import last_of, read_history, side_topics_of
+from onceflow.admin.verify.replay import BATCH_RECORDS, CALLS, CLOCK, NOT_IN_ORDER, Replay, Replayed
 from onceflow.admin.verify.replay_outputs import ReplayOutputs
 from onceflow.admin.verify.replay_steps import (
     Step,
@@ -42,7 +42,7 @@ from onceflow.admin.verify.table_contents import (
     rows_of,
     what_of,
 )
-from onceflow.admin.verify.tally import SOURCE, UNDECIDED, Difference, RecordComparison
+from onceflow.admin.verify.tally import SOURCE, UNDECIDED, Difference, RecordComparison, key_hash
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
@@ -76,7 +76,8 @@ class ReplayOptions:
         table: the table of its step; None: the only one of the flow.
         sources: topics that the step reads; empty: all that the flow reads.
         outputs: topics of its outputs, the first one for records that name no topic; empty: as progress names them.
-        letters: topics of dead and late letters. tables_only: outputs are not compared.
+        letters: topics of dead and late letters; empty: as progress names them, if one of them is for dead letters.
+        tables_only: outputs are not compared.
         begin: where each source begins, by topic and partition; what is not named begins where the flow has begun.
         since: progress whose state is taken from the table's topics; None: the state is empty at the beginning.
     """
@@ -120,6 +121,7 @@ class ReplayAudit:
         self._has_begun_later = self._was_reset = False
         self._depends: Callable[[], Iterator[str]] | None = None
         self._unjudged = {"outputs": 0, "rows": 0}
+        self._is_spread = False
         self._older_rows = 0
 
     def run(self) -> None:
@@ -139,13 +141,17 @@ class ReplayAudit:
         history = read_history(self._cluster, self._names, self._check)
         progress, life = last_of(history, self._names), current_life(history)
         self._was_reset = len(lives(history)) > 1
+        if not self._wanted.letters:
+            self._wanted = replace(self._wanted, letters=_letters_of(life, self._wanted.outputs))
         what = self._what(progress)
         self._tell_of_replayed_letters()
         begin = self._beginning(life, what)
         topics = self._outputs_of(life)
         default = self._wanted.outputs[0] if self._wanted.outputs else topics[0] if len(topics) == 1 else None
         tally = stack.enter_context(RecordComparison(folder))
-        outputs = stack.enter_context(ReplayOutputs(tally, topics, default, what.letters, folder, self._names.flow))
+        outputs = stack.enter_context(
+            ReplayOutputs(tally, topics, default, what.letters, folder, self._names.flow, what.partitions)
+        )
         if not self._wanted.tables_only:
             self._read_outputs(outputs, topics)
         later = current_life(read_history(self._cluster, self._names, self._check))
@@ -178,7 +184,7 @@ class ReplayAudit:
             self._compare_outputs(outputs, replay, life)
             if outputs.left_out:
                 self._report.unjudged.append(f"{outputs.left_out} late records: name --dead-letter TOPIC")
-        self._tell_unjudged([*replay.reasons, *self._reasons])
+        self._tell_unjudged([*replay.reasons, *self._reasons, *([NOT_IN_ORDER] if self._is_spread else [])])
 
     # ---- what is replayed ----------------------------------------------------------------------------
 
@@ -356,8 +362,10 @@ class ReplayAudit:
                 self._older_rows += 1
                 continue
             self._try(replay)
-            if replay.reasons or self._reasons:
+            is_spread = key_hash(each.key) in replay.spread
+            if replay.reasons or self._reasons or is_spread:
                 self._unjudged["rows"] += 1
+                self._is_spread = self._is_spread or is_spread
                 continue
             what = "not there" if each.found is None else "different"
             if each.expected is None:
@@ -367,8 +375,10 @@ class ReplayAudit:
     def _compare_outputs(self, outputs: ReplayOutputs, replay: Replay, life: Sequence[Progress]) -> None:
         for each in outputs.differences():
             self._try(replay)
-            if replay.reasons or self._reasons or self._is_from_before(each):
+            is_spread = bool(replay.spread) and (not outputs.keeps_keys or each.key in replay.spread)
+            if replay.reasons or self._reasons or self._is_from_before(each) or is_spread:
                 self._unjudged["outputs"] += 1
+                self._is_spread = self._is_spread or is_spread
             else:
                 outputs.report(each, self._report, self._reader)
         if not self._has_begun_later and (note := unknown_past(life, self._report)):
@@ -396,6 +406,15 @@ class ReplayAudit:
                 f"{counted(self._older_rows, 'row')} with other content than in the replay: an earlier version of "
                 "the processor has written them"
             )
+
+
+def _letters_of(life: Sequence[Progress], outputs: Sequence[str]) -> tuple[str, ...]:
+    """The topics of dead letters and late records of a flow with one topic of dead letters, that one first. Of several,
+    one is that of the step, and progress does not say which."""
+    known = {topic: role for topic, role in side_topics_of(life).items() if topic not in outputs}
+    dead = [topic for topic, role in known.items() if role == "dead letter"]
+    late = [topic for topic, role in known.items() if role == "late"]
+    return (*dead, *late) if len(dead) == 1 else ()
 
 
 def positions(progress: Progress, table: str) -> list[Position]:

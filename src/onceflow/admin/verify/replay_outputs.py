@@ -6,12 +6,14 @@ The order does not count, because it depends on how the source was divided into 
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from onceflow.admin.verify.replay import LATE
 from onceflow.admin.verify.report import DOUBLED, FOREIGN, LOST, Report
@@ -19,12 +21,14 @@ from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, Difference, Reco
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.errors import OptionError, counted
 from onceflow.protocol.headers import Header
+from onceflow.protocol.partitioners import key_partitions
 from onceflow.state.engine.dead_letters import depends_on_topics
 
 #: In place of a topic: the records that a replay has yielded.
 _REPLAY = "the replay"
 _LETTER = b"letter"
 _KEPT_KEY, _KEPT_VALUE = 80, 160  # bytes of each, for texts
+_ENOUGH = 64
 _SIZES = struct.Struct("<II")
 
 
@@ -34,6 +38,7 @@ class ReplayOutputs:
     Args:
         topics: the outputs that are compared. default: the topic of records that name none; None: not known.
         letters: topic of dead and late letters in the replay; None: there are none.
+        partitions: of the table.
         scratch: folder for scratch files.
     """
 
@@ -45,10 +50,14 @@ class ReplayOutputs:
         letters: str | None,
         scratch: Path,
         flow: str,
+        partitions: int,
     ) -> None:
         self._tally, self._topics, self._default, self._letters = tally, set(topics), default, letters
         self._spool = _Spool(scratch / "yielded")
         self._flow = flow
+        self._partitions = partitions
+        self._kept: Counter[int] = Counter()  # by partition of the table: outputs whose keys belong there
+        self._strays = False
         self.side = SOURCE
         self.left_out = 0
         self.sizes_counted = False
@@ -67,9 +76,22 @@ class ReplayOutputs:
             OptionError: a topic is not among the outputs.
         """
         columns = [batch.column(name).to_pylist() for name in ("key", "value", "topic", "headers")]
-        self._tally.add(self.side, _REPLAY, partition, self._digests(zip(*columns, strict=True)))
+        aside = pc.is_in(batch.column("topic"), pa.array([self._letters, LATE], pa.string()), skip_nulls=True)
+        keys = batch.column("key").filter(pc.invert(aside))
+        is_astray = key_partitions(keys.drop_null(), self._partitions) != partition
+        self._strays = self._strays or bool(keys.null_count) or bool(is_astray.any())
+        self._kept[partition] += len(keys)
+        found = [*self._digests(zip(*columns, strict=True))]
+        digests = [(at, digest) for _, at, digest in found]
+        self._tally.add(self.side, _REPLAY, partition, digests, keys=[key for key, _, _ in found])
 
-    def _digests(self, records: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, bytes]]:
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether outputs have the key of the state that they follow from: all that were yielded have a key of their
+        partition of the table, and these are so many that this is no accident."""
+        return not self._strays and len(self._kept) > 1 and sum(self._kept.values()) >= _ENOUGH
+
+    def _digests(self, records: Iterable[tuple[Any, ...]]) -> Iterator[tuple[bytes | None, int, bytes]]:
         for key, value, named, headers in records:
             if named is not None and named in (self._letters, LATE):
                 if self._letters is None:  # late records are left out
@@ -82,7 +104,7 @@ class ReplayOutputs:
                     raise self._unknown(topic)
                 listed = [(header["key"], header["value"]) for header in headers or ()]
                 digest = _digest(topic, key, value, listed)
-            yield self._spool.add(key, value), digest
+            yield key, self._spool.add(key, value), digest
 
     def there(self, chunk: Chunk, topic: str, partition: int, *, letter: bool) -> None:
         """Take records of a topic."""
@@ -94,7 +116,7 @@ class ReplayOutputs:
             found = (
                 (offset, _digest(topic, key, value, chunk.headers.get(row, ()))) for offset, key, value, row in rows
             )
-        self._tally.add(LETTER if letter else OUTPUT, topic, partition, found)
+        self._tally.add(LETTER if letter else OUTPUT, topic, partition, found, keys=chunk.keys)
 
     def differences(self) -> Iterator[Difference]:
         """What is not as often on the topics as in the replay."""

@@ -58,11 +58,18 @@ class Difference:
         expected: how often it has to be in the outputs and letters together, at least.
         found: how often it is there.
         places: the records of the sources, outputs and letters with this identity, at most ten.
+        key: `key_hash` of the first one's key; 0: keys were not given.
     """
 
     expected: int
     found: int
     places: tuple[RecordOffset, ...]
+    key: int = 0
+
+
+def key_hash(key: bytes | None) -> int:
+    """A hash of this process: one of eight bytes is enough, and the fastest. 0: no key."""
+    return 0 if key is None else hash(key) & _MASK
 
 
 def digest_of(*parts: bytes | None) -> bytes:
@@ -125,9 +132,7 @@ class RecordComparison:
         for (offset, digest), key in zip(records, repeat(None) if keys is None else keys, strict=False):
             low, high = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
             waiting = self._waiting[low % _FILES]
-            # A hash of this process: one of eight bytes is enough, and the fastest.
-            key_hash = 0 if key is None else hash(key) & _MASK
-            waiting.append((low, high, key_hash, side, number, partition, offset))
+            waiting.append((low, high, key_hash(key), side, number, partition, offset))
             self.counts[side] += 1
             if len(waiting) >= _BUFFERED:
                 self._flush(low % _FILES)
@@ -195,7 +200,7 @@ class RecordComparison:
         for at in np.flatnonzero(wrong).tolist():
             same = rows[starts[at] : ends[at]][:_SHOWN]
             places = tuple(RecordOffset(names[int(r["topic"])], int(r["partition"]), int(r["offset"])) for r in same)
-            yield Difference(int(expected[at]), int(worst[at]), places)
+            yield Difference(int(expected[at]), int(worst[at]), places, int(same[0]["key"]))
 
     def _pair(self, rows: Any, starts: Any, ends: Any, group: Any) -> None:
         """Write down where the records of an output come from, if that is certain.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onceflow.errors import BadRecordError, OptionError, SchemaError
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 from onceflow.options.durations import duration_ms
 from onceflow.protocol.headers import Header
 from onceflow.protocol.timestamps import known_ms
@@ -118,7 +118,7 @@ class Retry(Processor):
     key = STRING
     state = Serde(_encoded, _decoded, "record")
 
-    @known_arguments
+    @checked_arguments
     def __init__(
         self,
         *,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onceflow.options.arguments import with_known_arguments
+from onceflow.options.arguments import with_checked_arguments
 from onceflow.state.api import serdes
 from onceflow.state.local.format import Goal, default_state_dir, partition_folder
 from onceflow.state.stores.base import Store
@@ -16,7 +16,7 @@ Ends = Mapping[str, Mapping[int, int]]
 """Topic, then partition, then the offset after the last record that a batch sees."""
 
 
-@with_known_arguments
+@with_checked_arguments
 @dataclass(frozen=True)
 class JoinTable:
     """A table that a flow joins with.

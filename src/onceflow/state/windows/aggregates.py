@@ -12,7 +12,7 @@ from decimal import Context, Decimal, Inexact
 from numbers import Integral, Real
 from typing import Any
 
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 from onceflow.state.api.record import Record
 
 Source = str | Callable[[Record], Any]
@@ -34,7 +34,7 @@ class Aggregate:
         of: the name of a field of the records' values, or a function of the record.
     """
 
-    @known_arguments
+    @checked_arguments
     def __init__(self, of: Source) -> None:
         if not (isinstance(of, str) or callable(of)):
             raise ValueError(f"{type(self).__name__}({of!r}): give the name of a field, or a function of the record")
@@ -77,7 +77,7 @@ class Aggregate:
 class Count(Aggregate):
     """The number of records; with an argument, of those where it is not null."""
 
-    @known_arguments
+    @checked_arguments
     def __init__(self, of: Source | None = None) -> None:
         super().__init__(_one if of is None else of)
 
@@ -118,7 +118,7 @@ class _Extreme(Aggregate):
         text: whether the values are text, which is compared character by character (by code points).
     """
 
-    @known_arguments
+    @checked_arguments
     def __init__(self, of: Source, *, text: bool = False) -> None:
         super().__init__(of)
         self._text = text

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from onceflow.options.arguments import known_arguments
+from onceflow.options.arguments import checked_arguments
 from onceflow.options.durations import duration_ms
 
 
@@ -42,7 +42,7 @@ class Hopping:
         ValueError: these are no such durations.
     """
 
-    @known_arguments
+    @checked_arguments
     def __init__(self, size: str | float, *, every: str | float, start_time: str | float = 0) -> None:
         self.size_ms, self.every_ms = _positive("size", size), _positive("every", every)
         if self.every_ms > self.size_ms:
@@ -121,7 +121,7 @@ class Tumbling(Hopping):
         ValueError: these are no such durations.
     """
 
-    @known_arguments
+    @checked_arguments
     def __init__(self, size: str | float, *, start_time: str | float = 0) -> None:
         super().__init__(size, every=size, start_time=start_time)
 
@@ -142,7 +142,7 @@ class Sliding:
 
     merges = True
 
-    @known_arguments
+    @checked_arguments
     def __init__(self, size: str | float) -> None:
         self.size_ms = _positive("size", size)
 
@@ -209,7 +209,7 @@ class Session:
 
     merges = True
 
-    @known_arguments
+    @checked_arguments
     def __init__(self, gap: str | float) -> None:
         self.gap_ms = _positive("gap", gap)
 
