@@ -134,7 +134,7 @@ def test_a_flow_with_bad_topics(
     assert producer.flush(30) == 0
     flow = f"misspelt-{uuid4().hex}"  # unlike the names of other tests, which the next step would list as well
     letters = {f"{risky}-gone": "dead letter"}
-    commit(connected, flow, source, {0: 1}, outputs=(risky,), letters=letters, changelogs={table: {0: 0}})
+    commit(connected, flow, source, {0: 1}, outputs=(risky,), side_topics=letters, changelogs={table: {0: 0}})
 
     found = doctor(flow, "--topic", stamped, code=1)
     (safety,) = of(found, "safety", "warning")

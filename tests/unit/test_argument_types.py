@@ -31,6 +31,8 @@ def cases() -> Iterator[Any]:
             continue
         for name, each in inspect.signature(function).parameters.items():
             parts = str(each.annotation).split(" | ")
+            if parts == ["str"] and each.default is not each.empty:
+                parts.append("None")  # such an option has a check of its own
             for odd in ODD.get(parts[0], []) if set(parts) <= {parts[0], "None"} else []:
                 odd = [odd] if odd == "a" else odd
                 if odd is not None or "None" not in parts:

@@ -17,6 +17,7 @@ from onceflow.errors import BrokerUnreachableError, OptionError
 from onceflow.server.access import AccessControl
 from onceflow.server.app import make_app
 from onceflow.server.connection import HEAD_BYTES_MAX
+from onceflow.server.fast_path import FastPath
 from onceflow.server.formats import Format
 from onceflow.server.local import LocalTable
 from onceflow.server.options import Limits
@@ -26,7 +27,6 @@ from onceflow.server.requests import freshness_of
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes, TableRoutes
 from onceflow.server.service import Served, Service
-from onceflow.server.short_way import ShortWay
 from onceflow.server.staleness import Freshness
 from onceflow.state.format import rows
 from onceflow.state.stores.stored_rows import StoredRows
@@ -85,7 +85,7 @@ class Serving:
         table = Served("t", self.share, local, self.routed, Format.of("text", "text"))
         settings: Any = None
         service = Service({"t": table}, routes, LIMITS, settings, lambda: ["group g: OSError: /home/ada/key.pem"])
-        self.gate = AccessControl(ShortWay(make_app(service, _nothing), service), LIMITS, tokens, access_log=False)
+        self.gate = AccessControl(FastPath(make_app(service, _nothing), service), LIMITS, tokens, access_log=False)
         options: Any = SimpleNamespace(limits=LIMITS, certificate=None, certificate_key=None)
         self.server = _Server(_config(options, self.gate), lambda: None)
 

@@ -98,6 +98,7 @@ def format_storage(cluster: Cluster, node: Node) -> None:
             errors="replace",
             timeout=FORMAT_TIMEOUT_S,
             check=False,
+            env={**os.environ, **_locale(node)},
         )
     except subprocess.TimeoutExpired:
         raise EnvironmentUnusableError(

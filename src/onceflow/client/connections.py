@@ -149,7 +149,7 @@ class Connections:
                 self._log_in_again()
                 with muted():
                     return self.net.run(self._sent, request, node, deadline)
-            except (kafka_errors.KafkaError, OSError, RuntimeError, UnicodeError) as error:
+            except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
                 raise self._failure(error, node, deadline) from error
 
     def send(self, request: Any, node: int, deadline: Deadline) -> SentRequest:
@@ -166,7 +166,7 @@ class Connections:
         """The response to a request that was sent before. It raises what `exchange` raises."""
         self.settle(sent)
         error = sent.future.exception
-        if isinstance(error, (kafka_errors.KafkaError, OSError, RuntimeError, UnicodeError)):
+        if isinstance(error, (kafka_errors.KafkaError, OSError, RuntimeError)):
             raise self._failure(error, sent.node, deadline) from error
         if error is not None:
             raise error
@@ -201,7 +201,7 @@ class Connections:
             for node, future in sent.items():
                 try:
                     found[node] = await future
-                except (kafka_errors.KafkaError, OSError, RuntimeError, UnicodeError) as error:
+                except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
                     found[node] = error
 
         with self.lock:
@@ -209,7 +209,7 @@ class Connections:
                 self._log_in_again()
                 with muted():
                     self.net.run(run)
-            except (kafka_errors.KafkaError, OSError, RuntimeError, UnicodeError) as error:
+            except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
                 found = {**dict.fromkeys(requests, error), **found}
             for node, answer in found.items():
                 if isinstance(answer, Exception):
@@ -286,7 +286,7 @@ class Connections:
             try:
                 with muted():
                     self.net.run(run)
-            except (kafka_errors.KafkaError, OSError, RuntimeError, UnicodeError) as error:
+            except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
                 log.debug("metadata refresh failed: %s", error)
 
     # ---- API versions --------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def connect_to_any(
         except kafka_errors.NodeNotReadyError as error:  # kafka-python still waits for its backoff
             why = None
             problem = problem or str(error)
-        except (kafka_errors.KafkaError, OSError, UnicodeError) as error:  # the last one: no host name
+        except (kafka_errors.KafkaError, OSError) as error:
             why = problem = str(error)
         if wait.failed(Address(node.host, node.port), why):
             # Without this, kafka-python would not try this broker again for up to half a minute.

@@ -459,7 +459,7 @@ class LongPoll(Generic[C]):
         refused = isinstance(error, (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError))
         if refused and not self._cluster.may_log_in_again(error):  # type: ignore[arg-type]
             raise authentication_failed(self._cluster.settings, error)  # type: ignore[arg-type]
-        if not isinstance(error, (kafka_errors.KafkaError, OSError, RuntimeError, UnicodeError)):
+        if not isinstance(error, (kafka_errors.KafkaError, OSError, RuntimeError)):
             raise error
         if isinstance(error, kafka_errors.UnknownBrokerIdError):
             self._cluster.refresh_brokers(Deadline(_LOOK_S, "looking for brokers"))

@@ -54,7 +54,7 @@ def checked_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     parameters = [*inspect.signature(function).parameters.values()]
     names = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
     positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    kinds = {each.name: found for each in parameters if (found := _kinds(each.annotation))}
+    kinds = {each.name: found for each in parameters if (found := _kinds(each))}
     of_a_class = names[:1] == ["self"]
     names = names[of_a_class:]
     known = frozenset(names)
@@ -93,7 +93,11 @@ def with_checked_arguments(cls: _C) -> _C:
     return cls
 
 
-def _kinds(annotation: Any) -> list[tuple[Callable[[Any], bool], str]]:
+def _kinds(parameter: inspect.Parameter) -> list[tuple[Callable[[Any], bool], str]]:
     """What an argument may be; empty: it is not looked at. Annotations are texts here, as all modules postpone them."""
-    parts = str(annotation).split(" | ")
-    return [_KINDS[part] for part in parts] if all(part in _KINDS for part in parts) else []
+    parts = str(parameter.annotation).split(" | ")
+    if not all(part in _KINDS for part in parts):
+        return []
+    if parts == ["str"] and parameter.default is not inspect.Parameter.empty:
+        parts.append("None")  # checks of its own know what to say of an option that is switched off
+    return [_KINDS[part] for part in parts]

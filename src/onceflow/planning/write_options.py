@@ -27,7 +27,7 @@ from onceflow.planning.options import (
 )
 from onceflow.planning.ownership import Columns, check_columns
 from onceflow.planning.record_order import check_order
-from onceflow.protocol.compression import compression_code
+from onceflow.protocol.compression import CODES
 from onceflow.protocol.names import OwnTopics
 from onceflow.spark import queries
 from onceflow.spark.query_facts import QueryFacts
@@ -131,12 +131,12 @@ def _check_values(given: WriteOptions, flow: str) -> None:
         "on_checkpoint_conflict": checkpoints.ON_CONFLICT,
         "late": LATE,
         "engine": ENGINES,
+        "compression": tuple(CODES),
     }
     for name, known in known_values.items():
         check_known(name, getattr(given, name), known, flow)
     if given.checkpoint is not None and not str(given.checkpoint).strip():
         raise OptionError("checkpoint= is empty", flow=flow, next_step="give a folder, or leave it out")
-    compression_code(given.compression)
 
 
 def trigger_seconds(trigger: str | None, *, once: bool, flow: str) -> float | None:

@@ -19,6 +19,7 @@ from onceflow.server import documents
 from onceflow.server.access import TRUSTED
 from onceflow.server.changes import changes_of
 from onceflow.server.documents import responses
+from onceflow.server.fast_path import answer, one_key
 from onceflow.server.problems import Problem, disconnected, failed
 from onceflow.server.ranges import Wanted, as_lines, as_page
 from onceflow.server.requests import (
@@ -31,7 +32,6 @@ from onceflow.server.requests import (
     unknown_parameter,
 )
 from onceflow.server.service import Service
-from onceflow.server.short_way import answer, one_key
 from onceflow.state.format import exact_json
 
 _KEYS_BODY = {

@@ -17,6 +17,7 @@ from onceflow.errors import EnvironmentUnusableError
 from onceflow.server.access import AccessControl
 from onceflow.server.app import make_app
 from onceflow.server.connection import Connection
+from onceflow.server.fast_path import FastPath
 from onceflow.server.local import LocalTable
 from onceflow.server.members import Members
 from onceflow.server.options import ServeOptions
@@ -25,7 +26,6 @@ from onceflow.server.peers import HttpPeers
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes
 from onceflow.server.service import Served, Service
-from onceflow.server.short_way import ShortWay
 from onceflow.tables.share import Share
 
 log = logging.getLogger("onceflow.server")
@@ -94,7 +94,7 @@ class QueryServer:
             tables[topic] = Served(topic, share, local, routed, options.tables[topic])
         service = Service(tables, routes, options.limits, options.settings, lambda: members.problems, secrets)
         app = AccessControl(
-            ShortWay(make_app(service, _nothing if peers is None else peers.close), service),
+            FastPath(make_app(service, _nothing if peers is None else peers.close), service),
             options.limits,
             options.tokens,
             access_log=options.access_log,

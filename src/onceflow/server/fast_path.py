@@ -19,7 +19,7 @@ from onceflow.server.service import Served, Service
 from onceflow.server.staleness import AnswerAge, Freshness
 
 
-class ShortWay:
+class FastPath:
     """An ASGI application around that of FastAPI, which would take most of the time of such a request.
 
     A request with anything unusual goes on to FastAPI.
