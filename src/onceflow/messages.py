@@ -238,7 +238,7 @@ class CopiesOrder:
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """Where code runs: Spark's numbers for the task, or the driver.
+    """The task that runs the code: Spark's numbers for it, or the driver.
 
     Args:
         where: ``task`` or ``driver``.

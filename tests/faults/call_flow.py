@@ -76,15 +76,15 @@ def check(pipe: Any, failed: str) -> None:
 class Shifted(CallRows):
     """A broken build: every row gets the result of the row before it."""
 
-    def _written(self, records: Any, outcomes: Any, report: Any, rules: Any) -> Any:
-        return super()._written(records, [outcomes[-1], *outcomes[:-1]], report, rules)
+    def _written(self, records: Any, outcomes: Any, report: Any, limits: Any) -> Any:
+        return super()._written(records, [outcomes[-1], *outcomes[:-1]], report, limits)
 
 
 class Unordered(CallRows):
     """A broken build: results come in any order."""
 
-    def _written(self, records: Any, outcomes: Any, report: Any, rules: Any) -> Any:
-        return super()._written(records[::-1], outcomes[::-1], report, rules)
+    def _written(self, records: Any, outcomes: Any, report: Any, limits: Any) -> Any:
+        return super()._written(records[::-1], outcomes[::-1], report, limits)
 
 
 def use() -> None:

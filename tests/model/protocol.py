@@ -104,13 +104,13 @@ class Model(Kafka):
             if after is None and self.follows_the_table:
                 raise IllegalEventError(f"{event.name} at: {transaction_state}")
             if after is None:
-                rule = transitions_of(event, self.mode)[0]
+                transition = transitions_of(event, self.mode)[0]
                 phase, epoch, progress_state = transaction_state
                 after = TransactionState(
-                    rule.phases.get(phase) or next(iter(rule.phases.values())),
-                    rule.epochs.get(epoch) or next(iter(rule.epochs.values()), epoch),
-                    rule.progress_states.get(progress_state)
-                    or next(iter(rule.progress_states.values()), progress_state),
+                    transition.phases.get(phase) or next(iter(transition.phases.values())),
+                    transition.epochs.get(epoch) or next(iter(transition.epochs.values()), epoch),
+                    transition.progress_states.get(progress_state)
+                    or next(iter(transition.progress_states.values()), progress_state),
                 )
             self.events.add((transaction_state, event, after))
             transaction_state = after

@@ -320,11 +320,11 @@ def test_a_row_that_cannot_be_made_is_no_error_of_the_sink() -> None:
         raise problem
 
     order = ExternalOrder(Wrapping(lambda: b""), "f", BatchAttempt("f@c", "o", 1, 4, 1))
-    place = TaskInfo("driver", 0, 0, 0)
-    (report,) = write_external(order, place, rows(ProcessorError("bad row", next_step="none"))).written
+    info = TaskInfo("driver", 0, 0, 0)
+    (report,) = write_external(order, info, rows(ProcessorError("bad row", next_step="none"))).written
     assert isinstance(report.error, ProcessorError)
     with pytest.raises(ArithmeticError):
-        write_external(order, place, rows(ArithmeticError("overflow")))
+        write_external(order, info, rows(ArithmeticError("overflow")))
 
 
 def test_an_error_of_a_sink_has_class_and_place() -> None:

@@ -576,10 +576,10 @@ def test_rows_are_taken_only_as_they_are_sent(recorder: Recorder) -> None:
 THIRD = TaskInfo("task", 3, 0, 40)
 
 
-def run(batches: Any, place: TaskInfo = THIRD, **changes: Any) -> tuple[Report, ...]:
+def run(batches: Any, info: TaskInfo = THIRD, **changes: Any) -> tuple[Report, ...]:
     cluster: Any = FakeCluster()
     order = replace(ORDER, **{"routing": Routing("key", 4, False), **changes})
-    return row_writer.write_rows(order, place, batches, cluster).written
+    return row_writer.write_rows(order, info, batches, cluster).written
 
 
 def test_report_for_every_partition(recorder: Recorder) -> None:

@@ -98,7 +98,7 @@ def format_storage(cluster: Cluster, node: Node) -> None:
             errors="replace",
             timeout=FORMAT_TIMEOUT_S,
             check=False,
-            env={**os.environ, **_locale(node)},
+            env={**os.environ, **_locale(cluster, node, command)},
         )
     except subprocess.TimeoutExpired:
         raise EnvironmentUnusableError(
@@ -146,7 +146,7 @@ def spawn(cluster: Cluster, node: Node, *, heap: str, environment: Mapping[str, 
             stdout=log_handle,
             stderr=subprocess.STDOUT,
             cwd=node.data_dir,
-            env={**os.environ, **environment, **_locale(node)},
+            env={**os.environ, **environment, **_locale(cluster, node, command)},
             # In its own session, so that Ctrl-C in the terminal does not end the broker.
             start_new_session=True,
         )
@@ -158,9 +158,10 @@ def spawn(cluster: Cluster, node: Node, *, heap: str, environment: Mapping[str, 
     return identity
 
 
-def _locale(node: Node) -> dict[str, str]:
-    """Java cannot open files with other characters than those of its locale, and in a container that is often C."""
-    return {} if str(node.data_dir).isascii() else {"LC_ALL": "C.UTF-8"}
+def _locale(cluster: Cluster, node: Node, command: Sequence[str]) -> dict[str, str]:
+    """Java cannot open files whose names are not in the charset of its locale, and in a container that is often C."""
+    named = (*command, *server_properties(cluster, node).values())
+    return {} if all(each.isascii() for each in named) else {"LC_ALL": "C.UTF-8"}
 
 
 def stop(nodes: Sequence[Node], *, timeout_s: float) -> bool:

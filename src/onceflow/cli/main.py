@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _not_utf8(arguments: Sequence[str] | None) -> str:
-    """The first argument with bytes that are not UTF-8, which Python stands surrogates for. Keys and separators may be
+    """The first argument with bytes that are not UTF-8, for which Python has surrogates. Keys and separators may be
     such, so this is asked when an argument could not be encoded."""
     given = sys.argv[1:] if arguments is None else arguments
     return next((each for each in given if any("\udc80" <= c <= "\udcff" for c in each)), "")

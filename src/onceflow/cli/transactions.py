@@ -337,7 +337,7 @@ def _description(found: Producer, now_ms: int) -> dict[str, Any]:
         "state": found.state if found.transactional_id else None,
         "started": in_utc(found.started_ms) if found.started_ms >= 0 and found.is_open else None,
         "timeout_seconds": found.timeout_ms / 1000 if found.timeout_ms >= 0 else None,
-        "partitions": [_place(topic_partition) for topic_partition in found.partitions],
+        "partitions": [_topic_partition(topic_partition) for topic_partition in found.partitions],
         "open": [_summary(each, now_ms) for each in found.search.found],
     }
 
@@ -347,11 +347,11 @@ def _outcome(plan: AbortPlan, *, done: bool) -> Mapping[str, Any]:
         "transactional_id": plan.producer.transactional_id,
         "producer_id": plan.producer.producer_id,
         "fence": plan.fence,
-        "markers": [_place(each.topic_partition) for each in plan.markers],
+        "markers": [_topic_partition(each.topic_partition) for each in plan.markers],
         "refusals": plan.refusals,
         "done": done,
     }
 
 
-def _place(topic_partition: tuple[str, int]) -> dict[str, Any]:
+def _topic_partition(topic_partition: tuple[str, int]) -> dict[str, Any]:
     return {"topic": topic_partition[0], "partition": topic_partition[1]}

@@ -34,7 +34,13 @@ if TYPE_CHECKING:
 @click.option(
     "--output", "outputs", multiple=True, metavar="TOPIC", help="An output.  [default: as progress names them]"
 )
-@click.option("--dead-letter", "letters", multiple=True, metavar="TOPIC", help="A topic of dead or late letters.")
+@click.option(
+    "--dead-letter",
+    "letters",
+    multiple=True,
+    metavar="TOPIC",
+    help="A topic of dead letters or late records.  [default with --id: those that progress names]",
+)
 @click.option("--replay", metavar="MODULE:CLASS", help="Run this processor again (or path.py:object), and compare.")
 @click.option("--table", metavar="TABLE", help="The table of the processor.  [default: the only one of the flow]")
 @click.option("--source", "sources", multiple=True, metavar="TOPIC", help="A topic that it reads.  [default: all]")

@@ -19,18 +19,18 @@ from onceflow.protocol.names import TopicPartition
 
 
 def still_open(
-    cluster: Cluster, place: TopicPartition, transaction: OpenTransaction, deadline: Deadline
+    cluster: Cluster, topic_partition: TopicPartition, transaction: OpenTransaction, deadline: Deadline
 ) -> OpenTransaction | None:
     """The same transaction as its leader knows it now; None: it has ended. Another one that the same producer has begun
     since is not the same."""
-    for each in open_transactions(cluster, [place], deadline)[place]:
+    for each in open_transactions(cluster, [topic_partition], deadline)[topic_partition]:
         if (each.producer_id, each.start_offset) == (transaction.producer_id, transaction.start_offset):
             return each
     return None
 
 
 def write_abort_marker(
-    cluster: Cluster, place: TopicPartition, transaction: OpenTransaction, deadline: Deadline
+    cluster: Cluster, topic_partition: TopicPartition, transaction: OpenTransaction, deadline: Deadline
 ) -> bool:
     """Abort an open transaction in one partition. Returns False if it was not open any more.
 
@@ -41,13 +41,13 @@ def write_abort_marker(
         PermissionDeniedError: this principal lacks ALTER (Kafka 4.0 and later) or CLUSTER_ACTION on the cluster.
         OnceflowError: the leader refuses the marker.
     """
-    topic, partition = place
+    topic, partition = topic_partition
     cluster.connect(deadline)
     attempt = 0
-    while (current := still_open(cluster, place, transaction, deadline)) is not None:
+    while (current := still_open(cluster, topic_partition, transaction, deadline)) is not None:
         try:
             node = cluster.leader(topic, partition, deadline, fresh=attempt > 0)
-            response = cluster.exchange(_request(cluster, place, current), node, deadline)
+            response = cluster.exchange(_request(cluster, topic_partition, current), node, deadline)
         except ConnectionFailedError as lost:
             problem = str(lost)
         else:
@@ -55,7 +55,7 @@ def write_abort_marker(
             if code == 0:
                 return True
             if code == Code.CLUSTER_AUTHORIZATION_FAILED:
-                raise _not_permitted(place)
+                raise _not_permitted(topic_partition)
             row = codes.describe(code)
             # A coordinator has written a marker since: the next look shows its epoch, or that nothing is open.
             if not row.verdict.retriable and code not in (
@@ -69,8 +69,8 @@ def write_abort_marker(
     return attempt > 0
 
 
-def _request(cluster: Cluster, place: TopicPartition, transaction: OpenTransaction) -> WriteTxnMarkersRequest:
-    topic, partition = place
+def _request(cluster: Cluster, topic_partition: TopicPartition, transaction: OpenTransaction) -> WriteTxnMarkersRequest:
+    topic, partition = topic_partition
     marker = WriteTxnMarkersRequest.WritableTxnMarker
     return WriteTxnMarkersRequest(
         version=cluster.version(WriteTxnMarkersRequest, min_version=1, max_version=1),
@@ -88,10 +88,10 @@ def _request(cluster: Cluster, place: TopicPartition, transaction: OpenTransacti
     )
 
 
-def _not_permitted(place: TopicPartition) -> PermissionDeniedError:
+def _not_permitted(topic_partition: TopicPartition) -> PermissionDeniedError:
     return PermissionDeniedError(
         "This principal may not write transaction markers",
-        topic=f"{place[0]}-{place[1]}",
+        topic=f"{topic_partition[0]}-{topic_partition[1]}",
         detail="WriteTxnMarkers: CLUSTER_AUTHORIZATION_FAILED",
         next_step=acls.grant("ALTER", acls.CLUSTER)
         + " (before Kafka 4.0: CLUSTER_ACTION), or run this as an administrator",

@@ -75,7 +75,7 @@ def contact(address: Address) -> Contact:
 
 
 def is_host_name(host: str) -> bool:
-    """Whether the codec of host names takes this. If not, a look-up does not fail with an OSError."""
+    """Whether the codec of host names takes this. If not, a look-up raises UnicodeError, not OSError."""
     try:
         host.encode("idna")
     except UnicodeError:

@@ -36,7 +36,7 @@ class ExternalWrite:
 class ExternalOptions:
     """The options of ``Flow.write_external`` as they were given."""
 
-    trigger: str | None = None
+    trigger: str | float | None = None
     dead_letter_topic: str | None = None
     max_dead_letters: float | None = None
     once: bool = False

@@ -65,11 +65,11 @@ class StepOptions:
     on_error: str
     dead_letter_topic: str | None
     late_topic: str | None
-    retention: str | None
+    retention: str | float | None
     store: str | type[Store]
     state_dir: str | Path | None
     adopt_existing: bool
-    idle_timeout: str
+    idle_timeout: str | float
     max_timers_per_batch: int | None = TIMERS_PER_BATCH
     max_dead_letters: int | float | None = None
     changelog: bool = True

@@ -32,13 +32,13 @@ def reading_tasks(partitions: Iterable[int], cores: int) -> int:
     return fitting[-1] if fitting else divisors[0] if divisors and cores > 1 else 1
 
 
-def dealt(places: Iterable[tuple[str, int, int, int]], tasks: int) -> tuple[dict[TopicPartition, tuple[int, int]], ...]:
+def dealt(ranges: Iterable[tuple[str, int, int, int]], tasks: int) -> tuple[dict[TopicPartition, tuple[int, int]], ...]:
     """The ranges of each task, by partition: first offset, and the offset behind the last one.
 
     Args:
-        places: topic, partition, and the two offsets, of each partition that has any.
+        ranges: topic, partition, and the two offsets, of each partition that has any.
     """
     shares: tuple[dict[TopicPartition, tuple[int, int]], ...] = tuple({} for _ in range(tasks))
-    for topic, partition, start, end in places:
+    for topic, partition, start, end in ranges:
         shares[partition % tasks][topic, partition] = start, end
     return shares

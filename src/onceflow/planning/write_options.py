@@ -43,13 +43,13 @@ class WriteOptions:
     """Arguments of ``Flow.write``, as given."""
 
     topic: str | None
-    trigger: str | None
+    trigger: str | float | None
     guarantee: str
     partitioner: str
     checkpoint: str | Path | None
     output_mode: str
     on_checkpoint_conflict: str
-    transaction_timeout: str
+    transaction_timeout: str | float
     compression: str
     late: str
     once: bool
@@ -139,7 +139,7 @@ def _check_values(given: WriteOptions, flow: str) -> None:
         raise OptionError("checkpoint= is empty", flow=flow, next_step="give a folder, or leave it out")
 
 
-def trigger_seconds(trigger: str | None, *, once: bool, flow: str) -> float | None:
+def trigger_seconds(trigger: str | float | None, *, once: bool, flow: str) -> float | None:
     """Seconds from the start of one batch to the start of the next, in whole milliseconds.
 
     Raises:

@@ -1,7 +1,7 @@
 """The state machine of one transactional id on its driver: a table of events, without I/O.
 
 ``TRANSITIONS`` is the table. The code that sends requests to Kafka reports each step and each result as an ``Event``.
-An event that is not allowed raises `IllegalEventError` and changes nothing. So all transitions are in one place:
+An event that is not allowed raises `IllegalEventError` and changes nothing. So all rules are in one place:
 
 - Nothing is written before progress was read (I6).
 - Two attempts never write under the same epoch (I3).
@@ -196,7 +196,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         _TRANSACTIONAL,
     ),
     Transition(Event.GIVEN_UP, _stay(*_ANY_PHASE), {}, dict.fromkeys(ProgressState, ProgressState.UNREAD),
-         _TRANSACTIONAL),
+               _TRANSACTIONAL),
     # Epochs.
     Transition(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.FRESH, Epoch.FRESH, Epoch.USED), {}, _TRANSACTIONAL),
     Transition(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, Epoch.UNVERIFIED), {}, _TRANSACTIONAL),
@@ -215,11 +215,11 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition(Event.PROGRESS_WRITTEN, _to(Phase.PROGRESS_FIRST, Phase.OPEN), {}, {}, frozenset({Mode.AT_MOST_ONCE})),
     # Its end.
     Transition(Event.COMMIT, _to(Phase.COMMITTING, Phase.SEALED, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT),
-         {}, {}, _BATCH),
+               {}, {}, _BATCH),
     # IDLE and FRESH: another process has begun the transaction, with the same epoch.
     Transition(Event.COMMIT, _to(Phase.COMMITTING, Phase.IDLE, Phase.OPEN, Phase.COMMITTING) |
-         _stay(Phase.COMPLETING_COMMIT),
-         _epoch(Epoch.USED, Epoch.FRESH, Epoch.USED), {}, _PLAIN),
+               _stay(Phase.COMPLETING_COMMIT),
+               _epoch(Epoch.USED, Epoch.FRESH, Epoch.USED), {}, _PLAIN),
     Transition(Event.COMMIT, _to(Phase.COMMITTED, Phase.SEALED), {}, {}, _WEAKER),
     # From here on an attempt may have been committed; it is done when Kafka's progress has followed.
     Transition(Event.COMMIT, _to(Phase.COMMITTING, Phase.AUDITED), {}, {}, _EXTERNAL),
@@ -232,31 +232,31 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition(Event.COMMIT_REFUSED, {Phase.COMMITTING: Phase.SEALED} | _stay(Phase.COMPLETING_COMMIT), {}, {}, _BATCH),
     Transition(Event.COMMIT_REFUSED, {Phase.COMMITTING: Phase.OPEN} | _stay(Phase.COMPLETING_COMMIT), {}, {}, _PLAIN),
     Transition(Event.TIMED_OUT,
-         {
+               {
              Phase.COMMITTING: Phase.TIMED_OUT,
              Phase.ABORTING: Phase.ABORTED,
              Phase.COMPLETING_COMMIT: Phase.SETTLED,
              Phase.COMPLETING_ABORT: Phase.ABORTED,
-         },
-         {}, {}, _TRANSACTIONAL),
+               },
+               {}, {}, _TRANSACTIONAL),
     Transition(Event.ABORT, _to(Phase.ABORTING, *_ABORTABLE) | _stay(Phase.COMPLETING_ABORT), {}, {}, _BATCH),
     Transition(Event.ABORT, _to(Phase.ABORTING, *_ABORTABLE, *_NOT_OPEN) | _stay(Phase.COMPLETING_ABORT), {}, {},
-         _PLAIN),
+               _PLAIN),
     Transition(Event.ABORT,
-         _to(Phase.ABORTED, Phase.IDLE, Phase.OPEN, Phase.AUDITED, Phase.SEALED)
-         | {Phase.PROGRESS_FIRST: Phase.COMMITTED} | _stay(Phase.COMMITTED, Phase.SETTLED, Phase.ABORTED),
-         {}, {}, _WEAKER),
+               _to(Phase.ABORTED, Phase.IDLE, Phase.OPEN, Phase.AUDITED, Phase.SEALED)
+               | {Phase.PROGRESS_FIRST: Phase.COMMITTED} | _stay(Phase.COMMITTED, Phase.SETTLED, Phase.ABORTED),
+               {}, {}, _WEAKER),
     Transition(Event.ABORT_DONE, _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT),
-         _epoch(Epoch.FRESH, Epoch.FRESH, Epoch.USED) | _epoch(Epoch.UNVERIFIED, Epoch.UNVERIFIED), {}, _V2),
+               _epoch(Epoch.FRESH, Epoch.FRESH, Epoch.USED) | _epoch(Epoch.UNVERIFIED, Epoch.UNVERIFIED), {}, _V2),
     Transition(Event.ABORT_DONE, _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT), {}, {}, _V1),
     Transition(Event.SETTLE, _to(Phase.SETTLED, Phase.COMMITTED)),
     # Missing markers: Kafka writes none where a partition has no leader, see ``client/markers.py``.
     Transition(Event.MARKERS_CONFIRMED, _to(Phase.IDLE, *_RESTING), {}, {}, _TRANSACTIONAL),
     Transition(Event.COMPLETE_COMMIT, _to(Phase.COMPLETING_COMMIT, Phase.IDLE, Phase.COMMITTED, Phase.SETTLED),
-         _epoch(Epoch.USED, Epoch.FRESH), {}, _TRANSACTIONAL),
+               _epoch(Epoch.USED, Epoch.FRESH), {}, _TRANSACTIONAL),
     Transition(Event.COMPLETE_ABORT, _to(Phase.COMPLETING_ABORT, Phase.IDLE, Phase.ABORTED), _epoch(Epoch.USED,
-         Epoch.FRESH),
-         {}, _TRANSACTIONAL),
+               Epoch.FRESH),
+               {}, _TRANSACTIONAL),
     Transition(Event.FENCED, _to(Phase.FENCED, *_ANY_PHASE), {}, {}, _TRANSACTIONAL),
 )  # fmt: skip
 

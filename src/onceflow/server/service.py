@@ -57,7 +57,7 @@ class Served:
         """Why the instance is not ready to answer from this table; empty: it is.
 
         Args:
-            trusted: whether errors may be problem, with paths and names of this machine.
+            trusted: whether errors may be told, with paths and names of this machine.
         """
         if (failure := self.share.failure) is not None:
             problem = f"{failure.what}; {unavailable(failure).next_step}" if trusted else "it cannot be read"

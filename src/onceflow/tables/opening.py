@@ -41,7 +41,7 @@ class OpenedTable:
         partitions: Sequence[int] | None,
         store: str | type[Store],
         state_dir: str | Path | None,
-        connect_timeout: str,
+        connect_timeout: str | float,
     ) -> None:
         if not (topic and isinstance(topic, str)):
             raise OptionError(

@@ -89,8 +89,8 @@ class Table(Lookups):
         store: str | type[Store] = "lmdb",
         state_dir: str | Path | None = None,
         wait: bool = True,
-        restore_timeout: str | None = None,
-        connect_timeout: str = "15 seconds",
+        restore_timeout: str | float | None = None,
+        connect_timeout: str | float = "15 seconds",
     ) -> None:
         super().__init__(key, value)
         self._opened: OpenedTable | None = OpenedTable(

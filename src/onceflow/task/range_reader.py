@@ -64,8 +64,10 @@ class RangeReader:
 
     def __init__(self, order: ReadOrder, task: int, cluster: Cluster) -> None:
         self._order = order
-        self._ends = {place: end for place, (start, end) in order.ranges[task].items() if start < end}
-        self._starts = {place: order.ranges[task][place][0] for place in self._ends}
+        self._ends = {
+            topic_partition: end for topic_partition, (start, end) in order.ranges[task].items() if start < end
+        }
+        self._starts = {each: order.ranges[task][each][0] for each in self._ends}
         self._cluster = cluster
         self.records: dict[str, int] = {}
 
@@ -93,16 +95,16 @@ class RangeReader:
         poll = self._poll(deadline)
         while left:
             arrived = list(poll.poll(deadline.capped(_WAIT_S)))
-            for place, chunk in arrived:
-                if chunk.next_offset >= self._ends[place] and place in left:
-                    poll.remove(*place)
-                    del left[place]
+            for topic_partition, chunk in arrived:
+                if chunk.next_offset >= self._ends[topic_partition] and topic_partition in left:
+                    poll.remove(*topic_partition)
+                    del left[topic_partition]
             if left:
                 poll.send()
-            for place, chunk in arrived:
-                records = self._in_range(place, chunk)
+            for topic_partition, chunk in arrived:
+                records = self._in_range(topic_partition, chunk)
                 if len(records):
-                    yield place, records
+                    yield topic_partition, records
             if arrived:
                 deadline = self._deadline(len(left))
             elif deadline.expired:
@@ -131,15 +133,20 @@ class RangeReader:
             partition_bytes=max(_PARTITION_BYTES, _FETCH_BYTES // len(self._starts)),
         )
 
-    def _in_range(self, place: TopicPartition, chunk: ColumnChunk) -> RecordColumns:
+    def _in_range(self, topic_partition: TopicPartition, chunk: ColumnChunk) -> RecordColumns:
         """The records of a chunk that belong to the range: a response has whole record batches, which end later."""
         if chunk.expired_from is not None:
-            end, source = min(chunk.next_offset, self._ends[place]), self._order.query.program.reads[place[0]]
-            expired(place, chunk.expired_from, end, may_lose=not source.fail_on_data_loss, flow=self._order.flow)
+            end, source = (
+                min(chunk.next_offset, self._ends[topic_partition]),
+                self._order.query.program.reads[topic_partition[0]],
+            )
+            expired(
+                topic_partition, chunk.expired_from, end, may_lose=not source.fail_on_data_loss, flow=self._order.flow
+            )
         records = chunk.records
-        if chunk.next_offset > self._ends[place]:
-            records = records.slice(0, int(np.searchsorted(records.offsets, self._ends[place])))
-        self.records[place[0]] = self.records.get(place[0], 0) + len(records)
+        if chunk.next_offset > self._ends[topic_partition]:
+            records = records.slice(0, int(np.searchsorted(records.offsets, self._ends[topic_partition])))
+        self.records[topic_partition[0]] = self.records.get(topic_partition[0], 0) + len(records)
         return records
 
 

@@ -30,15 +30,15 @@ class RangeTask:
     def __call__(self, _: Iterable[Any]) -> Iterator[bytes]:
         order = self.order
         write = order.write if isinstance(order, StateOrder) else order
-        place = task_info(write)
-        reader = RangeReader(self.read, place.task, reader_cluster(self.read.settings))
+        info = task_info(write)
+        reader = RangeReader(self.read, info.task, reader_cluster(self.read.settings))
         cluster = worker_cluster(write.settings)
-        with task_logs.of_batch(write, place):
+        with task_logs.of_batch(write, info):
             report: TaskReport
             if isinstance(order, StateOrder):
-                report = run_fused(order, place, reader.rows(), cluster)
+                report = run_fused(order, info, reader.rows(), cluster)
             else:
-                report = write_rows(order, place, reader.rows(), cluster)
+                report = write_rows(order, info, reader.rows(), cluster)
         yield encoded(replace(report, read=reader.records))
 
 

@@ -50,7 +50,7 @@ class QueryRows:
         """
         (topic, partition), _ = parts[0]
         needed = self.program.needed(topic)
-        found = [source_columns(records, place, needed) for place, records in parts]
+        found = [source_columns(records, topic_partition, needed) for topic_partition, records in parts]
         columns = found[0]
         if len(found) > 1:
             columns = {name: pa.concat_arrays([each[name] for each in found]) for name in needed}
@@ -68,7 +68,9 @@ class QueryRows:
         return self.costly and not (self.form is not None and self.form.by_source)
 
 
-def source_columns(records: RecordColumns, place: TopicPartition, needed: Sequence[str]) -> dict[str, pa.Array]:
+def source_columns(
+    records: RecordColumns, topic_partition: TopicPartition, needed: Sequence[str]
+) -> dict[str, pa.Array]:
     """Records as columns of Spark's Kafka source, see ``row_operators.SOURCE_TYPES``.
 
     Args:
@@ -77,8 +79,8 @@ def source_columns(records: RecordColumns, place: TopicPartition, needed: Sequen
     made: dict[str, Callable[[], pa.Array]] = {
         "key": lambda: records.keys,
         "value": lambda: records.values,
-        "topic": lambda: pa.repeat(pa.scalar(place[0], pa.string()), len(records)),
-        "partition": lambda: pa.repeat(pa.scalar(place[1], pa.int32()), len(records)),
+        "topic": lambda: pa.repeat(pa.scalar(topic_partition[0], pa.string()), len(records)),
+        "partition": lambda: pa.repeat(pa.scalar(topic_partition[1], pa.int32()), len(records)),
         "offset": lambda: pa.array(records.offsets),
         "timestamp": lambda: pa.array(_microseconds(records)).view(SOURCE_TYPES["timestamp"]),
         "timestampType": lambda: pa.array(records.timestamp_types),
@@ -92,7 +94,7 @@ def _microseconds(records: RecordColumns) -> Any:
     return np.clip(records.timestamps_ms, NO_TIMESTAMP, LATEST_MS) * 1000
 
 
-def expired(place: TopicPartition, first: int, end: int, *, may_lose: bool, flow: str) -> None:
+def expired(topic_partition: TopicPartition, first: int, end: int, *, may_lose: bool, flow: str) -> None:
     """Records with offsets in ``[first, end)`` have expired before they were read.
 
     Args:
@@ -103,8 +105,8 @@ def expired(place: TopicPartition, first: int, end: int, *, may_lose: bool, flow
     """
     lost = f"offsets {first} to {end - 1} have expired before they were read"
     if not may_lose:
-        raise data_loss(f"{place[0]}-{place[1]}", lost, flow)
-    log.warning("flow %s: %s-%d: %s; skipped, because fail_on_data_loss=False", flow, *place, lost)
+        raise data_loss(f"{topic_partition[0]}-{topic_partition[1]}", lost, flow)
+    log.warning("flow %s: %s-%d: %s; skipped, because fail_on_data_loss=False", flow, *topic_partition, lost)
 
 
 def joined(batches: Iterable[pa.RecordBatch]) -> Generator[pa.RecordBatch, None, None]:

@@ -9,7 +9,6 @@ import re
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -166,11 +165,18 @@ def check_session(_: Host) -> Iterator[Finding]:
     began = time.monotonic()
     command = [sys.executable, "-c", _SESSION]
     try:
-        # In an empty folder: where this command was called, a file named queue.py would be imported by Spark.
-        with tempfile.TemporaryDirectory() as empty:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=_SESSION_S, check=False, cwd=empty
-            )
+        # Without the folder in which this command was called: Spark would import a file named queue.py from there.
+        # Python 3.10 does not know the variable.
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SESSION_S,
+            check=False,
+            env=environment,
+        )
     except subprocess.TimeoutExpired:
         yield error("session", f"Spark has not started within {_SESSION_S:g} s", f'see why: python -c "{_SESSION}"')
         return

@@ -100,7 +100,7 @@ def check_safety(facts: Facts) -> Iterator[Finding]:
 def check_cleanup(facts: Facts) -> Iterator[Finding]:
     """``cleanup.policy`` of the topics."""
     progress = None if facts.flow is None else facts.flow.progress
-    letters = {} if progress is None else progress.side_topics
+    side_topics = {} if progress is None else progress.side_topics
     for topic in _topics(facts):
         policy = topic.settings.get("cleanup.policy")
         subject = f"{topic.role} {topic.name}"
@@ -116,10 +116,10 @@ def check_cleanup(facts: Facts) -> Iterator[Finding]:
                 f"cleanup.policy={policy}: of records with the same key, those that are not read in time are removed",
                 "read a topic with cleanup.policy=delete, if the flow needs every record",
             )
-        elif "compact" in policy and letters.get(topic.name, "parked") != "parked":
+        elif "compact" in policy and side_topics.get(topic.name, "parked") != "parked":
             yield error(
                 subject,
-                f"cleanup.policy={policy}: of {letters[topic.name]} records with the same key, only the last one stays",
+                f"cleanup.policy={policy}: of {side_topics[topic.name]} records with one key, only the last one stays",
                 "set it to delete, or start the flow with another topic: a start refuses this one",
             )
         elif "compact" in policy:

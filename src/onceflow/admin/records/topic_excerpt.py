@@ -60,14 +60,16 @@ def take(cluster: Cluster, topic: str, wanted: Excerpt, check: Callable[[], None
     if wanted.since_ms is not None:
         found = list_offsets(cluster, {topic: sorted(ends)}, wanted.since_ms, deadline)[topic]
         starts = {number: max(starts[number], at) if at >= 0 else ends[number] for number, at in found.items()}
-    excerpt = _Excerpt(CommittedReader(cluster, fetch_bytes=topic_records.FETCH_BYTES), topic, wanted.since_ms, check)
+    reader = _TopicReader(
+        CommittedReader(cluster, fetch_bytes=topic_records.FETCH_BYTES), topic, wanted.since_ms, check
+    )
     most = wanted.count + wanted.fails_beyond
     taken: list[Record] = []
     for number, end in ends.items():
         if wanted.newest:
-            taken = newest_of(taken, excerpt.last(number, starts[number], end, most), most)
+            taken = newest_of(taken, reader.last(number, starts[number], end, most), most)
         else:
-            taken = oldest_of(taken, excerpt.first(number, starts[number], end, most), most)
+            taken = oldest_of(taken, reader.first(number, starts[number], end, most), most)
     if len(taken) > wanted.count:
         raise OptionError(
             f"There are more than {wanted.count:,} records",
@@ -93,8 +95,8 @@ def _stamp(record: Record) -> int:
 
 
 @dataclass(frozen=True)
-class _Excerpt:
-    """Where records are read."""
+class _TopicReader:
+    """Reads the newest or the oldest records of partitions of a topic."""
 
     reader: CommittedReader
     topic: str

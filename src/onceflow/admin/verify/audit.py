@@ -6,15 +6,15 @@ position have to be in the outputs, those between both positions may be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from onceflow.admin.verify.identity import Identity, has_ids, kind_of
-from onceflow.admin.verify.progress_history import breaks, last_of, read_history, side_topics_of
+from onceflow.admin.verify.progress_history import breaks, last_of, read_history
 from onceflow.admin.verify.replay_steps import begun_at, lives, steps
 from onceflow.admin.verify.report import (
     DOUBLED,
@@ -37,7 +37,7 @@ from onceflow.client.log_reader import LogRecord
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
 from onceflow.client.topics import find_topic, find_topics
 from onceflow.driver.record.handover import first_range_end
-from onceflow.errors import OptionError, counted
+from onceflow.errors import OptionError, PermissionDeniedError, UnknownTopicError, counted
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import Offsets, Progress
@@ -207,17 +207,15 @@ class Audit:
     def _compare(self, history: Sequence[LogRecord], tally: RecordComparison, identity: Identity) -> None:
         progress, (*earlier, life) = self._last(history), lives(history)
         named = {topic for each in (*life, progress) for topic in each.outputs}
-        if not self._outputs.letters:
-            known = side_topics_of([*life, progress])
-            self._outputs = replace(
-                self._outputs, letters=tuple(sorted(known.keys() & named - set(self._outputs.topics)))
-            )
-        outputs = self._outputs.topics or tuple(sorted(named - set(self._outputs.letters)))
+        letters = self._outputs.letters or self._side_topics(progress, named - set(self._outputs.topics))
+        outputs = self._outputs.topics or tuple(sorted(named - set(letters)))
+        if not outputs:  # one topic is for both, and its records are looked for there
+            outputs, letters = tuple(sorted(named)), self._outputs.letters
         if not outputs:
             raise OptionError(
                 "The outputs of the flow are not known", flow=self._names.flow, next_step="name them: --output TOPIC"
             )
-        for side, topics in ((OUTPUT, outputs), (LETTER, self._outputs.letters)):
+        for side, topics in ((OUTPUT, outputs), (LETTER, letters)):
             for topic in topics:
                 ends = [(partition, *span) for partition, span in sorted(self._ends(topic).items())]
                 self._take(tally, side, topic, ends, identity)
@@ -226,7 +224,7 @@ class Audit:
         written = first_range_end(progress) or progress.offsets  # after a promotion, outputs are ahead of progress
         whole = self._take_sources(tally, [*earlier, life], written, later, identity)
         self.report.checked |= {"source records": tally.counts[SOURCE], "output records": tally.counts[OUTPUT]}
-        if self._outputs.letters:
+        if letters:
             self.report.checked["letters"] = tally.counts[LETTER]
         unjudged = 0
         ordered = self._outputs.ordered and self._outputs.by_key
@@ -356,6 +354,18 @@ class Audit:
         self.report.drop(LOST, FOREIGN)
         self.report.not_checked.append(f"records: {known}. {_OF_ID}")
         return False
+
+    def _side_topics(self, progress: Progress, named: Collection[str]) -> tuple[str, ...]:
+        """Of the topics with these names, those in which the flow sets records aside, as far as they can be read."""
+        found = []
+        for topic in sorted(progress.side_topics.keys() & named):
+            try:
+                self._ends(topic)
+            except (UnknownTopicError, PermissionDeniedError) as error:
+                self.report.notes.append(f"records that were set aside in {topic} are not looked for: {error.what}")
+            else:
+                found.append(topic)
+        return tuple(found)
 
     def _ends(self, topic: str) -> dict[int, tuple[int, int]]:
         """From the first offsets to the end offsets: transactions that are open there are waited for."""

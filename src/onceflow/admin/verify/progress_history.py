@@ -96,8 +96,3 @@ def _backwards(
             later = new.get(topic, {}).get(partition)
             if later is not None and later < offset:
                 yield f"{topic}-{partition}", offset, later
-
-
-def side_topics_of(life: Iterable[Progress]) -> dict[str, str]:
-    """The topics that a flow has set records aside in, with what each is for."""
-    return {topic: role for each in life for topic, role in each.side_topics.items()}

@@ -67,6 +67,7 @@ class Replayed:
             records are left out.
         sources: topics that the step reads.
         partitions: of the table.
+        side_topics: where the flow sets records aside, in this step or in another one. For errors.
     """
 
     flow: str
@@ -75,6 +76,7 @@ class Replayed:
     partitions: int
     sources: Sequence[str]
     letters: str | None = None
+    side_topics: tuple[str, ...] = ()
 
 
 class Replay:
@@ -133,7 +135,7 @@ class Replay:
             self._lateness_ms = duration_ms(what.processor.allowed_lateness)
         self._watermark: Watermark | None = None
         self.spread: set[int] = set()
-        self._places = _KeyPartitions(self.spread)
+        self._key_partitions = _KeyPartitions(self.spread)
         if len(what.sources) > 1:
             self.doubt(NOT_IN_ORDER)
 
@@ -216,7 +218,9 @@ class Replay:
                     if not chunk.keys:
                         continue
                     batch = input_of(chunk, topic, partition)
-                    if len(self._what.sources) == 1 and not self._places.note(batch, partition, len(step.end[topic])):
+                    if len(self._what.sources) == 1 and not self._key_partitions.note(
+                        batch, partition, len(step.end[topic])
+                    ):
                         self.doubt(NOT_IN_ORDER)
                     for start in range(0, batch.num_rows, self._at_once):
                         yield batch.slice(start, self._at_once)
@@ -295,7 +299,8 @@ class Replay:
         if isinstance(error, ProcessorError):
             step = "correct the processor, or name the one that has written the outputs"
             if self._what.letters is None:
-                step += "; if the flow writes such records to a topic of dead letters, name it: --dead-letter TOPIC"
+                topic = " or ".join(self._what.side_topics) or "TOPIC"
+                step += f"; if the flow writes such records to a topic of dead letters, name it: --dead-letter {topic}"
             fields = {**error.fields(), "batch": None, "next_step": step}
             return ProcessorError(f"The replay ends: {error.what}", **fields)
         return error

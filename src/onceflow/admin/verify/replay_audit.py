@@ -10,14 +10,14 @@ import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from onceflow.admin.records import letter_replay
-from onceflow.admin.verify.progress_history import last_of, read_history, side_topics_of
+from onceflow.admin.verify.progress_history import last_of, read_history
 from onceflow.admin.verify.replay import BATCH_RECORDS, CALLS, CLOCK, NOT_IN_ORDER, Replay, Replayed
 from onceflow.admin.verify.replay_outputs import ReplayOutputs
 from onceflow.admin.verify.replay_steps import (
@@ -76,8 +76,7 @@ class ReplayOptions:
         table: the table of its step; None: the only one of the flow.
         sources: topics that the step reads; empty: all that the flow reads.
         outputs: topics of its outputs, the first one for records that name no topic; empty: as progress names them.
-        letters: topics of dead and late letters; empty: as progress names them, if one of them is for dead letters.
-        tables_only: outputs are not compared.
+        letters: topics of dead and late letters. tables_only: outputs are not compared.
         begin: where each source begins, by topic and partition; what is not named begins where the flow has begun.
         since: progress whose state is taken from the table's topics; None: the state is empty at the beginning.
     """
@@ -141,8 +140,6 @@ class ReplayAudit:
         history = read_history(self._cluster, self._names, self._check)
         progress, life = last_of(history, self._names), current_life(history)
         self._was_reset = len(lives(history)) > 1
-        if not self._wanted.letters:
-            self._wanted = replace(self._wanted, letters=_letters_of(life, self._wanted.outputs))
         what = self._what(progress)
         self._tell_of_replayed_letters()
         begin = self._beginning(life, what)
@@ -225,7 +222,8 @@ class ReplayAudit:
             )
         count = known.local.partitions if known.local is not None else len(progress.changelogs[table])
         letters = wanted.letters[0] if wanted.letters else None
-        return Replayed(flow, wanted.processor, table, count, sources, letters)
+        side_topics = tuple(sorted(progress.side_topics))
+        return Replayed(flow, wanted.processor, table, count, sources, letters, side_topics)
 
     def _tell_of_replayed_letters(self) -> None:
         """Say that the processor was probably mended meanwhile. As it was, it has made other letters and other rows."""
@@ -406,15 +404,6 @@ class ReplayAudit:
                 f"{counted(self._older_rows, 'row')} with other content than in the replay: an earlier version of "
                 "the processor has written them"
             )
-
-
-def _letters_of(life: Sequence[Progress], outputs: Sequence[str]) -> tuple[str, ...]:
-    """The topics of dead letters and late records of a flow with one topic of dead letters, that one first. Of several,
-    one is that of the step, and progress does not say which."""
-    known = {topic: role for topic, role in side_topics_of(life).items() if topic not in outputs}
-    dead = [topic for topic, role in known.items() if role == "dead letter"]
-    late = [topic for topic, role in known.items() if role == "late"]
-    return (*dead, *late) if len(dead) == 1 else ()
 
 
 def positions(progress: Progress, table: str) -> list[Position]:

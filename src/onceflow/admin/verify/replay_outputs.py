@@ -6,7 +6,7 @@ The order does not count, because it depends on how the source was divided into 
 from __future__ import annotations
 
 import struct
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,16 @@ import pyarrow.compute as pc
 
 from onceflow.admin.verify.replay import LATE
 from onceflow.admin.verify.report import DOUBLED, FOREIGN, LOST, Report
-from onceflow.admin.verify.tally import LETTER, OUTPUT, SOURCE, Difference, RecordComparison, RecordOffset, digest_of
+from onceflow.admin.verify.tally import (
+    LETTER,
+    OUTPUT,
+    SOURCE,
+    Difference,
+    RecordComparison,
+    RecordOffset,
+    digest_of,
+    key_hash,
+)
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.errors import OptionError, counted
 from onceflow.protocol.headers import Header
@@ -56,7 +65,7 @@ class ReplayOutputs:
         self._spool = _Spool(scratch / "yielded")
         self._flow = flow
         self._partitions = partitions
-        self._kept: Counter[int] = Counter()  # by partition of the table: outputs whose keys belong there
+        self._kept: dict[int, set[int]] = defaultdict(set)  # by partition of the table: keys of outputs, by hash
         self._strays = False
         self.side = SOURCE
         self.left_out = 0
@@ -80,7 +89,8 @@ class ReplayOutputs:
         keys = batch.column("key").filter(pc.invert(aside))
         is_astray = key_partitions(keys.drop_null(), self._partitions) != partition
         self._strays = self._strays or bool(keys.null_count) or bool(is_astray.any())
-        self._kept[partition] += len(keys)
+        if len(known := self._kept[partition]) < _ENOUGH:
+            known.update(map(key_hash, pc.unique(keys).to_pylist()))
         found = [*self._digests(zip(*columns, strict=True))]
         digests = [(at, digest) for _, at, digest in found]
         self._tally.add(self.side, _REPLAY, partition, digests, keys=[key for key, _, _ in found])
@@ -88,8 +98,9 @@ class ReplayOutputs:
     @property
     def keeps_keys(self) -> bool:
         """Whether outputs have the key of the state that they follow from: all that were yielded have a key of their
-        partition of the table, and these are so many that this is no accident."""
-        return not self._strays and len(self._kept) > 1 and sum(self._kept.values()) >= _ENOUGH
+        partition of the table, and these keys are so many that this is no accident."""
+        sizes = [len(keys) for keys in self._kept.values() if keys]
+        return not self._strays and len(sizes) > 1 and sum(sizes) >= _ENOUGH
 
     def _digests(self, records: Iterable[tuple[Any, ...]]) -> Iterator[tuple[bytes | None, int, bytes]]:
         for key, value, named, headers in records:

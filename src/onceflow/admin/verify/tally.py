@@ -126,7 +126,7 @@ class RecordComparison:
         """Add records of a partition: offset, and digest of the identity (`digest_of`).
 
         Args:
-            keys: of the records; None: their order is not compared.
+            keys: of the records, for their order and for `Difference.key`; None: neither is asked for.
         """
         number = self._topics.setdefault(topic, len(self._topics))
         for (offset, digest), key in zip(records, repeat(None) if keys is None else keys, strict=False):

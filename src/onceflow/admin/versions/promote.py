@@ -52,7 +52,7 @@ _TIMERS_SECONDS = 5.0
 #: until the coordinator looks for such transactions (every 10 s by default).
 _TRANSACTION_MS = 30_000
 _COMMAND_SECONDS = 3.0  # another command, which may be at work, ends its transaction meanwhile
-_POLL_ATTEMPT = 4  # of `Deadline.pause`: about a tenth of a second
+_POLL_ATTEMPT = 4  # of `Deadline.wait`: about a tenth of a second
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _wait(
             return old
         ahead = sum(each.ahead for each in positions(old, new))
         tell(f"waiting for flow {names.flow}", 0, ahead)
-        if deadline.expired:
+        if not (deadline if left else patience).wait(_POLL_ATTEMPT) and left:
             raise ProgressConflictError(
                 f"Flow {names.flow!r} has not got as far as the new version within {deadline.seconds:g} s",
                 flow=names.flow,
@@ -227,7 +227,6 @@ def _wait(
                 next_step="nothing has changed; the old version has to run, and to get records, while the command "
                 "waits. Start the new one again under its own name, or give a longer --wait",
             )
-        (deadline if left else patience).pause(_POLL_ATTEMPT, left)
 
 
 def _unfired(cluster: Cluster, old: Progress, new: Progress) -> Unfired:

@@ -55,10 +55,10 @@ def culprit(
     until = clock() + _SECONDS
     listed = list(sources)
     for query in queries:
-        for place, records in listed:
-            found = _narrowed(partial(_fails, query, place, refuses or _made, alike), records, until, clock)
+        for topic_partition, records in listed:
+            found = _narrowed(partial(_fails, query, topic_partition, refuses or _made, alike), records, until, clock)
             if found is not None:
-                topic, partition = place
+                topic, partition = topic_partition
                 return f"{topic}-{partition}@{found.offsets[0]}, key {shown(found.keys[0].as_py())}"
     return ""
 
@@ -120,12 +120,12 @@ def _made(rows: Iterator[pa.RecordBatch]) -> bool:
 
 def _fails(
     query: QueryRows,
-    place: TopicPartition,
+    topic_partition: TopicPartition,
     refuses: Callable[[Iterator[pa.RecordBatch]], bool],
     alike: Alike,
     records: RecordColumns,
 ) -> bool:
     try:
-        return refuses(query.of([(place, records)]))
+        return refuses(query.of([(topic_partition, records)]))
     except Exception as error:  # of Spark, of Arrow, of a function of the user's: whatever has ended the batch
         return alike(error)

@@ -30,23 +30,23 @@ class SourceTimes:
         self._settings = settings
         self._cluster: Cluster | None = None
 
-    def first(self, places: Sequence[tuple[str, int, int, int]], limit: int) -> list[int]:
-        """Timestamps, in epoch milliseconds, of the first committed record of each place that has one, and where it can
+    def first(self, ranges: Sequence[tuple[str, int, int, int]], limit: int) -> list[int]:
+        """Timestamps, in epoch milliseconds, of the first committed record of each range that has one, and where it can
         be right.
 
         Args:
-            places: topic, partition, start and end offset.
-            limit: how many places are looked at, which are chosen at random.
+            ranges: topic, partition, start and end offset.
+            limit: how many ranges are looked at, which are chosen at random.
 
         Raises:
             OnceflowError: a broker does not answer within 5 seconds, or refuses the request.
         """
         if self._cluster is None:
             self._cluster = Cluster(self._settings)
-        chosen = places if len(places) <= limit else random.sample(places, limit)
+        chosen = ranges if len(ranges) <= limit else random.sample(ranges, limit)
         deadline = Deadline(_ANSWER_S, "looking up when the records of a batch were written")
         self._cluster.connect(deadline)
-        found = [first_timestamp(self._cluster, *place, deadline) for place in chosen]
+        found = [first_timestamp(self._cluster, *each, deadline) for each in chosen]
         now_ms = clock_ms()
         return [stamp for stamp in found if stamp is not None and age_ms(stamp, now_ms) is not None]
 

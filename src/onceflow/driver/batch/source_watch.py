@@ -88,21 +88,24 @@ class SourceWatch:
         for topic, partition in source.back():
             read, end = source.start[topic][partition], source.end[topic][partition]
             raise log_too_short(f"{topic}-{partition}", end, "read", f"read up to offset {read}")
-        self._before = {place: pair for place, pair in self._before.items() if place not in checked}
-        fetched = {place: epoch for place, epoch in source.epochs.items() if epoch >= 0}
+        self._before = {each: pair for each, pair in self._before.items() if each not in checked}
+        fetched = {topic_partition: epoch for topic_partition, epoch in source.epochs.items() if epoch >= 0}
         self._epochs = {**view.epochs, **fetched}
 
     def was_read(self, source: SourceRange, deadline: Deadline) -> None:
         """Check that the records of the range were those of the logs that `planned` has seen. Errors as of it."""
         wanted = self._unwatched(source)
         view = self._look(wanted, deadline)
-        for place, (_, epoch) in self._before.items():
-            if view.epochs.get(place) == epoch:  # it has led since before the batch, also if it was silent then
-                self._epochs.setdefault(place, epoch)
+        for topic_partition, (_, epoch) in self._before.items():
+            # It has led since before the batch, also if it was silent then.
+            if view.epochs.get(topic_partition) == epoch:
+                self._epochs.setdefault(topic_partition, epoch)
         checked = self._check_logs(view, self._before, self._start, deadline)  # what could not be checked before
-        self._before = {place: pair for place, pair in self._before.items() if place not in checked}
+        self._before = {each: pair for each, pair in self._before.items() if each not in checked}
         read = {
-            place: (source.end[place[0]][place[1]], self._epochs[place]) for place in wanted if place in self._epochs
+            (topic, partition): (source.end[topic][partition], self._epochs[topic, partition])
+            for topic, partition in wanted
+            if (topic, partition) in self._epochs
         }
         self._check_logs(view, read, source.end, deadline)
 
@@ -125,15 +128,15 @@ class SourceWatch:
 
     def _unwatched(self, source: SourceRange) -> list[TopicPartition]:
         """The partitions of the range of which it is not known from Fetch responses whose records were read."""
-        places = [*source.news(), *source.back()]
-        return [place for place in places if source.epochs.get(place, -1) < 0]
+        partitions = [*source.news(), *source.back()]
+        return [topic_partition for topic_partition in partitions if source.epochs.get(topic_partition, -1) < 0]
 
-    def _look(self, places: Collection[TopicPartition], deadline: Deadline) -> LeaderView:
-        if not places:
+    def _look(self, partitions: Collection[TopicPartition], deadline: Deadline) -> LeaderView:
+        if not partitions:
             return LeaderView({}, {})
         deadline = _soon(deadline, _LOOK_S)
-        view = look_at_leaders(self._cluster, places, deadline)
-        if silent := sorted({*places} - view.epochs.keys()):
+        view = look_at_leaders(self._cluster, partitions, deadline)
+        if silent := sorted({*partitions} - view.epochs.keys()):
             log.warning(
                 "flow %s: leaders of %d partitions, such as %s-%d, have not answered within %g s: whether their logs "
                 "are still the same is not checked in this batch",
@@ -163,9 +166,13 @@ class SourceWatch:
         Args:
             known: as in progress, by partition. read: the first offsets that were not read.
         """
-        asked = {place: pair for place, pair in known.items() if place in view.epochs}
+        asked = {each: pair for each, pair in known.items() if each in view.epochs}
         # While the same leader leads, it keeps its log.
-        changed = {place: epoch for place, (_, epoch) in asked.items() if view.epochs[place] != epoch}
+        changed = {
+            topic_partition: epoch
+            for topic_partition, (_, epoch) in asked.items()
+            if view.epochs[topic_partition] != epoch
+        }
         ends = epoch_ends(self._cluster, changed, _soon(deadline, _CHECK_S), partial=True)
         if silent := sorted(changed.keys() - ends.keys()):
             log.warning(

@@ -33,7 +33,7 @@ def when_reached(
         try:
             return call()
         except ConnectionError as error:
-            if not tried and not deadline.expired:
+            if not tried and not is_stopping() and not deadline.expired:
                 log.warning(
                     "flow %s: %s %s; waiting for it up to %.0f s: %s",
                     flow,

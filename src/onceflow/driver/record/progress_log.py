@@ -228,7 +228,7 @@ def _latest(
         newer = [each for each in found.undecided if latest is None or each.offset > latest.offset]
         if not newer:
             return latest
-        if not attempt:
+        if not attempt and not deadline.expired:
             log.warning(
                 "flow %s: its progress record at offset %d of %s-%d was written by another transaction (producer id "
                 "%d), which is open: waiting until it ends",
