@@ -206,7 +206,7 @@ class CommandWorld:
             {each: cluster.topic(each, deadline).topic_id for each in [*offsets, *state]},
             clock_ms(),
             outputs=tuple(name for name in written if name != source),
-            letters={names["LETTERS"]: "dead letter"} if names["LETTERS"] in topics else {},
+            side_topics={names["LETTERS"]: "dead letter"} if names["LETTERS"] in topics else {},
             changelogs=ends,
             tables={names["TABLE"]: TableProgress()} if label in ("compare", "fork") else {},
             forked=forked,
