@@ -8,15 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from onceflow.client import connections
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.event_loop import EventLoop
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import AuthenticationFailedError, BrokerUnreachableError
+from onceflow.testing.waiting import wait_until
 
 _API_VERSIONS, _METADATA, _HANDSHAKE, _AUTHENTICATE = 18, 3, 17, 36
 _REFUSAL = b'{"status":"invalid_token"}'
@@ -137,3 +140,22 @@ def test_a_broker_that_accepts_and_says_nothing(protocol: str) -> None:
         finally:
             cluster.close()
         assert time.monotonic() - began < 20
+
+
+def test_the_end_of_a_process_leaves_a_loop_alone_that_a_daemon_thread_runs() -> None:
+    """Else its finalizer would print a traceback behind all that the program has printed."""
+    net = EventLoop()
+    closed: list[bool] = []
+    manager: Any = SimpleNamespace(closed=False, _conns={}, close=lambda: closed.append(True))
+    runs = threading.Thread(target=lambda: net.poll(timeout_ms=60_000), daemon=True)
+    runs.start()
+    wait_until(lambda: net.is_run_elsewhere, 30, "the thread runs the loop")
+    connections._close(manager, net)
+    assert not closed
+    net._stop = True
+    net.wakeup()
+    runs.join(30)
+    assert not net.is_run_elsewhere
+    connections._close(manager, net)
+    assert closed
+    assert net._closed

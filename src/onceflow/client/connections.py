@@ -348,7 +348,8 @@ class Connections:
 
 
 def _close(manager: Any, net: Any) -> None:
-    if not manager.closed:
+    # At the end of the process, a daemon thread may still wait in the loop. Its sockets are closed by the system.
+    if not manager.closed and not net.is_run_elsewhere:
         with muted():
             for connection in list(manager._conns.values()):
                 if connection.transport is not None:

@@ -118,6 +118,11 @@ class EventLoop(NetworkSelector):  # type: ignore[misc]
     def __init__(self, **config: Any) -> None:
         super().__init__(selector=WatchedSockets, **config)
 
+    @property
+    def is_run_elsewhere(self) -> bool:
+        """Whether another thread runs the loop at the moment."""
+        return self._poll_lock.locked() and self._poll_owner is not threading.current_thread()
+
     def call_soon_threadsafe(self, callback: Any) -> Any:
         """As that of kafka-python, which also wakes up a loop in which nobody waits."""
         if self._exception:
@@ -126,7 +131,7 @@ class EventLoop(NetworkSelector):  # type: ignore[misc]
             raise RuntimeError("NetworkSelector closed!")
         task = self.call_soon(callback)
         # Now the task is there: whoever takes the lock from here on finds it before he waits.
-        if self._poll_lock.locked() and self._poll_owner is not threading.current_thread():
+        if self.is_run_elsewhere:
             self.wakeup()
         return task
 
