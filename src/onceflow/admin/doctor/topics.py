@@ -119,7 +119,8 @@ def check_cleanup(facts: Facts) -> Iterator[Finding]:
         elif "compact" in policy and side_topics.get(topic.name, "parked") != "parked":
             yield error(
                 subject,
-                f"cleanup.policy={policy}: of {side_topics[topic.name]} records with one key, only the last one stays",
+                f"cleanup.policy={policy}: of {side_topics[topic.name]} records with the same key, "
+                "only the last one stays",
                 "set it to delete, or start the flow with another topic: a start refuses this one",
             )
         elif "compact" in policy:

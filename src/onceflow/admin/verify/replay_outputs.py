@@ -37,7 +37,7 @@ from onceflow.state.engine.dead_letters import depends_on_topics
 _REPLAY = "the replay"
 _LETTER = b"letter"
 _KEPT_KEY, _KEPT_VALUE = 80, 160  # bytes of each, for texts
-_ENOUGH = 64
+_KEYS_ENOUGH, _ODDS = 64, 1_000_000
 _SIZES = struct.Struct("<II")
 
 
@@ -89,7 +89,7 @@ class ReplayOutputs:
         keys = batch.column("key").filter(pc.invert(aside))
         is_astray = key_partitions(keys.drop_null(), self._partitions) != partition
         self._strays = self._strays or bool(keys.null_count) or bool(is_astray.any())
-        if len(known := self._kept[partition]) < _ENOUGH:
+        if len(known := self._kept[partition]) < _KEYS_ENOUGH:
             known.update(map(key_hash, pc.unique(keys).to_pylist()))
         found = [*self._digests(zip(*columns, strict=True))]
         digests = [(at, digest) for _, at, digest in found]
@@ -100,7 +100,7 @@ class ReplayOutputs:
         """Whether outputs have the key of the state that they follow from: all that were yielded have a key of their
         partition of the table, and these keys are so many that this is no accident."""
         sizes = [len(keys) for keys in self._kept.values() if keys]
-        return not self._strays and len(sizes) > 1 and sum(sizes) >= _ENOUGH
+        return not self._strays and len(sizes) > 1 and self._partitions ** sum(sizes) >= _ODDS
 
     def _digests(self, records: Iterable[tuple[Any, ...]]) -> Iterator[tuple[bytes | None, int, bytes]]:
         for key, value, named, headers in records:
