@@ -31,6 +31,8 @@ from onceflow_workshop.bench.latency_runs import Choices, Measured, Setting, lab
 from onceflow_workshop.bench.processes import Usage
 from onceflow_workshop.cli import bench_latency
 
+pytestmark = pytest.mark.slow  # the tables and pictures of a benchmark
+
 # ---- records --------------------------------------------------------------------------------------------
 
 

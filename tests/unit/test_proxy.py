@@ -20,6 +20,8 @@ from onceflow.broker.config import Cluster, Node, server_properties
 from onceflow_workshop.testing.network import ANSWER, API_KEYS, DIRECTIONS, REQUEST, Network, Rule
 from onceflow_workshop.testing.proxy import END_TXN, Proxies, Proxy, proxied_node_properties
 
+pytestmark = pytest.mark.slow  # bytes on real sockets, many times
+
 PRODUCE, FETCH = API_KEYS["Produce"], API_KEYS["Fetch"]
 PATIENCE_S = 20.0
 LONG_S = 60.0  # what must not be waited for

@@ -24,6 +24,8 @@ from onceflow.state.engine.watermark import Watermark
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow_workshop.testing.engines import engine_of
 
+pytestmark = pytest.mark.slow  # each kind of processor, again and again
+
 NOW = 1_795_000_000_000
 DAY = 86_400_000
 FAR = NOW + DAY + 1
