@@ -539,7 +539,7 @@ def test_topics_that_cannot_take_letters_are_refused_at_the_start(
     monkeypatch.setattr(targets.allowed, "operations", lambda found: found)
 
     def check() -> None:
-        targets.check_side_outputs(None, {"failed": "dead letter"}, {"failed": target}, None, flow="f")  # type: ignore[arg-type]
+        targets.check_side_topics_writable(None, {"failed": "dead letter"}, {"failed": target}, None, flow="f")  # type: ignore[arg-type]
 
     if error is None:
         check()

@@ -127,9 +127,8 @@ def write_properties(cluster: Cluster, node: Node) -> None:
     """Write the node's server.properties. Only the owner may read it, because it may contain passwords."""
     make_private(node.data_dir)
     text = render_properties(server_properties(cluster, node))
-    with open(
-        os.open(node.properties_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii"
-    ) as handle:
+    owned = os.open(node.properties_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(owned, "w", encoding="ascii") as handle:
         handle.write(text)
 
 

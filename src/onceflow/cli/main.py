@@ -132,11 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, click.Abort) as error:
         if isinstance(error, click.Abort) and not isinstance(error.__context__, KeyboardInterrupt):
             # At the end of standard input, click raises the Abort while it handles an EOFError.
-            how = (
-                " (without a terminal, give --yes)"
-                if isinstance(error.__cause__ or error.__context__, EOFError)
-                else ""
-            )
+            is_end = isinstance(error.__cause__ or error.__context__, EOFError)
+            how = " (without a terminal, give --yes)" if is_end else ""
             click.echo(f"onceflow: not confirmed, nothing was done{how}", err=True)
             sys.exit(1)
         if isinstance(pressed := error.__cause__ or error, CommitInterruptedError):  # click raises an Abort from it

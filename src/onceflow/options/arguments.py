@@ -8,8 +8,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-
 from onceflow.errors import OptionError
 from onceflow.options.column_names import did_you_mean
 
@@ -22,22 +20,29 @@ def _is(*types: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types)
 
 
-def _is_of_spark(name: str) -> Callable[[Any], bool]:
-    """Whether a value is of a class of PySpark, which is not imported for that: many commands do without it."""
+def _is_of(package: str, *names: str) -> Callable[[Any], bool]:
+    """Whether a value is of a class with one of these names, of a package that is not imported for that."""
     return lambda value: any(
-        each.__name__ == name and each.__module__.startswith("pyspark.sql.") for each in type(value).__mro__
+        each.__name__ in names and f"{each.__module__}.".startswith(f"{package}.") for each in type(value).__mro__
     )
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool) or _is_numpy_bool(value)
+
+
+_is_numpy_bool = _is_of("numpy", "bool", "bool_")
 
 
 #: By annotation: whether a value may be given, and how that is called. Only arguments with no other annotations are
 #: looked at: numbers and durations have checks of their own, with their bounds.
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (_is(str), "a text"),
-    "bool": (_is(bool, np.bool_), "True or False"),
+    "bool": (_is_flag, "True or False"),
     "Path": (_is(os.PathLike), "a path"),
     "os.PathLike[str]": (_is(os.PathLike), "a path"),
     "Mapping[str, str]": (_is(Mapping), "a dict of texts"),
-    "DataFrame": (_is_of_spark("DataFrame"), "a DataFrame of Spark"),
+    "DataFrame": (_is_of("pyspark.sql", "DataFrame"), "a DataFrame of Spark"),
     "None": (_is(type(None)), "None"),
 }
 _SHOWN = 20
@@ -76,11 +81,8 @@ def checked_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
             if wanted and not any(fits(value) for fits, _ in wanted):
                 words = " or ".join(dict.fromkeys(words for _, words in wanted))
                 # A text in place of a flag is shown. Others may be secrets.
-                given = (
-                    f"={value!r}"
-                    if isinstance(value, str) and len(value) <= _SHOWN and words == "True or False"
-                    else ""
-                )
+                is_shown = words == "True or False" and isinstance(value, str) and len(value) <= _SHOWN
+                given = f"={value!r}" if is_shown else ""
                 raise refused(args, f": {name}{given} is of type {type(value).__name__}", f"give {words}")
         return function(*args, **kwargs)
 

@@ -136,13 +136,9 @@ class RangeReader:
     def _in_range(self, topic_partition: TopicPartition, chunk: ColumnChunk) -> RecordColumns:
         """The records of a chunk that belong to the range: a response has whole record batches, which end later."""
         if chunk.expired_from is not None:
-            end, source = (
-                min(chunk.next_offset, self._ends[topic_partition]),
-                self._order.query.program.reads[topic_partition[0]],
-            )
-            expired(
-                topic_partition, chunk.expired_from, end, may_lose=not source.fail_on_data_loss, flow=self._order.flow
-            )
+            end = min(chunk.next_offset, self._ends[topic_partition])
+            may_lose = not self._order.query.program.reads[topic_partition[0]].fail_on_data_loss
+            expired(topic_partition, chunk.expired_from, end, may_lose=may_lose, flow=self._order.flow)
         records = chunk.records
         if chunk.next_offset > self._ends[topic_partition]:
             records = records.slice(0, int(np.searchsorted(records.offsets, self._ends[topic_partition])))

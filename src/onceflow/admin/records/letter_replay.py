@@ -436,14 +436,10 @@ def _noted(cluster: Cluster, name: str, topic_id: str) -> Iterator[Position]:
     reader = CommittedReader(cluster)
     for chunk in reader.read(name, 0, 0, reader.end(name, 0)):
         for key, value in zip(chunk.keys, chunk.values, strict=True):
-            whose, *position = (key or b"").decode(errors="replace").rsplit("/", 2)
-            if (
-                value is not None
-                and whose == topic_id
-                and len(position) == 2
-                and all(each.isdigit() for each in position)
-            ):
-                yield int(position[0]), int(position[1])
+            whose, *numbers = (key or b"").decode(errors="replace").rsplit("/", 2)
+            is_noted = value is not None and whose == topic_id
+            if is_noted and len(numbers) == 2 and all(each.isdigit() for each in numbers):
+                yield int(numbers[0]), int(numbers[1])
 
 
 def _parked(topic: str) -> OptionError:

@@ -6,7 +6,7 @@ position have to be in the outputs, those between both positions may be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,7 +207,8 @@ class Audit:
     def _compare(self, history: Sequence[LogRecord], tally: RecordComparison, identity: Identity) -> None:
         progress, (*earlier, life) = self._last(history), lives(history)
         named = {topic for each in (*life, progress) for topic in each.outputs}
-        letters = self._outputs.letters or self._side_topics(progress, named - set(self._outputs.topics))
+        aside = progress.side_topics.keys() & named - set(self._outputs.topics)
+        letters = self._outputs.letters or tuple(sorted(aside))
         outputs = self._outputs.topics or tuple(sorted(named - set(letters)))
         if not outputs:  # one topic is for both, and its records are looked for there
             outputs, letters = tuple(sorted(named)), self._outputs.letters
@@ -217,8 +218,7 @@ class Audit:
             )
         for side, topics in ((OUTPUT, outputs), (LETTER, letters)):
             for topic in topics:
-                ends = [(partition, *span) for partition, span in sorted(self._ends(topic).items())]
-                self._take(tally, side, topic, ends, identity)
+                self._take_written(tally, side, topic, identity)
         later = self._last(self._history())
         starts = begun_at(life, self._outputs.begin)
         written = first_range_end(progress) or progress.offsets  # after a promotion, outputs are ahead of progress
@@ -355,17 +355,17 @@ class Audit:
         self.report.not_checked.append(f"records: {known}. {_OF_ID}")
         return False
 
-    def _side_topics(self, progress: Progress, named: Collection[str]) -> tuple[str, ...]:
-        """Of the topics with these names, those in which the flow sets records aside, as far as they can be read."""
-        found = []
-        for topic in sorted(progress.side_topics.keys() & named):
-            try:
-                self._ends(topic)
-            except (UnknownTopicError, PermissionDeniedError) as error:
-                self.report.notes.append(f"records that were set aside in {topic} are not looked for: {error.what}")
-            else:
-                found.append(topic)
-        return tuple(found)
+    def _take_written(self, tally: RecordComparison, side: int, topic: str, identity: Identity) -> None:
+        """Take all records of an output, or of a topic of records that were set aside. One that only progress names is
+        left out if it cannot be read."""
+        try:
+            spans = self._ends(topic)
+        except (UnknownTopicError, PermissionDeniedError) as error:
+            if side == OUTPUT or self._outputs.letters:
+                raise
+            self.report.notes.append(f"records that were set aside in {topic} are not looked for: {error.what}")
+            return
+        self._take(tally, side, topic, [(partition, *span) for partition, span in sorted(spans.items())], identity)
 
     def _ends(self, topic: str) -> dict[int, tuple[int, int]]:
         """From the first offsets to the end offsets: transactions that are open there are waited for."""

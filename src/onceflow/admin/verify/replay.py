@@ -91,8 +91,6 @@ class Replay:
     Attributes:
         records: how many source records were processed.
         reasons: why a difference from what the flow has written may be no mistake.
-        spread: `key_hash` of the keys with records in several partitions of the source. What follows from them depends
-            on their order among each other, which is not known.
     """
 
     def __init__(
@@ -134,8 +132,7 @@ class Replay:
         if what.processor.allowed_lateness is not None:
             self._lateness_ms = duration_ms(what.processor.allowed_lateness)
         self._watermark: Watermark | None = None
-        self.spread: set[int] = set()
-        self._key_partitions = _KeyPartitions(self.spread)
+        self._key_partitions = _KeyPartitions()
         if len(what.sources) > 1:
             self.doubt(NOT_IN_ORDER)
 
@@ -143,6 +140,12 @@ class Replay:
     def table(self) -> str:
         """The table of the step."""
         return self._what.table
+
+    @property
+    def spread(self) -> set[int]:
+        """`key_hash` of the keys with records in several partitions of the source. What follows from them depends on
+        their order among each other, which is not known."""
+        return self._key_partitions.spread
 
     def seed(self, partition: int, found: Iterator[tuple[bytes, bytes]]) -> None:
         """Begin with these rows of a partition, before anything is run."""
@@ -358,12 +361,12 @@ class _KeyPartitions:
     """In which partition of the source each key is. A producer need not have Kafka's default partitioner: what counts
     for the order is that each key has all of its records in one partition.
 
-    Args:
-        spread: the keys with records in several partitions are added to it, as `key_hash`.
+    Attributes:
+        spread: the keys with records in several partitions, as `key_hash`.
     """
 
-    def __init__(self, spread: set[int]) -> None:
-        self._spread = spread
+    def __init__(self) -> None:
+        self.spread: set[int] = set()
         self._partitions: dict[int, int] | None = {}  # by hash of the key; None: they are too many
         self._strays = False
 
@@ -379,7 +382,7 @@ class _KeyPartitions:
             return not self._strays
         known = self._partitions
         hashes = map(key_hash, keys.to_pylist())
-        self._spread.update(key for key in hashes if known.setdefault(key, partition) != partition)
+        self.spread.update(key for key in hashes if known.setdefault(key, partition) != partition)
         if len(known) > _MAX_KEYS:
             self._partitions = None
         return True

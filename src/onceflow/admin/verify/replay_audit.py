@@ -363,7 +363,7 @@ class ReplayAudit:
             is_spread = key_hash(each.key) in replay.spread
             if replay.reasons or self._reasons or is_spread:
                 self._unjudged["rows"] += 1
-                self._is_spread = self._is_spread or is_spread
+                self._is_spread |= is_spread
                 continue
             what = "not there" if each.found is None else "different"
             if each.expected is None:
@@ -376,7 +376,7 @@ class ReplayAudit:
             is_spread = bool(replay.spread) and (not outputs.keeps_keys or each.key in replay.spread)
             if replay.reasons or self._reasons or self._is_from_before(each) or is_spread:
                 self._unjudged["outputs"] += 1
-                self._is_spread = self._is_spread or is_spread
+                self._is_spread |= is_spread
             else:
                 outputs.report(each, self._report, self._reader)
         if not self._has_begun_later and (note := unknown_past(life, self._report)):

@@ -85,15 +85,18 @@ class ReplayOutputs:
             OptionError: a topic is not among the outputs.
         """
         columns = [batch.column(name).to_pylist() for name in ("key", "value", "topic", "headers")]
-        aside = pc.is_in(batch.column("topic"), pa.array([self._letters, LATE], pa.string()), skip_nulls=True)
-        keys = batch.column("key").filter(pc.invert(aside))
-        is_astray = key_partitions(keys.drop_null(), self._partitions) != partition
-        self._strays = self._strays or bool(keys.null_count) or bool(is_astray.any())
-        if len(known := self._kept[partition]) < _KEYS_ENOUGH:
-            known.update(map(key_hash, pc.unique(keys).to_pylist()))
+        if not self._strays:
+            self._note_keys(batch, partition)
         found = [*self._digests(zip(*columns, strict=True))]
         digests = [(at, digest) for _, at, digest in found]
         self._tally.add(self.side, _REPLAY, partition, digests, keys=[key for key, _, _ in found])
+
+    def _note_keys(self, batch: pa.RecordBatch, partition: int) -> None:
+        aside = pc.is_in(batch.column("topic"), pa.array([self._letters, LATE], pa.string()), skip_nulls=True)
+        keys = batch.column("key").filter(pc.invert(aside))
+        self._strays = bool((key_partitions(keys, self._partitions) != partition).any())
+        if len(known := self._kept[partition]) < _KEYS_ENOUGH:
+            known.update(map(key_hash, pc.unique(keys).to_pylist()))
 
     @property
     def keeps_keys(self) -> bool:

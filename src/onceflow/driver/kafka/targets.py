@@ -37,7 +37,7 @@ def load_targets(
     return {name: OutputTopic(found[name].partitions, *limits[name]) for name in names}
 
 
-def check_side_outputs(
+def check_side_topics_writable(
     cluster: Cluster, roles: Mapping[str, str], targets: Mapping[str, OutputTopic], deadline: Deadline, *, flow: str
 ) -> None:
     """Refuse topics that cannot take dead letters, late records or duplicates: found out at the first one, they would

@@ -21,7 +21,7 @@ from onceflow.driver.external.commit import ExternalCommit, Ownership, new_commi
 from onceflow.driver.external.progress_commit import commit_progress
 from onceflow.driver.external.refused_rows import LettersToWrite, RefusedRows, parsed
 from onceflow.driver.external.waiting import at_start
-from onceflow.driver.kafka.targets import check_side_outputs
+from onceflow.driver.kafka.targets import check_side_topics_writable
 from onceflow.driver.start.run import check_read_now, functions_of_run, sources_used
 from onceflow.driver.start.source_offsets import ends_of_epochs
 from onceflow.driver.start.startup import Startup
@@ -254,7 +254,7 @@ def _targets(
     warn_of_settings(cluster, [*named], deadline, flow=takeover.flow)
     session.decide(named, kafka, deadline)
     targets = {name: OutputTopic(found[name].partitions, *limits[name]) for name in named}
-    check_side_outputs(cluster, named, targets, deadline, flow=takeover.flow)
+    check_side_topics_writable(cluster, named, targets, deadline, flow=takeover.flow)
     return targets
 
 

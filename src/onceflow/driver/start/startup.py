@@ -17,7 +17,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topics
-from onceflow.driver.kafka.targets import check_side_outputs, load_targets
+from onceflow.driver.kafka.targets import check_side_topics_writable, load_targets
 from onceflow.driver.record.committed_progress import CommittedProgress
 from onceflow.driver.start.takeover import Takeover
 from onceflow.driver.step.joins import find_joined
@@ -186,7 +186,7 @@ class Startup:
         side_topics = process.side_topics(self.steps)
         targets = load_targets(session.cluster, options.topic, deadline, more=side_topics)
         of_calls = {each.dead_letter_topic: "dead letter" for each in self.calls if each.dead_letter_topic}
-        check_side_outputs(session.cluster, {**of_calls, **side_topics}, targets, deadline, flow=self.flow)
+        check_side_topics_writable(session.cluster, {**of_calls, **side_topics}, targets, deadline, flow=self.flow)
         outputs = [topic for topic in (options.topic, *side_topics) if topic is not None]
         written = [*outputs, *(topic for step in self.steps.values() for topic in step.spec.topics.ids)]
         warn_of_settings(session.cluster, [*written, PROGRESS_TOPIC], deadline, flow=self.flow)
