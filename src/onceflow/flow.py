@@ -195,7 +195,7 @@ class Flow:
         tables: Mapping[str, str | JoinTable] | None = None,
         changelog: bool = True,
     ) -> DataFrame:
-        """MicroBatchRun user code with state per key over a stream. The state is kept in the compacted topic ``table``.
+        """Run user code with state per key over a stream. The state is kept in the compacted topic ``table``.
 
         Each row is processed in the table partition that Kafka's default partitioner chooses for its key. Changes of
         the state are written to that topic in the transaction of the batch. A local store caches the topic. Write the

@@ -152,7 +152,7 @@ class FlowWatch:
         self._asked.put(None)
 
     def add(self, query: WatchedQuery) -> None:
-        """FlowWatch a query, also if it was started before. Batches that it has committed and that are in its list are
+        """Watch a query, also if it was started before. Batches that it has committed and that are in its list are
         counted, unless they are counted already."""
         with self.counts.lock:
             self._queries[query.flow] = query
