@@ -371,9 +371,10 @@ class ReplayAudit:
             self._report.add(STATE, f"table {at.name}, key {shown(each.key)}: {what_of(each.row_key)} is {what}")
 
     def _compare_outputs(self, outputs: ReplayOutputs, replay: Replay, life: Sequence[Progress]) -> None:
+        keeps_keys = outputs.keeps_keys
         for each in outputs.differences():
             self._try(replay)
-            is_spread = bool(replay.spread) and (not outputs.keeps_keys or each.key in replay.spread)
+            is_spread = bool(replay.spread) and (not keeps_keys or each.key in replay.spread)
             if replay.reasons or self._reasons or self._is_from_before(each) or is_spread:
                 self._unjudged["outputs"] += 1
                 self._is_spread |= is_spread

@@ -103,7 +103,8 @@ class ReplayOutputs:
         """Whether outputs have the key of the state that they follow from: all that were yielded have a key of their
         partition of the table, and these keys are so many that this is no accident."""
         sizes = [len(keys) for keys in self._kept.values() if keys]
-        return not self._strays and len(sizes) > 1 and self._partitions ** sum(sizes) >= _ODDS
+        enough = _ODDS.bit_length()  # with two partitions; a power of all keys would be a number of millions of bits
+        return not self._strays and len(sizes) > 1 and self._partitions ** min(sum(sizes), enough) >= _ODDS
 
     def _digests(self, records: Iterable[tuple[Any, ...]]) -> Iterator[tuple[bytes | None, int, bytes]]:
         for key, value, named, headers in records:
