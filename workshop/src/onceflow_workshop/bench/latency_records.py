@@ -14,6 +14,7 @@ COPY, BALANCE = WORKLOADS = ("copy", "balance")
 VALUE_BYTES = 1024
 _ACCOUNTS = 10_000
 _SPREAD = 7919  # a prime: neighbours go to other accounts, and so to other partitions
+_OTHER_SPREAD = 7907  # for counts of accounts that the first one divides
 
 
 class Output(NamedTuple):
@@ -42,16 +43,22 @@ class Copies:
 
 
 class Balances:
-    """A record is a payment; what comes out is the balance of its account after it."""
+    """A record is a payment; what comes out is the balance of its account after it.
 
-    def __init__(self, value_bytes: int | None) -> None:
+    Args:
+        accounts: the first records are of one account each, until every account has had one.
+    """
+
+    def __init__(self, value_bytes: int | None, accounts: int = _ACCOUNTS) -> None:
         self._value_bytes = value_bytes or 0
+        self._count = accounts
+        self._spread = _SPREAD if accounts % _SPREAD else _OTHER_SPREAD
         self._accounts: dict[int, tuple[int, int]] = {}
         self._balances, self._counts = array("q"), array("q")  # after each record
 
     def record(self, number: int) -> tuple[bytes, bytes]:
         """Key and value. Numbers are asked for from 0 on, each once."""
-        account, amount = number * _SPREAD % _ACCOUNTS, number % 100 - 50
+        account, amount = number * self._spread % self._count, number % 100 - 50
         balance, count = self._accounts.get(account, (0, 0))
         balance, count = self._accounts[account] = balance + amount, count + 1
         self._balances.append(balance)

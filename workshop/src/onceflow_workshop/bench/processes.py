@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,10 +106,13 @@ class Usage:
     """CPU time and memory of some processes and of all that descend from them, from one moment on.
 
     What a process has used since the last `look` is lost when it ends.
+
+    Args:
+        roots: these processes; a function is asked for them at every look.
     """
 
-    def __init__(self, roots: Sequence[int]) -> None:
-        self._roots = tuple(roots)
+    def __init__(self, roots: Sequence[int] | Callable[[], Sequence[int]]) -> None:
+        self._roots = roots if callable(roots) else lambda: roots
         self._spent: dict[tuple[int, int], float] = {}  # also by those that have ended
         self.restart()
 
@@ -122,7 +126,7 @@ class Usage:
         """Read what they have used so far. Memory is the sum of all resident pages; shared ones count in each."""
         stats = dict(_stats())
         rss = 0.0
-        for pid in [each for root in self._roots for each in (root, *below(root, stats)) if each in stats]:
+        for pid in [each for root in self._roots() for each in (root, *below(root, stats)) if each in stats]:
             self._spent[pid, stats[pid].begun] = stats[pid].cpu_s
             if text := _read(f"{pid}/status").decode(errors="replace"):
                 rss += memory_of(text)[0]
@@ -134,11 +138,30 @@ class Usage:
         """CPU seconds at the last look, since these processes began."""
         return sum(self._spent.values())
 
+    @property
+    def cpu_s_since(self) -> float:
+        """CPU seconds from the restart to the last look."""
+        return self.cpu_s - self._begun_s
+
     def cpu_percent(self) -> float | None:
         """Percent of a core since the restart; None: the system does not tell, or there is no process."""
         self.look()
         seconds = time.monotonic() - self._begun_at
-        return 100 * (self.cpu_s - self._begun_s) / seconds if self._spent and seconds > 0 else None
+        return 100 * self.cpu_s_since / seconds if self._spent and seconds > 0 else None
+
+
+def processes_of_machine() -> dict[int, Process]:
+    """All that run, by pid; none where the system does not tell."""
+    return dict(_stats())
+
+
+def nbytes_on_disk(folder: Path) -> int:
+    """What the files below a folder take: stores have files with holes."""
+    size = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # it is deleted just now
+            size += file.lstat().st_blocks * 512
+    return size
 
 
 def machine_busy_s() -> float | None:

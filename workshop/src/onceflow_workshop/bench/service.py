@@ -38,6 +38,15 @@ _PARENT_S = 1.0
 def main() -> None:
     """Run the service."""
     query = _started()
+    parent = os.environ.get("B_PARENT")
+    run_until_stopped(query, int(parent) if parent else None)
+    if ran := os.environ.get("B_RAN"):
+        paths = list(dict.fromkeys(batch.path for batch in query.batches))
+        Path(ran).write_text(json.dumps({"engine": query.engine, "paths": paths}))
+
+
+def run_until_stopped(query: Any, parent: int | None) -> None:
+    """Until SIGTERM, or until this process, which has started the service, has ended."""
     stopped = threading.Event()
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
@@ -45,12 +54,9 @@ def main() -> None:
         query.stop()
 
     signal.signal(signal.SIGTERM, stop)
-    if parent := os.environ.get("B_PARENT"):
-        threading.Thread(target=_stop_with, args=(int(parent), query, stopped), daemon=True).start()
+    if parent is not None:
+        threading.Thread(target=_stop_with, args=(parent, query, stopped), daemon=True).start()
     query.awaitTermination()
-    if ran := os.environ.get("B_RAN"):
-        paths = list(dict.fromkeys(batch.path for batch in query.batches))
-        Path(ran).write_text(json.dumps({"engine": query.engine, "paths": paths}))
 
 
 def _started() -> Any:

@@ -11,6 +11,7 @@ import click
 
 from onceflow.cli.examples import examples
 from onceflow.cli.text import Number
+from onceflow_workshop.cli.bench_cluster import cluster
 from onceflow_workshop.cli.bench_latency import latency
 from onceflow_workshop.cli.bench_report import (
     measured,
@@ -31,6 +32,7 @@ def bench(context: click.Context) -> None:
         context.invoke(sink)
 
 
+bench.add_command(cluster)
 bench.add_command(latency)
 
 

@@ -92,6 +92,22 @@ def _latency(found: list[Result]) -> str:
     return f"{'The fastest of ' + str(len(found)) + ' settings: ' if len(found) > 1 else ''}{text}."
 
 
+def _cluster(found: list[Result]) -> str:
+    (summary,) = found[-1:]
+    parts = []
+    if summary.get("read_again_per_record") is not None:
+        parts.append(f"read {summary['read_again_per_record']:g} records of its table again for each that it processed")
+    if summary.get("p99_ms") is not None:
+        parts.append(f"had a p50 of {summary['p50_ms']:g} ms and a p99 of {summary['p99_ms']:g} ms")
+    if summary.get("longest_outage_s") is not None:
+        parts.append(f"was silent for {summary['longest_outage_s']:g} s at most")
+    if summary.get("backlog_records_per_s") is not None:
+        text = f"worked off a backlog at {summary['backlog_records_per_s']:,} records/s"
+        times = summary.get("backlog_ratio_to_local")
+        parts.append(text if times is None else f"{text}, {times:g} times a local master")
+    return f"The cluster {', '.join(parts)}." if parts else "Nothing was measured."
+
+
 def _restore(found: list[Result]) -> str:
     ways = [f"{each['records_per_s']:,} records/s ({each['how']})" for each in found]
     return f"Restores of lost state read {', and '.join(ways)}."
@@ -104,6 +120,7 @@ _SENTENCES: tuple[tuple[str, Callable[[list[Result]], str]], ...] = (
     ("overhead", _overhead),
     ("serve_summary", _serve),
     ("postgres.*", _postgres),
+    ("cluster_summary", _cluster),
     ("latency", _latency),
     ("restore", _restore),
 )

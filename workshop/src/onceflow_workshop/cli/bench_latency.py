@@ -21,7 +21,7 @@ ENGINES = ("auto", "driver", "tasks")  # as of ``planning.engine``, which import
 _MAX_TRIGGER_MS, _MAX_RATE = 60_000, 50_000
 
 
-def _several(name: str, one: Callable[[str], Any], default: str, metavar: str, text: str) -> Callable[..., Any]:
+def several(name: str, one: Callable[[str], Any], default: str, metavar: str, text: str) -> Callable[..., Any]:
     """An option that may have several values: separated by commas, or given several times.
 
     Args:
@@ -40,7 +40,7 @@ def _several(name: str, one: Callable[[str], Any], default: str, metavar: str, t
     )
 
 
-def _one_of(*names: str) -> Callable[[str], str]:
+def one_of(*names: str) -> Callable[[str], str]:
     def known(text: str) -> str:
         if text not in names:
             raise ValueError(f"{text!r} is not one of {', '.join(names)}")
@@ -69,10 +69,10 @@ def _rate(text: str) -> int:
     "onceflow bench latency --workload balance --rate 500 --json",
 )
 @click.command()
-@_several("--workload", _one_of(*WORKLOADS), "copy", "[copy|balance]", "A copy, or balances of accounts (with state).")
-@_several("--engine", _one_of(*ENGINES), "auto", "[auto|driver|tasks]", "The engine of `Flow.write`.")
-@_several("--trigger", _trigger_ms, "100ms", "DURATION", "How often the service commits.")
-@_several("--rate", _rate, "2000", "RECORDS", "Records per second that are sent.")
+@several("--workload", one_of(*WORKLOADS), "copy", "[copy|balance]", "A copy, or balances of accounts (with state).")
+@several("--engine", one_of(*ENGINES), "auto", "[auto|driver|tasks]", "The engine of `Flow.write`.")
+@several("--trigger", _trigger_ms, "100ms", "DURATION", "How often the service commits.")
+@several("--rate", _rate, "2000", "RECORDS", "Records per second that are sent.")
 @click.option(
     "--value-bytes",
     type=click.IntRange(8, 500_000),
