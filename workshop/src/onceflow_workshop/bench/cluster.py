@@ -39,6 +39,7 @@ _VISIBLE_S = 180.0
 _SLOWEST_PER_S = 1000  # records of a backlog
 _LOOK_S = 0.5
 _POLL_S = 0.1
+_JOIN_S = 60.0  # how long a new executor may take until it has worked
 _DOUBLES_S = 1.0  # after the last record, a second one of some record may still come
 # For the progress bar only.
 _START_SECONDS, _BACKLOG_PER_S = 30.0, 40_000
@@ -203,10 +204,10 @@ class _Run:
     # ---- phases --------------------------------------------------------------------------------------
 
     def _phase(self, phase: str) -> dict[str, Any]:
+        self._clock.begin(phase)
         if phase in (HOST, SHRINK) and len(self._hosts.workers) < 2:
             self._hosts.add_worker()
-            self._pause(self._choices.warm_seconds)
-        self._clock.begin(phase)
+        self._until(self._hosts.all_work, _JOIN_S)  # what the phase before has done is over
         self._restart_meters()
         self._load.open_window()
         since = time.monotonic()
@@ -237,8 +238,8 @@ class _Run:
             "correct": _wrong(seen) or "yes",
         }
 
-    def _happens(self, phase: str) -> str:
-        """What makes the phase. Returns it in words."""
+    def _happens(self, phase: str) -> str | None:
+        """What makes the phase. Returns it in words; None: nothing happens."""
         hosts = self._hosts
         oldest = hosts.workers[0]
         self._look()
@@ -249,11 +250,18 @@ class _Run:
             hosts.kill_host(oldest)
             return f"{oldest} was killed, its home deleted"
         if phase == GROWTH:
-            return f"{hosts.add_worker()} was added"
+            since, name = time.monotonic(), hosts.add_worker()
+            works = self._until(lambda: self._has_worked(name), _JOIN_S)
+            return f"{name} was added; it worked after {time.monotonic() - since:.0f} s" if works else f"{name} is idle"
         if phase == SHRINK:
             hosts.leave(oldest, self._look)
             return f"{oldest} has left"
-        return ""
+        return None
+
+    def _has_worked(self, worker: str) -> bool:
+        """Whether it has processed a partition in a committed batch."""
+        place = f":{self._hosts.state_dir(worker)}"
+        return any(home.endswith(place) for batch in self._batches.look() for home in batch.homes.values())
 
     def _backlog(self, runs_on: str) -> dict[str, Any]:
         choices, hosts = self._choices, self._hosts
@@ -305,6 +313,7 @@ class _Run:
         config = {
             **({} if master.startswith("local") else self._hosts.settings),
             "spark.driver.memory": "1g",
+            "spark.ui.enabled": "false",
             "spark.local.dir": str(folder / "local"),
             "spark.sql.warehouse.dir": str(folder / "warehouse"),
         }
@@ -339,8 +348,19 @@ class _Run:
         self._wait(done, _VISIBLE_S + seconds, what)
 
     def _pause(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        self._wait(lambda: time.monotonic() >= end, seconds + _VISIBLE_S, "time passes")
+        self._until(lambda: False, seconds)
+
+    def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait, but no longer than this. Returns whether the condition holds."""
+        end, holds = time.monotonic() + seconds, False
+
+        def over() -> bool:
+            nonlocal holds
+            holds = condition()
+            return holds or time.monotonic() >= end
+
+        self._wait(over, seconds + _VISIBLE_S, "time passes")
+        return holds
 
     def _wait(self, condition: Callable[[], Any], seconds: float, what: str) -> None:
         end = time.monotonic() + seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,10 +32,16 @@ def of_batches(batches: Sequence[Batch], earlier: Sequence[Batch]) -> dict[str, 
     return {
         "records": records,
         "batches": len(batches),
+        "batch_ms_median": _median_ms(batches),
         "read_again_per_record": round(again / records, 3) if records else None,
         "partitions_moved": moved(batches, earlier),
         "failed_batches": sum(batch.aborted for batch in batches),
     }
+
+
+def _median_ms(batches: Sequence[Batch]) -> int | None:
+    spent = [sum(batch.seconds.values()) for batch in batches]
+    return round(statistics.median(spent) * 1000) if spent else None
 
 
 def of_cpu(cpu_s: Mapping[str, float], records: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from onceflow.testing.faults import python_workers
 from onceflow_workshop.bench.processes import Process, below, nbytes_on_disk, processes_of_machine
 from onceflow_workshop.chaos.spark_cluster import SparkCluster
 
@@ -49,7 +50,11 @@ class Hosts(SparkCluster):
     def settings(self) -> dict[str, str]:
         """As docs/deploy.md says, so that a lost host is noticed soon; and the JVM's own compilers in executors."""
         given = {name: value for name, value in super().settings.items() if name != "spark.executor.extraJavaOptions"}
-        times = {"spark.network.timeout": "40s", "spark.network.timeoutInterval": "10s", "spark.executor.heartbeatInterval": "5s"}
+        times = {
+            "spark.network.timeout": "40s",
+            "spark.network.timeoutInterval": "10s",
+            "spark.executor.heartbeatInterval": "5s",
+        }
         return {**given, **_LEAVES_IN_ORDER, **times}
 
     def environment(self, name: str) -> dict[str, str]:
@@ -92,9 +97,18 @@ class Hosts(SparkCluster):
             self._known.update({pid: stats[pid].begun for pid in below(self.pid(worker), stats)})
         return stats
 
+    def all_work(self) -> bool:
+        """Whether each worker has an executor, and each executor a Python worker."""
+        executors = self.executors()
+        return len(executors) >= len(self.workers) and all(python_workers(pid) for pid in executors)
+
+    def state_dir(self, worker: str) -> Path:
+        """The folder of its copies of tables."""
+        return self.folder / worker / "state"
+
     def state_mib(self) -> dict[str, float]:
         """What the state of each running worker takes on its disk."""
-        return {name: round(nbytes_on_disk(self.folder / name / "state") / 2**20, 1) for name in self.workers}
+        return {name: round(nbytes_on_disk(self.state_dir(name)) / 2**20, 1) for name in self.workers}
 
     def _end_leftovers(self) -> None:
         """Python workers outlive an executor that was killed, for a moment or for ever."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,7 @@ def cluster(output: Path, **given: Any) -> None:
 
     given["phases"] = [phase for phase in PHASES if phase in given["phases"]]
     found: list[dict[str, Any]] = []
-    with progress_bar() as show:
+    with _terminated_as_interrupted(), progress_bar() as show:
 
         def run_shown(choices: Any, say: Any) -> Iterator[dict[str, Any]]:
             said = ""
@@ -107,3 +109,13 @@ def cluster(output: Path, **given: Any) -> None:
             print_tables(found)  # what was measured until then
             raise
     report(found)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends all processes of the cluster, too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
