@@ -33,6 +33,12 @@ SERVE = {
     "p99_ms_while_writing": 14.01, "correct": "yes",
 }  # fmt: skip
 
+CLUSTER = {
+    "bench": "cluster_summary", "read_again_per_record": 3.74, "p50_ms": 812.6, "p99_ms": 1813.0,
+    "longest_outage_s": 4.39, "backlog_records_per_s": 24_450, "backlog_ratio_to_local": 0.34, "correct": "yes",
+}  # fmt: skip
+UNKNOWN = dict.fromkeys(("read_again_per_record", "p50_ms", "p99_ms", "longest_outage_s"))
+
 
 @pytest.mark.parametrize(
     "results, sentence",
@@ -79,6 +85,15 @@ SERVE = {
         (
             [{"bench": "restore", "how": how, "records_per_s": 1_000} for how in ("driver", "tasks")],
             "Restores of lost state read 1,000 records/s (driver), and 1,000 records/s (tasks).",
+        ),
+        (
+            [{"bench": "cluster", "phase": "steady"}, CLUSTER],
+            ("On the cluster: 3.74 records of the table were read again for each processed one; p50 812.6 ms, p99 1813 "
+            "ms; the longest outage took 4.39 s; a backlog: 24,450 records/s, 0.34 times a local master."),
+        ),
+        (
+            [{**CLUSTER, **UNKNOWN, "backlog_ratio_to_local": None}],
+            "On the cluster: a backlog: 24,450 records/s.",
         ),
         ([], "Nothing was measured."),
     ],

@@ -95,17 +95,18 @@ def _latency(found: list[Result]) -> str:
 def _cluster(found: list[Result]) -> str:
     (summary,) = found[-1:]
     parts = []
-    if summary.get("read_again_per_record") is not None:
-        parts.append(f"read {summary['read_again_per_record']:g} records of its table again for each that it processed")
-    if summary.get("p99_ms") is not None:
-        parts.append(f"had a p50 of {summary['p50_ms']:g} ms and a p99 of {summary['p99_ms']:g} ms")
-    if summary.get("longest_outage_s") is not None:
-        parts.append(f"was silent for {summary['longest_outage_s']:g} s at most")
-    if summary.get("backlog_records_per_s") is not None:
-        text = f"worked off a backlog at {summary['backlog_records_per_s']:,} records/s"
-        times = summary.get("backlog_ratio_to_local")
+    if summary["read_again_per_record"] is not None:
+        parts.append(
+            f"{summary['read_again_per_record']:g} records of the table were read again for each processed one"
+        )
+    if summary["p99_ms"] is not None:
+        parts.append(f"p50 {summary['p50_ms']:g} ms, p99 {summary['p99_ms']:g} ms")
+    if summary["longest_outage_s"] is not None:
+        parts.append(f"the longest outage took {summary['longest_outage_s']:g} s")
+    if summary["backlog_records_per_s"] is not None:
+        text, times = f"a backlog: {summary['backlog_records_per_s']:,} records/s", summary["backlog_ratio_to_local"]
         parts.append(text if times is None else f"{text}, {times:g} times a local master")
-    return f"The cluster {', '.join(parts)}." if parts else "Nothing was measured."
+    return f"On the cluster: {'; '.join(parts)}." if parts else "Nothing was measured."
 
 
 def _restore(found: list[Result]) -> str:
