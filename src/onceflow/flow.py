@@ -194,6 +194,7 @@ class Flow:
         max_dead_letters: int | float | None = None,
         tables: Mapping[str, str | JoinTable] | None = None,
         changelog: bool = True,
+        copies: int = 1,
     ) -> DataFrame:
         """Run user code with state per key over a stream. The state is kept in the compacted topic ``table``.
 
@@ -235,6 +236,8 @@ class Flow:
                 `JoinTable`s.
             changelog: False: state that may be lost, in local stores only; a lost or outdated copy begins empty, with a
                 warning.
+            copies: on a cluster, how many hosts keep a local copy of each partition. With 2, the partitions of a host
+                that is lost go on elsewhere without a restore.
 
         Returns:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
@@ -248,7 +251,7 @@ class Flow:
         options = StepOptions(
             table, partitions, on_error, dead_letter_topic, late_topic, retention, store,
             state_dir, adopt_existing, idle_timeout, max_timers_per_batch, max_dead_letters, changelog,
-            clock_after=clock_after,
+            clock_after=clock_after, copies=copies,
         )  # fmt: skip
         return self._step(df, options, processor, partial(state_columns, df, self.name), tables=tables)
 
@@ -273,6 +276,7 @@ class Flow:
         idle_timeout: str | float = "30 seconds",
         max_ahead: str | float | None = MAX_AHEAD,
         max_dead_letters: int | float | None = None,
+        copies: int = 1,
     ) -> DataFrame:
         """The first record of every id; records with an id that is remembered are duplicates, and are left out.
 
@@ -292,8 +296,8 @@ class Flow:
             table: name of the table topic; None: ``<flow>-ids``.
             max_ahead: how far the time of a record may be ahead of the clock; None: as far as it likes.
             on_error: what happens to a record without id or time, or with a time too far ahead, as of `process`.
-            partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, max_dead_letters: as of
-                `process`.
+            partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, max_dead_letters, copies: as
+                of `process`.
 
         Returns:
             A streaming DataFrame of the records that were not seen before: key, value, topic (null), headers,
@@ -308,7 +312,7 @@ class Flow:
         options = StepOptions(
             f"{self.name}-ids" if table is None else table, partitions, on_error, dead_letter_topic, own.late_topic,
             None, store, state_dir, adopt_existing, idle_timeout, max_dead_letters=max_dead_letters,
-            duplicates_topic=duplicates_topic,
+            duplicates_topic=duplicates_topic, copies=copies,
         )  # fmt: skip
         processor = check_deduplication(own, self.name)
         columns = partial(dedup_columns, df, own, self.name)

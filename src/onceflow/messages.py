@@ -20,8 +20,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pyarrow as pa
 
 from onceflow.client.settings import ClientSettings
@@ -147,6 +149,43 @@ class WriteOrder:
     faults: str | None = None
 
 
+@dataclass(frozen=True)
+class Owners:
+    """Which task of a process step has which partitions.
+
+    Args:
+        groups: a partition belongs to the group ``partition % groups``. All partitions of a group, in the table and in
+            other topics, belong to one task.
+        tasks: number of the task of each group; -1: none of the job.
+    """
+
+    groups: int
+    tasks: tuple[int, ...]
+
+    @classmethod
+    def by_number(cls, tasks: int) -> Owners:
+        """A partition belongs to the task whose number is ``partition % tasks``."""
+        return cls(tasks, tuple(range(tasks)))
+
+    @cached_property
+    def count(self) -> int:
+        """How many tasks there are."""
+        return max(self.tasks) + 1
+
+    def task_of(self, partition: int) -> int:
+        """The task that has a partition."""
+        return self.tasks[partition % self.groups]
+
+    def tasks_of(self, partitions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The tasks of these partitions, an array of integers."""
+        found: np.ndarray[Any, Any] = self._by_group[partitions % self.groups]
+        return found
+
+    @cached_property
+    def _by_group(self) -> np.ndarray[Any, Any]:
+        return np.array(self.tasks, np.int32)
+
+
 #: Which records that its processor yields a task of a process step writes itself: everything; only *side outputs* (dead
 #: letters, late records, records that name a topic of their own); nothing.
 Writes = Literal["everything", "side outputs", "nothing"]
@@ -159,11 +198,13 @@ class StateOrder:
     Args:
         writes: what the task writes itself. It yields the rest as rows.
         topic: topic of outputs that name none. A record that names this topic is not a side output.
-        modulus: a partition belongs to the task whose number is ``partition % modulus``.
+        owners: which task has which partitions.
         due: partitions to open even if they have no rows, because something is due there.
-        by_number: whether nobody has moved the rows to these tasks, so that it is checked whether they belong there.
+        unmoved: whether nobody has moved the rows to these tasks, so that it is checked whether they belong there.
         owner: the transactional id of the flow, also if the batch is written without transactions.
         as_is: whether records that name no topic are written to ``topic`` as they are: no operators follow the step.
+        locations: where each task shall run (`ProcessSpec.location`), because its local copies are there. Empty: it may
+            run anywhere.
     """
 
     spec: ProcessSpec
@@ -171,17 +212,31 @@ class StateOrder:
     write: WriteOrder
     writes: Writes
     topic: str | None
-    modulus: int
-    by_number: bool = False
+    owners: Owners
+    unmoved: bool = False
     due: frozenset[int] = frozenset()
     owner: str = ""
     as_is: bool = False
+    locations: tuple[str, ...] = ()
 
     def due_in(self, task: int) -> list[int]:
         """The due partitions that a task has to open. Task -1 is the driver, which runs all of them."""
         if task < 0:
             return sorted(self.due)
-        return sorted(p for p in self.due if p % self.modulus == task)
+        return sorted(p for p in self.due if self.owners.task_of(p) == task)
+
+    def check_location(self, task: int, location: str) -> None:
+        """Check that a task runs where its local copies are.
+
+        Raises:
+            MisplacedError: it runs elsewhere: it would have to restore them within the transaction.
+        """
+        if self.locations and self.locations[task] != location:
+            raise MisplacedError(
+                f"A task of table {self.spec.table} runs at {location}, where its local copies are not",
+                detail=_WANTED + self.locations[task],
+                next_step="none: the batch is planned again",
+            )
 
 
 @dataclass(frozen=True)
@@ -252,6 +307,8 @@ class TaskInfo:
     attempt: int
     stage: int = -1
 
+
+_WANTED = "they are at "
 
 #: Code of a task that runs in the driver.
 DRIVER = TaskInfo("driver", -1, 0)
@@ -325,6 +382,18 @@ class NotColocatedError(BatchAbortedError):
 
 class NotCopartitionedError(BatchAbortedError):
     """Internal: keys are not where Kafka's partitioner puts them. The batch runs again, with a shuffle."""
+
+
+class MisplacedError(BatchAbortedError):
+    """Internal: Spark runs a task on another host than that of its local copies. The batch is planned again.
+
+    Attributes:
+        wanted: where the task should have run.
+    """
+
+    @property
+    def wanted(self) -> str:
+        return self.detail.removeprefix(_WANTED) if self.detail.startswith(_WANTED) else ""
 
 
 #: The schema of rows that are reports, for Spark (as ``mapInArrow`` declares it) and for Arrow.

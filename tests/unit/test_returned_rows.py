@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from onceflow.messages import NotColocatedError
+from onceflow.messages import NotColocatedError, Owners
 from onceflow.task.step_outputs import (
     OUTPUT_SCHEMA,
     RETURNED_BYTES_MAX,
@@ -19,7 +19,7 @@ from onceflow.task.step_outputs import (
 
 def outputs(tasks: int) -> TaskOutputs:
     writer: Any = SimpleNamespace(target_of=lambda topic, rows: SimpleNamespace(partitions=tasks + 1))
-    return TaskOutputs(writer, topic="out", modulus=tasks, turn=1)
+    return TaskOutputs(writer, topic="out", owners=Owners.by_number(tasks), turn=1)
 
 
 def rows(count: int, size: int) -> pa.RecordBatch:

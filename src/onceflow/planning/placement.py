@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from onceflow.messages import NotColocatedError, NotCopartitionedError, Writes
+from onceflow.messages import NotColocatedError, NotCopartitionedError, Owners, Writes
 
 #: Rows for each task of a process step, about.
 TASK_ROWS = 10_000
@@ -102,16 +102,37 @@ class BatchFacts:
 
 
 @dataclass(frozen=True)
+class HomeTasks:
+    """Tasks that run where the local copies of their partitions are.
+
+    Args:
+        owners: which task has which partitions.
+        executors: which executor each task prefers (`Executor.preference`).
+        locations: where each task has to run, see `StateOrder`.
+    """
+
+    owners: Owners
+    executors: tuple[str, ...]
+    locations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class StepPlacement:
     """How the tasks of a step get their rows.
 
     Args:
-        tasks: how many tasks there are. The task of a partition is the partition number modulo this.
+        tasks: how many tasks there are. Without homes, the task of a partition is the partition number modulo this.
+        homes: the tasks on a cluster, where each partition has a home; None: they run anywhere.
     """
 
     table: str
     move: Move
     tasks: int
+    homes: HomeTasks | None = None
+
+    def at_homes(self, homes: HomeTasks) -> StepPlacement:
+        """The same step, whose tasks run where the partitions have their homes."""
+        return StepPlacement(self.table, "shuffle", len(homes.executors), homes)
 
 
 @dataclass(frozen=True)

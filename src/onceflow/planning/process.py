@@ -48,12 +48,17 @@ MOVES = (
 
 @dataclass(frozen=True)
 class Step:
-    """One ``Flow.process`` of a flow."""
+    """One ``Flow.process`` of a flow.
+
+    Args:
+        copies: how many hosts of a cluster keep a local copy of each partition.
+    """
 
     spec: ProcessSpec
     lateness_ms: int | None
     idle_s: float
     clock_s: float | None = None
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class StepOptions:
     changelog: bool = True
     duplicates_topic: str | None = None
     clock_after: str | float | None = None
+    copies: int = 1
 
     @property
     def side_topics(self) -> dict[str, str]:
@@ -260,6 +266,19 @@ def _check_dead_letters(options: StepOptions, processor: Processor | ColumnProce
 def _check_numbers(options: StepOptions, flow: str) -> None:
     if options.partitions is not None and options.partitions < 1:
         raise OptionError(f"partitions={options.partitions} is too few", flow=flow, next_step="give at least 1")
+    if options.copies < 1:
+        raise OptionError(
+            f"copies={options.copies} is too few",
+            flow=flow,
+            next_step="give 1: each partition has a local copy on one host; or 2: on two of them",
+        )
+    if options.copies > 1 and not (options.changelog and store_class(options.store).on_disk):
+        raise OptionError(
+            f"copies={options.copies} needs a changelog and a store on disk",
+            flow=flow,
+            detail="standby copies are read from the changelog, and stay on the disks of their hosts",
+            next_step="leave copies= out, or changelog=False and store= as well",
+        )
     if options.max_timers_per_batch is not None and options.max_timers_per_batch < 1:
         raise OptionError(
             f"max_timers_per_batch={options.max_timers_per_batch} is too few",

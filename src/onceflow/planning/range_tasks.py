@@ -8,7 +8,7 @@ there is no shuffle. Only the rows show whether this is so. Tasks check it (`Not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import gcd
 
 from onceflow.protocol.names import TopicPartition
@@ -32,13 +32,19 @@ def reading_tasks(partitions: Iterable[int], cores: int) -> int:
     return fitting[-1] if fitting else divisors[0] if divisors and cores > 1 else 1
 
 
-def dealt(ranges: Iterable[tuple[str, int, int, int]], tasks: int) -> tuple[dict[TopicPartition, tuple[int, int]], ...]:
+def dealt(
+    ranges: Iterable[tuple[str, int, int, int]], tasks: int, task_of: Callable[[int], int] | None = None
+) -> tuple[dict[TopicPartition, tuple[int, int]], ...]:
     """The ranges of each task, by partition: first offset, and the offset behind the last one.
 
     Args:
-        ranges: topic, partition, and the two offsets, of each partition that has any.
+        ranges: topic, partition, and the two offsets, of each partition that has any. Without records, the offsets are
+            the same.
+        task_of: returns the task of a partition, -1 if no task reads it; None: its number modulo that of the tasks.
     """
     shares: tuple[dict[TopicPartition, tuple[int, int]], ...] = tuple({} for _ in range(tasks))
     for topic, partition, start, end in ranges:
-        shares[partition % tasks][topic, partition] = start, end
+        task = partition % tasks if task_of is None else task_of(partition)
+        if task >= 0:
+            shares[task][topic, partition] = start, end
     return shares

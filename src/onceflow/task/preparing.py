@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
@@ -16,10 +18,15 @@ _OWNER_SECONDS = 30.0
 
 
 class PrepareTask:
-    """The function that prepares a partition."""
+    """The function that prepares a partition.
 
-    def __init__(self, order: PrepareOrder) -> None:
+    Args:
+        is_over: returns whether to end now, and to keep what was read; None: it takes as long as it takes.
+    """
+
+    def __init__(self, order: PrepareOrder, is_over: Callable[[], bool] | None = None) -> None:
         self.order = order
+        self._is_over = is_over
 
     def __call__(self, partition: int) -> Prepared | OnceflowError:
         order = self.order
@@ -31,7 +38,9 @@ class PrepareTask:
 
         source = CommittedReader(cluster)
         try:
-            return prepare_partition(order.spec, order.moment, partition, source, still_owner=still_owner)
+            return prepare_partition(
+                order.spec, order.moment, partition, source, still_owner=still_owner, is_over=self._is_over
+            )
         except OnceflowError as problem:  # returned, not raised, so that the driver gets the original class
             return problem
 

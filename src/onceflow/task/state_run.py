@@ -183,7 +183,7 @@ class StateRun:
         tables = self._tables(partition)  # before the store is open: nobody would close it after an error
         opened = open_local(spec, moment, partition, self._source, still_owner=self._still_owner)
         if (opened.records or opened.how == LOST) and spec.store.on_disk:
-            self.brought_up.append(Prepared.of(opened, spec, partition))
+            self.brought_up.append(Prepared.of(opened, spec, moment, partition))
         engine = engine_for(spec.processor, self._calls)(opened.store, partition, self._times, self._options, tables)
         self._open[partition] = _Open(opened, engine, [], [])
         if self._opened is not None:

@@ -134,7 +134,7 @@ class StateWork:
         self._writer = writer
         self._outputs: TaskOutputs | None = None
         if order.writes != "nothing":
-            self._outputs = TaskOutputs(self._writer, topic=order.topic, modulus=order.modulus, turn=order.write.batch)
+            self._outputs = TaskOutputs(self._writer, topic=order.topic, owners=order.owners, turn=order.write.batch)
         self._waiting: list[pa.RecordBatch] = []
         self._error: OnceflowError | None = None
         self._states: list[StateReport] = []
@@ -177,6 +177,8 @@ class StateWork:
         try:
             if info.attempt > 0:
                 raise extra_attempt(f"task {info.task} is at attempt {info.attempt}", order.write)
+            if info.task >= 0:
+                order.check_location(info.task, order.spec.location())
             run.open(order.due_in(info.task))
             yield from self._take()
             for batch in batches:
@@ -267,16 +269,20 @@ class StateWork:
         for batch in waiting:
             yield output_rows(batch)
 
+    def _own_partition(self) -> int:
+        """A partition of this task, for rows without a key."""
+        return max(0, self._order.owners.tasks.index(self._info.task)) if self._info.task >= 0 else 0
+
     def _feed(self, run: StateRun, batch: pa.RecordBatch) -> None:
         if not batch.num_rows:
             return
         rows = engine_rows(batch)
-        if not self._order.by_number:
-            run.feed(rows, null_keys_to=max(0, self._info.task))
+        if not self._order.unmoved:
+            run.feed(rows, null_keys_to=self._own_partition())
             return
         placed = key_partitions(batch.column("key"), self._order.spec.topics.partitions)
-        placed = np.where(placed < 0, np.int32(self._info.task), placed)  # rows without a key are bad records
-        if (placed % self._order.modulus != self._info.task).any():
+        placed = np.where(placed < 0, np.int32(self._own_partition()), placed)  # rows without a key are bad records
+        if (self._order.owners.tasks_of(placed) != self._info.task).any():
             raise NotCopartitionedError(
                 f"Keys of the source are not where Kafka's default partitioner puts them for {self._order.spec.table}",
                 next_step="none: the batch runs again, with a shuffle",

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.errors import BadRecordError
-from onceflow.messages import NotColocatedError
+from onceflow.messages import NotColocatedError, Owners
 from onceflow.protocol.headers import HEADERS
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state.api.deduplication import SOURCE_COLUMNS, Deduplication
@@ -56,13 +56,13 @@ class TaskOutputs:
 
     Args:
         topic: topic of records that name none; None: such a record is refused.
-        modulus: a partition belongs to the task whose number is ``partition % modulus``.
+        owners: which task has which partitions.
     """
 
-    def __init__(self, writer: RowWriter, *, topic: str | None, modulus: int, turn: int) -> None:
+    def __init__(self, writer: RowWriter, *, topic: str | None, owners: Owners, turn: int) -> None:
         self._writer = writer
         self._topic = topic
-        self._modulus = modulus
+        self._owners = owners
         self._returned: list[pa.RecordBatch] = []
         self._returned_rows = self._returned_bytes = 0
         self._turn = turn
@@ -74,13 +74,12 @@ class TaskOutputs:
             NotColocatedError: too many records belong to partitions of other tasks.
             BadRecordError: a record names no topic. (The engine has already refused records with a forbidden topic.)
         """
-        residue = partition % self._modulus
         for topic, rows in self._by_topic(batch):
             target = self._writer.target_of(topic, rows)
-            if target.partitions % self._modulus:
+            if target.partitions % self._owners.groups:
                 self._return(topic, rows)
             else:
-                self._write(topic, rows, target.partitions, residue)
+                self._write(topic, rows, target.partitions, partition)
 
     def returned(self) -> pa.Table | None:
         """Rows for topics whose partitions cannot be divided among the tasks. The driver writes them."""
@@ -108,14 +107,15 @@ class TaskOutputs:
             )
         return self._topic
 
-    def _write(self, topic: str, rows: pa.RecordBatch, count: int, residue: int) -> None:
-        modulus = self._modulus
+    def _write(self, topic: str, rows: pa.RecordBatch, count: int, partition: int) -> None:
+        """``count``: how many partitions the topic has. ``partition``: of the table."""
+        groups = self._owners.groups
         partitions = key_partitions(rows.column("key"), count)
         if int(partitions.min()) < 0:  # no key: use any partition of this task, a different one each time
             self._turn += 1
-            free = residue + modulus * (self._turn % (count // modulus))
+            free = partition % groups + groups * (self._turn % (count // groups))
             partitions = np.where(partitions < 0, np.int32(free), partitions)
-        if modulus > 1 and (partitions % modulus != residue).any():
+        if groups > 1 and (self._owners.tasks_of(partitions) != self._owners.task_of(partition)).any():
             raise NotColocatedError(
                 f"Outputs for {topic} have other keys than the records they come from",
                 next_step="none: the batch runs again, in two stages",
@@ -130,7 +130,7 @@ class TaskOutputs:
     def _return(self, topic: str, rows: pa.RecordBatch) -> None:
         self._returned_rows += rows.num_rows
         self._returned_bytes += rows.nbytes
-        max_bytes = RETURNED_BYTES_MAX // max(1, self._modulus)
+        max_bytes = RETURNED_BYTES_MAX // max(1, self._owners.count)
         if self._returned_rows > RETURNED_ROWS_MAX or self._returned_bytes > max_bytes:
             raise NotColocatedError(
                 f"Many outputs go to {topic}, whose partitions cannot be divided among the tasks",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -19,9 +19,11 @@ from onceflow.driver.record.offset_log import SourceRange
 from onceflow.errors import OptionError
 from onceflow.messages import StateOrder, TaskReport, WriteOrder, decoded
 from onceflow.planning.direct_plan import DirectPlan
+from onceflow.planning.placement import HomeTasks
 from onceflow.planning.range_tasks import dealt
 from onceflow.spark import batch_plan, plans
 from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.spark.placed_jobs import PlacedJobs
 from onceflow.spark.query_facts import Node, SourceNode, node_of
 from onceflow.spark.row_program import RowPrograms
 from onceflow.task.range_reader import ReadOrder
@@ -109,7 +111,18 @@ class RangeRows:
         ``planning/range_tasks.py``."""
         context = self.sparkSession.sparkContext
         task = RangeTask(self._order(self.program.query, tasks), order)
-        report = decoded(context.parallelize(range(tasks), tasks).mapPartitions(task).collect())
+        return self._done(context.parallelize(range(tasks), tasks).mapPartitions(task).collect())
+
+    def run_at(self, order: StateOrder, at: HomeTasks, jobs: PlacedJobs | None) -> TaskReport:
+        """As `run`, in tasks that run where the local copies are."""
+        if jobs is None:
+            raise RuntimeError("there are no homes without jobs for them")
+        tasks = len(at.executors)
+        task = RangeTask(self._order(self.program.query, tasks, at.owners.task_of), order)
+        return self._done(jobs.run(at.executors, task))
+
+    def _done(self, reports: Iterable[bytes]) -> TaskReport:
+        report = decoded(reports)
         self.read.clear()
         self.read.update(report.read)
         return report
@@ -148,9 +161,10 @@ class RangeRows:
             return alike(error)
         return False
 
-    def _order(self, query: QueryRows, tasks: int) -> ReadOrder:
+    def _order(self, query: QueryRows, tasks: int, task_of: Callable[[int], int] | None = None) -> ReadOrder:
+        """``task_of``: see `dealt`."""
         source, topics = self.source, query.program.reads
-        shares = dealt([each for each in self.range.ranges() if each[0] in topics], tasks)
+        shares = dealt([each for each in self.range.ranges() if each[0] in topics], tasks, task_of)
         return ReadOrder(source.flow, source.settings, shares, source.topic_ids, query, source.deadline_s)
 
 

@@ -208,9 +208,11 @@ class OutputWriter:
             tasks = reading_tasks([*read, *written], cores)
         if tasks is None or (tasks == 1 and cores > 1 and not stay):
             return self._write_frame(rows, min(cores, max(read)), attempt)
-        attempt.summary.path = f"{tasks} reading tasks" if tasks > 1 else "1 reading task"
         if self._state is not None:
-            return self._state.write_ranges(rows, tasks, self._order(attempt, topic, targets), self._cluster)
+            order = self._order(attempt, topic, targets)
+            attempt.summary.path, parts = self._state.write_ranges(rows, tasks, order, self._cluster)
+            return parts
+        attempt.summary.path = f"{tasks} reading tasks" if tasks > 1 else "1 reading task"
         hash_key = self._columns.key and self._options.partitioner == "key"
         order = self._order(attempt, topic, targets, Routing("key", tasks, hash_key, by_number=True))
         return [Part(rows.run(order, tasks).written, tasks, False)]

@@ -64,7 +64,7 @@ class RunOfEngine:
         self.watch.stop()
         self.sink.ended()
         if self.state is not None:
-            self.state.settle()
+            self.state.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +161,7 @@ def _divided(
         flow=startup.flow,
         source_partitions=startup.takeover.source_partitions,
         functions=functions_of_run(startup, programs if write.sink.checkpoint is None else None),
+        output_partitions=startup.output_partitions,
     )
     plan, used = sources_used(query.plan, startup)
     handover.check_sources(progress, used, flow=startup.flow)

@@ -53,6 +53,8 @@ class Startup:
         calls: of ``Flow.enrich``. joins: tables that are joined with.
         maps: functions of ``Flow.map``, by their names in plans.
         functions: of ``Flow.join_table`` and ``Flow.enrich``, by name.
+        output_partitions: partition count of the output topic, when `prepare_outputs` has found it; None: rows name
+            their topics.
     """
 
     def __init__(self, names: Names, settings: ClientSettings, *, refused_s: float) -> None:
@@ -62,6 +64,7 @@ class Startup:
         self.maps: dict[str, RowsMap] = {}
         self.functions: dict[str, ArrowFunction] = {}
         self.joins: list[JoinSpec] = []
+        self.output_partitions: int | None = None
         self._beside: set[str] = set()  # tables that would begin empty beside those of another flow
         self._run = uuid4().hex
 
@@ -146,6 +149,7 @@ class Startup:
             lateness_ms=None if lateness is None else duration_ms(lateness),
             idle_s=duration_ms(options.idle_timeout) / 1000,
             clock_s=None if options.clock_after is None else duration_ms(options.clock_after) / 1000,
+            copies=options.copies,
         )
 
     def prepare_run(self, deadline: Deadline) -> Progress:
@@ -187,6 +191,7 @@ class Startup:
         targets = load_targets(session.cluster, options.topic, deadline, more=side_topics)
         of_calls = {each.dead_letter_topic: "dead letter" for each in self.calls if each.dead_letter_topic}
         check_side_topics_writable(session.cluster, {**of_calls, **side_topics}, targets, deadline, flow=self.flow)
+        self.output_partitions = None if options.topic is None else targets[options.topic].partitions
         outputs = [topic for topic in (options.topic, *side_topics) if topic is not None]
         written = [*outputs, *(topic for step in self.steps.values() for topic in step.spec.topics.ids)]
         warn_of_settings(session.cluster, [*written, PROGRESS_TOPIC], deadline, flow=self.flow)

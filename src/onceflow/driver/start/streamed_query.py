@@ -9,6 +9,7 @@ from typing import Any
 from pyspark.sql import DataFrame
 
 from onceflow.driver.batch.driver_program import DriverProgram, Functions, driver_program
+from onceflow.driver.step.cluster_homes import homes_of
 from onceflow.driver.step.state_step import StateStep
 from onceflow.driver.step.table_state import TableState
 from onceflow.errors import OptionError
@@ -63,6 +64,7 @@ def divide(
     flow: str,
     source_partitions: Mapping[str, list[int]],
     functions: Functions,
+    output_partitions: int | None = None,
 ) -> StreamedQuery:
     """Divide a query.
 
@@ -73,6 +75,7 @@ def divide(
         steps: the flow's, by their tables. The query may use some of them only.
         progress: the flow's, as committed.
         functions: for the direct engine.
+        output_partitions: partition count of the output topic; None: rows name theirs.
 
     Raises:
         UnsupportedQueryError: the query cannot be divided in this way.
@@ -111,7 +114,11 @@ def divide(
     )
     transactions = options.guarantee == EXACTLY_ONCE
     tables = _tables(tree, used, progress, source_partitions, transactions=transactions)
-    state = StateStep(query, shape, tables, cores=current_cores(df.sparkSession))
+    homes = None
+    if not shape.local:
+        counts = [len(partitions) for partitions in source_partitions.values()]
+        homes = homes_of(df.sparkSession, tables, used, sources=counts, output=output_partitions, flow=flow)
+    state = StateStep(query, shape, tables, cores=current_cores(df.sparkSession), homes=homes)
     streamed = source_frame(df.sparkSession, plan, branches)
     return StreamedQuery(streamed, options, state, plans.analyzed(streamed), *_with_steps(query, form, functions, flow))
 

@@ -17,32 +17,53 @@ from pyspark.sql import functions as F
 from onceflow.client.cluster import Cluster
 from onceflow.driver.batch.audit import Part
 from onceflow.driver.step.in_driver import parts_of
-from onceflow.messages import REPORT_SPARK_SCHEMA, StateOrder, TaskReport, decoded, from_rows
+from onceflow.messages import REPORT_SPARK_SCHEMA, Owners, StateOrder, TaskReport, decoded, from_rows
 from onceflow.planning.ownership import Outgoing, check_columns
 from onceflow.planning.placement import Placement, StepPlacement
 from onceflow.planning.step_frames import partition_of_key, sink_columns, with_default_topic
 from onceflow.planning.step_tree import StepNode, StepQuery, Tree, branch_frames
 from onceflow.spark import function_names, plans
+from onceflow.spark.placed_jobs import PlacedJobs
 from onceflow.spark.task_shuffle import repartition_by_task
 from onceflow.state.api.deduplication import SOURCE_COLUMNS
 from onceflow.task.state_tasks import FusedTask, RowsTask
 from onceflow.task.step_outputs import rows_schema
 
 
-def placed(df: DataFrame, order: StateOrder, step: StepPlacement) -> tuple[DataFrame, int, StateOrder]:
-    """The rows, moved to the tasks of their table partitions, the number of tasks, and their order."""
-    order = replace(order, modulus=step.tasks)
+def placed(
+    df: DataFrame, order: StateOrder, step: StepPlacement, jobs: PlacedJobs | None = None
+) -> tuple[DataFrame, int, StateOrder]:
+    """The rows, moved to the tasks of their table partitions, the number of tasks, and their order.
+
+    Args:
+        jobs: for tasks that run where the copies are.
+    """
+    owners = Owners.by_number(step.tasks) if step.homes is None else step.homes.owners
+    order = replace(order, owners=owners)
     if step.move == "one task":
         return df.coalesce(1), 1, order
-    task: Column = partition_of_key(df, order.spec.topics.partitions) % F.lit(step.tasks)
-    return repartition_by_task(df, step.tasks, task.cast("int")), step.tasks, order
+    partition = partition_of_key(df, order.spec.topics.partitions)
+    moved = repartition_by_task(df, step.tasks, _task_of(partition, owners))
+    if step.homes is None or jobs is None:
+        return moved, step.tasks, order
+    return jobs.moved(moved, step.homes.executors), step.tasks, replace(order, locations=step.homes.locations)
+
+
+def _task_of(partition: Column, owners: Owners) -> Column:
+    """The task that has a partition, as `Owners.task_of`."""
+    group = partition % F.lit(owners.groups)
+    if owners.tasks == tuple(range(owners.groups)):
+        return group.cast("int")
+    # One literal in place of one for each group. Spark divides it once, when it optimizes the plan.
+    tasks = F.split(F.lit(",".join(map(str, owners.tasks))), ",")
+    return F.element_at(tasks, group.cast("int") + 1).cast("int")
 
 
 def run_fused(
-    df: DataFrame, order: StateOrder, step: StepPlacement, cluster: Cluster
+    df: DataFrame, order: StateOrder, step: StepPlacement, cluster: Cluster, jobs: PlacedJobs | None
 ) -> tuple[TaskReport, list[Part], int]:
     """Process the batch and write what comes out. Returns the report, what is to be audited, and how many tasks ran."""
-    moved, tasks, order = placed(df, order, step)
+    moved, tasks, order = placed(df, order, step, jobs)
     report = from_rows(moved.mapInArrow(FusedTask(order), REPORT_SPARK_SCHEMA).collect())
     return report, parts_of(report, tasks, order.write, cluster, shuffled=True), tasks
 
@@ -53,15 +74,22 @@ class Stages:
     Args:
         df: the rows of the batch.
         order: that of the tasks of a table's step, as far as it does not depend on where they run.
+        jobs: for tasks that run where the copies are.
     """
 
     def __init__(
-        self, query: StepQuery, placement: Placement, df: DataFrame, order: Callable[[str], StateOrder]
+        self,
+        query: StepQuery,
+        placement: Placement,
+        df: DataFrame,
+        order: Callable[[str], StateOrder],
+        jobs: PlacedJobs | None = None,
     ) -> None:
         self._query = query
         self._placement = placement
         self._inputs = branch_frames(df, query.branches, placement.branch_tasks)
         self._order = order
+        self._jobs = jobs
         self._sides: list[DataFrame] = []  # side outputs that no task of a step writes
         self.tasks: dict[str, int] = {}  # how many tasks the step of each table has
 
@@ -106,7 +134,7 @@ class Stages:
         order = self._order(node.table)
         if self._query.topic_has_side_outputs:
             order = replace(order, topic=None)  # a record that names it may be a dead letter
-        moved, tasks, order = placed(self._frame(node.input), order, step)
+        moved, tasks, order = placed(self._frame(node.input), order, step, self._jobs)
         collected = self._query.collected[node.table]
         collected.value = []
         self.tasks[node.table] = tasks

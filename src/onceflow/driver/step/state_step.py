@@ -23,6 +23,8 @@ from onceflow.driver.batch.range_rows import RangeRows
 from onceflow.driver.record import handover
 from onceflow.driver.record.offset_log import SourceRange
 from onceflow.driver.step import in_driver
+from onceflow.driver.step.cluster_homes import ClusterHomes
+from onceflow.driver.step.homes import Owner
 from onceflow.driver.step.in_driver import BY_KEY
 from onceflow.driver.step.stages import Stages, run_fused, runs_step_once
 from onceflow.driver.step.table_state import TableState
@@ -30,6 +32,7 @@ from onceflow.errors import OnceflowError
 from onceflow.messages import (
     NotColocatedError,
     NotCopartitionedError,
+    Owners,
     PrepareOrder,
     StateOrder,
     TaskReport,
@@ -40,12 +43,13 @@ from onceflow.planning import placement
 from onceflow.planning.dead_letter_limit import counted
 from onceflow.planning.options import BatchSummary
 from onceflow.planning.ownership import Outgoing
-from onceflow.planning.placement import BatchFacts, Learnt, Placement, QueryShape
+from onceflow.planning.placement import BatchFacts, HomeTasks, Learnt, Placement, QueryShape
 from onceflow.planning.range_tasks import reading_tasks
 from onceflow.planning.step_tree import StepQuery
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import Progress, TableProgress
+from onceflow.spark.placed_jobs import PlacedJobs
 from onceflow.state.joins.spec import Ends
 from onceflow.state.local.format import CommitId
 from onceflow.state.local.opening import settle
@@ -59,6 +63,7 @@ log = logging.getLogger("onceflow.state")
 
 _NOTHING = TaskReport(())
 
+_ONE = Owners.by_number(1)
 _MIN_RECORDS, _MIN_BYTES = 200_000, 64 << 20  # smaller copies are left to the batch
 
 
@@ -68,16 +73,24 @@ class StateStep:
     Args:
         tables: of all steps, by name.
         cores: returns how many tasks Spark can run at once.
+        homes: where the copies are on a cluster; None: on this machine, or in the memory of processes.
     """
 
     def __init__(
-        self, query: StepQuery, shape: QueryShape, tables: Mapping[str, TableState], *, cores: Callable[[], int]
+        self,
+        query: StepQuery,
+        shape: QueryShape,
+        tables: Mapping[str, TableState],
+        *,
+        cores: Callable[[], int],
+        homes: ClusterHomes | None = None,
     ) -> None:
         self._query = query
         self._shape = shape
         self._by_name = dict(tables)
         self.tables = list(tables.values())
         self._cores = cores
+        self._homes = homes
         self.learnt = Learnt()
         # Of the current attempt:
         self._batch = BatchFacts(0)
@@ -135,6 +148,8 @@ class StateStep:
         """
         self._owner = owner[0]
         if not self._shape.local:
+            if self._homes is not None and isinstance(rows, RangeRows):
+                self._homes.homes.ready(Owner(settings, *owner))
             return
         for table in self.tables:
             moment = table.moment(-1, CommitId(-1, -1, -1), 0)
@@ -171,13 +186,26 @@ class StateStep:
             rows: most source records that it can have.
         """
         self._batch = BatchFacts(rows, self._cores())
-        return placement.place(self._shape, self.learnt, self._batch)
+        return self._at_homes(placement.place(self._shape, self.learnt, self._batch))
+
+    def _at_homes(self, place: Placement) -> Placement:
+        """The same, but tasks run where the copies are."""
+        if self._homes is None:
+            return place
+        facts, homes = self._batch, self._homes.homes
+        steps = {
+            name: step.at_homes(homes.tasks(name, (), facts.rows, facts.cores)) if name in homes.tables else step
+            for name, step in place.steps.items()
+        }
+        return replace(place, steps=steps)
 
     def write(self, df: DataFrame, place: Placement, order: WriteOrder, cluster: Cluster) -> tuple[str, list[Part]]:
         """Process rows that tasks have read, and write what comes out, fused. Returns how, as a text, and the
         reports."""
         (table,) = self._by_name
-        done, parts, tasks = run_fused(df, self._order(table, place.writes, order), place.steps[table], cluster)
+        done, parts, tasks = run_fused(
+            df, self._order(table, place.writes, order), place.steps[table], cluster, self._jobs
+        )
         self._done = {table: done}
         return in_tasks(tasks), parts
 
@@ -218,19 +246,48 @@ class StateStep:
         """
         if self.learnt.keys_elsewhere or self.learnt.outputs_elsewhere:
             return None
+        if self._homes is not None and len(self.tables) == 1 and self.tables[0].spec.table in self._homes.homes.tables:
+            groups = self._homes.homes.tables[self.tables[0].spec.table].groups
+            return None if any(count % groups for count in source_partitions) else groups
         return reading_tasks([*source_partitions, *(table.partitions for table in self.tables)], cores)
 
-    def write_ranges(self, rows: RangeRows, tasks: int, order: WriteOrder, cluster: Cluster) -> list[Part]:
-        """Tasks read rows, process them, and write what comes out."""
+    def write_ranges(self, rows: RangeRows, tasks: int, order: WriteOrder, cluster: Cluster) -> tuple[str, list[Part]]:
+        """Tasks read rows, process them, and write what comes out. Returns how, as a text, and the reports.
+
+        Args:
+            tasks: as `range_tasks` has returned.
+        """
         (table,) = self._by_name
-        state = replace(self._order(table, "everything", order), modulus=tasks, by_number=True)
-        done = rows.run(state, tasks)
+        state = replace(self._order(table, "everything", order), unmoved=True)
+        at = self._home_tasks(table, rows, state)
+        if at is None:
+            done = rows.run(replace(state, owners=Owners.by_number(tasks)), tasks)
+        else:
+            tasks = len(at.executors)
+            done = rows.run_at(replace(state, owners=at.owners, locations=at.locations), at, self._jobs)
         self._done = {table: done}
-        return in_driver.parts_of(done, tasks, order, cluster, shuffled=False)
+        path = f"{tasks} reading tasks" if tasks > 1 else "1 reading task"
+        return path, in_driver.parts_of(done, tasks, order, cluster, shuffled=False)
+
+    def _home_tasks(self, table: str, rows: RangeRows, order: StateOrder) -> HomeTasks | None:
+        """The tasks for the partitions of a table that a batch touches; None: they run anywhere."""
+        if self._homes is None or table not in self._homes.homes.tables:
+            return None
+        homes = self._homes.homes
+        groups = homes.tables[table].groups
+        touched = {partition % groups for _, partition, start, end in rows.range.ranges() if start < end}
+        touched |= {partition % groups for partition in order.due}
+        return homes.tasks(table, touched, rows.range.max_rows, self._cores())
+
+    @property
+    def _jobs(self) -> PlacedJobs | None:
+        return None if self._homes is None else self._homes.jobs
 
     def outgoing(self, df: DataFrame, place: Placement, order: WriteOrder) -> Outgoing:
         """The rows that the sink is to write, in two stages."""
-        stages = self._stages = Stages(self._query, place, df, lambda table: self._order(table, place.writes, order))
+        stages = self._stages = Stages(
+            self._query, place, df, lambda table: self._order(table, place.writes, order), self._jobs
+        )
         outgoing = stages.outgoing(order.flow)
         if self._query.written_as_is or place.exchanged or self.learnt.step_seen:
             return outgoing
@@ -240,7 +297,7 @@ class StateStep:
         # The optimizer has removed the step, because the query needs none of its rows. Its state and its side outputs
         # are needed.
         self.learnt = replace(self.learnt, step_left_out=True)
-        return self.outgoing(df, placement.place(self._shape, self.learnt, self._batch), order)
+        return self.outgoing(df, self._at_homes(placement.place(self._shape, self.learnt, self._batch)), order)
 
     def gather(self, order: WriteOrder, cluster: Cluster) -> list[Part]:
         """Collect the reports of the stages before the sink, and write the side outputs that they have returned."""
@@ -280,6 +337,7 @@ class StateStep:
         """The batch is committed. Its summary is completed."""
         for name, table in self._by_name.items():
             table.on_commit(self._reports(name), self._moments[name])
+        self._note_homes()
         summary.dead_letters, summary.late = self._counted("dead_letters"), self._counted("late")
         summary.duplicates = self._counted("duplicates")
         summary.timers_fired, summary.expired = self._counted("timers_fired"), self._counted("expired")
@@ -291,13 +349,21 @@ class StateStep:
         """The batch had no effect, and was not committed."""
         for name, table in self._by_name.items():
             table.on_noop(self._reports(name))
+        self._note_homes()
+
+    def _note_homes(self) -> None:
+        if self._homes is None:
+            return
+        for name in self._homes.homes.tables:
+            self._homes.homes.on_commit(name, self._reports(name))
+        self._homes.homes.ended()
 
     def failed(self, problem: BaseException) -> bool:
         """Learn from an attempt that has to be repeated, maybe in another way.
 
         Returns:
-            Whether it has brought local copies up to date that the next attempt can use. This can happen only once for
-            every host and partition.
+            Whether it has brought local copies up to date that the next attempt can use, or Spark has run its tasks
+            elsewhere than where their copies are. This can happen only so often.
         """
         self.learnt = self.learnt.after(problem)
         if isinstance(problem, NotColocatedError):
@@ -310,7 +376,8 @@ class StateStep:
             self.learnt = replace(self.learnt, step_left_out=True)
         news = [self._by_name[name].prepared(done.prepared) for name, done in self._done.items()]
         self._stages, self._done = None, {}
-        return any(news)
+        misplaced = self._homes is not None and self._homes.homes.failed(problem)
+        return any(news) or misplaced
 
     def settle(self, *, changed: bool = False) -> None:
         """Apply pending changes of committed batches, if the stores are on this machine: when the flow ends, or when
@@ -323,6 +390,12 @@ class StateStep:
             return
         for name, table in self._by_name.items():
             settle_copies(table, [each.partition for each in self._reports(name) if each.changed] if changed else None)
+
+    def close(self) -> None:
+        """The run is over."""
+        self.settle()
+        if self._homes is not None:
+            self._homes.homes.close()
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -341,7 +414,7 @@ class StateStep:
             write=replace(write, topic=None, routing=BY_KEY),
             writes=writes,
             topic=self._query.topic,
-            modulus=1,
+            owners=_ONE,
             due=self._due[table],
             owner=self._owner,
             as_is=self._query.written_as_is,

@@ -88,6 +88,14 @@ class TableState:
     def partitions(self) -> int:
         return self.spec.topics.partitions
 
+    def committed(self) -> dict[int, tuple[int, int]]:
+        """The committed end offsets of the two topics, by partition; without a changelog see `AttemptContext`."""
+        return {partition: (end, self._internal_ends[partition]) for partition, end in self._table_ends.items()}
+
+    def is_verified(self, partition: int, location: str) -> bool:
+        """Whether the copy at a location was verified in this run."""
+        return (location, partition) in self._verified
+
     @property
     def timers_left(self) -> bool:
         """Whether timers that are due are left over, because the last batch has reached its limit of timers."""

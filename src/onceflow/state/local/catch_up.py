@@ -47,6 +47,8 @@ _ATTEMPTS = 10
 IN_SYNC, SETTLED, CAUGHT_UP, RESTORED = "in sync", "settled", "caught up", "restored"
 #: Without a changelog: what was committed is not on this host, and cannot be read from anywhere.
 LOST = "lost"
+#: A restore has ended before it was complete. What it has read is kept.
+BEHIND = "behind"
 
 _VALUE, _PLAIN, _STAMPED = (pa.scalar(each, pa.binary()) for each in (rows.VALUE, b"\0", stamps.FLAGS))
 
@@ -60,6 +62,10 @@ class Source(Protocol):
         """The last stable offset now."""
 
 
+class InterruptedRestoreError(OnceflowError):
+    """Internal: the time for a restore is over. The copy has what was read until then."""
+
+
 class _MovedError(Exception):
     """Another process has written a newer commit record in the meantime."""
 
@@ -69,6 +75,7 @@ class CatchUp:
 
     Args:
         stamped: the rows of the table are stamped (``stamps.py``).
+        is_over: returns whether to end now, and to keep what was read.
 
     Attributes:
         records: number of records read from Kafka so far.
@@ -85,8 +92,11 @@ class CatchUp:
         progress: Callable[[int], None] | None,
         still_owner: Callable[[], bool] | None,
         stamped: bool = False,
+        is_over: Callable[[], bool] | None = None,
     ) -> None:
         self._stamped = stamped
+        self._is_over = is_over or (lambda: False)
+        self._interrupted = False
         self._table_rows = stamped_rows if stamped else table_rows
         self.goal = goal
         self.records = self.ignored = 0
@@ -102,6 +112,7 @@ class CatchUp:
 
         Raises:
             StoreCorruptError: the caller must remove the data first.
+            InterruptedRestoreError: the time is over.
         """
         moved = 0
         before: tuple[int, int] = (-1, -1)
@@ -189,7 +200,9 @@ class CatchUp:
                 with suppress(OnceflowError, _MovedError):  # so that the next process need not read it again
                     self._write_spooled(store, raw, spool)
                 raise
-            self._write_spooled(store, raw, spool, done=True)
+            self._write_spooled(store, raw, spool, done=not self._interrupted)
+        if self._interrupted:
+            raise InterruptedRestoreError(f"the restore of {self.goal.table}-{self.goal.partition} was interrupted")
 
     def _pieces(self, commit_record: CommitRecord) -> Iterator[tuple[CommitRecord, RowColumns]]:
         """The missing changes in parts, each with the commit record that is valid when the part is written."""
@@ -202,6 +215,8 @@ class CatchUp:
                 if position < goal_end or not self.goal.open_ended:  # else rows after the goal may still be missing
                     commit_record = replace(commit_record, **{name: position})  # type: ignore[arg-type]
                 yield commit_record, part
+            if self._interrupted:
+                return
 
     def _end(self, topic: str, goal_end: int) -> int:
         """Up to where a topic is read. Rows after the goal belong to batches without progress, which run again. They
@@ -272,8 +287,13 @@ class CatchUp:
         """Parts with the last row of each row key, sorted and of limited size, and the offset at which each ends."""
         gathered: list[RowColumns] = []
         count = size = 0
+        reached = end
         for chunk in self._read_columns(topic, start, end):
+            if chunk.next_offset < end and self._is_over():
+                self._interrupted, reached = True, chunk.next_offset
             if not len(chunk.records):
+                if self._interrupted:
+                    break
                 continue
             found = rows_of(chunk.records)
             gathered.append(found)
@@ -285,8 +305,10 @@ class CatchUp:
                 if count > _WRITTEN_ROWS // 2 or size > _WRITTEN_BYTES // 2:  # else the same keys come again and again
                     yield part, min(chunk.next_offset, end)
                     gathered, count, size = [], 0, 0
+            if self._interrupted:
+                break
         if count:
-            yield sorted_rows(gathered), end
+            yield sorted_rows(gathered), reached
 
     def _read_columns(self, topic: str, start: int, end: int) -> Iterator[Columns]:
         if start < end:

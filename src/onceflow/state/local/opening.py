@@ -62,6 +62,7 @@ def open_partition(
     progress: Callable[[int], None] | None = None,
     still_owner: Callable[[], bool] | None = None,
     stamped: bool = False,
+    is_over: Callable[[], bool] | None = None,
 ) -> Opened:
     """Open a store that contains exactly what is committed, whatever is on disk now.
 
@@ -73,13 +74,15 @@ def open_partition(
         still_owner: called if the copy is ahead of the goal. False: a newer driver of the flow has updated the copy,
             and the caller is fenced. Then the copy is not changed.
         stamped: the rows of the table are stamped (``stamps.py``).
+        is_over: returns whether to end now, and to keep what was read; None: a restore takes as long as it takes.
 
     Raises:
         FencedError: a newer driver has fenced this one.
+        InterruptedRestoreError: ``is_over`` has ended it.
         OnceflowError: Kafka could not be read, or the folder cannot be used. The copy on disk stays consistent.
     """
     began = time.monotonic()
-    run = CatchUp(folder, goal, source, tombstone_age_ms, now_ms, progress, still_owner, stamped)
+    run = CatchUp(folder, goal, source, tombstone_age_ms, now_ms, progress, still_owner, stamped, is_over)
     why = ""
     try:
         store, how = _brought_up(folder, opener, run, verify=verify)
@@ -134,7 +137,7 @@ def open_store(folder: Path, opener: type[Store], *, verify: bool) -> Store:
     died, there = found_in(folder, opener)
     if died:
         raise StoreCorruptError("the process that was verifying it died")
-    with _verifying(folder) if verify and there else nullcontext():
+    with suspecting(folder) if verify and there else nullcontext():
         store = opener.open(folder)
         try:
             if verify and not store.checksum_holds():
@@ -160,9 +163,9 @@ def found_in(folder: Path, opener: type[Store]) -> tuple[bool, bool]:
 
 
 @contextmanager
-def _verifying(folder: Path) -> Iterator[None]:
-    """While this runs, a file exists in the folder. It stays there if damaged data crash the storage engine, and with
-    it the process. So the next process knows of the damage."""
+def suspecting(folder: Path) -> Iterator[None]:
+    """Data are read that may be damaged. While this runs, a file exists in the folder. It stays there if they crash the
+    storage engine, and with it the process. So the next process knows of the damage."""
     trial = folder / VERIFYING
     try:
         make_private(folder)  # not every store has files there

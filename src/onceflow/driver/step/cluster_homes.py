@@ -1,0 +1,84 @@
+"""Homes of tables on a real cluster: Spark's executors, and jobs in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pyspark.sql import SparkSession
+
+from onceflow.driver.step.homes import Homes
+from onceflow.driver.step.table_homes import TableHomes, group_count
+from onceflow.driver.step.table_state import TableState
+from onceflow.planning.process import Step
+from onceflow.spark.executors import Executor, Executors
+from onceflow.spark.placed_jobs import PlacedJobs
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class ClusterHomes:
+    """The homes, and what makes jobs whose tasks run there."""
+
+    homes: Homes
+    jobs: PlacedJobs
+
+
+class SparkCluster:
+    """See `homes.Cluster`."""
+
+    def __init__(self, spark: SparkSession, jobs: PlacedJobs, flow: str) -> None:
+        self._spark = spark
+        self._jobs = jobs
+        self._executors = Executors(spark)
+        self._group = f"onceflow-copies-{flow}"
+
+    def ids(self) -> dict[str, bool]:
+        return self._executors.ids()
+
+    def of(self, ids: dict[str, bool]) -> list[Executor]:
+        return self._executors.of(ids)
+
+    def run(self, executors: Sequence[str], task: Callable[[Iterable[int]], Iterable[_T]]) -> list[_T]:
+        return self._jobs.run(executors, task)
+
+    def ran_in(self, stage: int) -> dict[int, str]:
+        return self._executors.ran_in(stage)
+
+    def run_anywhere(self) -> None:
+        self._spark.sparkContext.parallelize(range(1), 1).count()
+
+    def described(self, text: str) -> None:
+        self._spark.sparkContext.setJobGroup(self._group, text)
+
+    def cancel(self) -> None:
+        self._spark.sparkContext.cancelJobGroup(self._group)
+
+
+def homes_of(
+    spark: SparkSession,
+    tables: Mapping[str, TableState],
+    steps: Mapping[str, Step],
+    *,
+    sources: Iterable[int],
+    output: int | None,
+    flow: str,
+) -> ClusterHomes | None:
+    """The homes of the tables of a query that runs on a cluster. None: their copies are in the memory of processes.
+
+    Args:
+        tables, steps: by table.
+        sources: partition counts of the topics that are read. output: that of the output topic; None: rows name theirs.
+    """
+    jobs = PlacedJobs(spark)
+    cluster = SparkCluster(spark, jobs, flow)
+    hosts = len(cluster.ids())
+    read, written = list(sources), [] if output is None else [output]
+    found = {
+        name: TableHomes(table, group_count(table.partitions, read, written, hosts), steps[name].copies)
+        for name, table in tables.items()
+        if table.spec.store.on_disk
+    }
+    return ClusterHomes(Homes(found, cluster, flow=flow), jobs) if found else None

@@ -1,0 +1,473 @@
+"""Homes of table partitions on a cluster: tasks run where the local copies are, and copies are restored beside batches.
+
+Spark runs a task anywhere. So the driver knows the executors and the copies that they have, gives each partition a home
+(``planning/homes.py``), and names the executors in its jobs. Before a batch begins, all homes are brought up to what is
+committed. Standby copies, and copies that will be homes, follow in between: hosts that have homes do it in the time
+between batches, others at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from onceflow.client.settings import ClientSettings
+from onceflow.driver.step.table_homes import StateExecutors, TableHomes
+from onceflow.errors import BatchAbortedError, OnceflowError, counted
+from onceflow.messages import MisplacedError, PrepareOrder
+from onceflow.planning.homes import StateHost
+from onceflow.planning.placement import HomeTasks
+from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.spark.executors import Executor
+from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.state.local.format import CommitId
+from onceflow.state.spec import StateReport
+from onceflow.task.copy_tasks import CopiesFound, CopyOrder, CopyReport, CopyTask, LookTask
+
+log = logging.getLogger("onceflow.state")
+
+_T = TypeVar("_T")
+
+_LOOK_EVERY_S = 0.5
+_TURN_S = 0.05
+# A host that is gone is waited for as long as a restore elsewhere would take, at this rate, and no longer than this: an
+# executor that was killed is replaced in seconds, on the same host with the same copies.
+_AWAITED_S, _RESTORED_PER_S = 10.0, 100_000
+# How long copies are brought up at a time: where batches run, the next one may wait for it.
+_SLICE_S, _LONG_SLICE_S = 0.2, 5.0
+_STANDBY_EVERY_S = 1.0
+_STARVED_S = 2.0  # batches without a pause: then copies get a slice beside them
+# Tasks that run elsewhere, one after the other, until their host is avoided for a time.
+_MISSES, _AVOIDED_S = 10, 60.0
+_START_S = 60.0  # for the first executor
+
+
+class Cluster(Protocol):
+    """The executors, and jobs in them (`Executors`, `PlacedJobs`)."""
+
+    def ids(self) -> dict[str, bool]:
+        """The registered executors, and whether each takes new tasks."""
+        ...
+
+    def of(self, ids: dict[str, bool]) -> list[Executor]:
+        """What is known of these executors."""
+        ...
+
+    def run(self, executors: Sequence[str], task: Callable[[Iterable[int]], Iterable[_T]]) -> list[_T]:
+        """Run a function once for each of these executors."""
+        ...
+
+    def ran_in(self, stage: int) -> dict[int, str]:
+        """In which executor each task of a stage has run."""
+        ...
+
+    def run_anywhere(self) -> None:
+        """Run a job, so that Spark has an executor."""
+        ...
+
+    def described(self, text: str) -> None:
+        """Say what the jobs of this thread are for."""
+        ...
+
+    def cancel(self) -> None:
+        """Cancel the jobs of other threads that `described` their jobs."""
+        ...
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who owns the flow, for tasks that bring up copies.
+
+    Args:
+        settings: how they connect.
+        transactional_id, producer: of the flow.
+    """
+
+    settings: ClientSettings
+    transactional_id: str
+    producer: ProducerIdAndEpoch
+
+
+class Homes:
+    """The homes of all tables of one query.
+
+    Args:
+        tables: by their names.
+        cluster: the executors.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, TableHomes],
+        cluster: Cluster,
+        *,
+        flow: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tables = dict(tables)
+        self._cluster = cluster
+        self._flow = flow
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._copying = threading.Condition()
+        self._in_use: set[str] = set()  # locations where a job brings copies up now
+        self._ids: dict[str, bool] = {}
+        self._executors: dict[str, Executor] = {}
+        self._found: dict[str, CopiesFound] = {}  # by executor: where it keeps its copies
+        self._gone: dict[str, float] = {}  # location: since when it has no executor
+        self._avoided: dict[str, float] = {}  # location: until when
+        self._misses = 0
+        self._owner: Owner | None = None
+        self._busy_since: float | None = None
+        self._slice_at = self._standby_at = float("-inf")
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # ---- batches -------------------------------------------------------------------------------------
+
+    def ready(self, owner: Owner) -> None:
+        """Bring all homes up to what is committed. Call this before the transaction of an attempt begins.
+
+        Raises:
+            OnceflowError: a copy could not be brought up, or Spark has no executors.
+        """
+        self._owner = owner
+        self._busy_since = self._clock()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beside, name=f"copies of {self._flow}", daemon=True)
+            self._thread.start()
+        self._look()
+        self._await_executors()
+        self._await_hosts()
+        with self._lock:
+            for table in self.tables.values():
+                table.assign(self._hosts(table.name))
+        for table in self.tables.values():
+            self._bring_up(table)
+
+    def tasks(self, table: str, touched: Collection[int], rows: int, cores: int) -> HomeTasks:
+        """See `TableHomes.tasks`."""
+        with self._lock:
+            return self.tables[table].tasks(self._of_table(table), touched, rows, cores)
+
+    def on_commit(self, table: str, reports: Iterable[StateReport]) -> None:
+        """A batch is committed, with these reports about a table."""
+        with self._lock:
+            self.tables[table].on_commit((report.partition, report.location) for report in reports)
+            self._misses = 0
+
+    def ended(self) -> None:
+        """The attempt of a batch is over."""
+        self._busy_since = None
+        self._wake.set()
+
+    def failed(self, problem: BaseException) -> bool:
+        """An attempt has failed. Returns whether it is not counted: a task was not where its copies are."""
+        self.ended()
+        self._ids = {}  # look again, whatever was known
+        if not isinstance(problem, MisplacedError):
+            return False
+        self._misses += 1
+        if self._misses >= _MISSES and problem.wanted:
+            log.warning(
+                "flow %s: Spark has run tasks %d times elsewhere than at %s, where their local copies are; for the "
+                "next %.0f s their partitions have other homes. Its executors may be busy with other jobs: raise "
+                "spark.locality.wait.process",
+                *(self._flow, self._misses, problem.wanted, _AVOIDED_S),
+            )
+            self._avoided[problem.wanted] = self._clock() + _AVOIDED_S
+            self._misses = 0
+        return True
+
+    def close(self) -> None:
+        """End what runs beside the batches."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._cluster.cancel()
+            self._thread.join(timeout=10.0)
+
+    # ---- executors -----------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """See which executors there are, and ask new ones for their copies."""
+        with self._lock:
+            ids = self._cluster.ids()
+            if ids == self._ids:
+                return
+            self._ids = ids
+            executors = {each.id: each for each in self._cluster.of(ids)}
+            if len(executors) < len(ids):
+                self._ids = {}  # Spark does not know all of them yet
+            new = [each for name, each in sorted(executors.items()) if name not in self._found and not each.leaving]
+            if new:
+                self._ask(new)
+            self._executors = executors
+            self._found = {name: found for name, found in self._found.items() if name in executors}
+            self._note_gone()
+
+    def _ask(self, executors: Sequence[Executor]) -> None:
+        if self._owner is None:
+            return
+        orders = tuple(self._order(table) for table in self.tables.values())
+        known = frozenset(at for name in self.tables for at in self._of_table(name).hosts)
+        try:
+            answers = self._cluster.run([each.preference for each in executors], LookTask(orders, known))
+        except SPARK_ERRORS as error:  # one of them has just left, say: the next look finds out
+            log.info("flow %s: executors could not be asked for their local copies: %s", self._flow, error)
+            self._ids = {}
+            return
+        ran_in = {stage: self._cluster.ran_in(stage) for stage in {answer.stage for answer in answers}}
+        wanted = {each.id for each in executors}
+        for answer in answers:
+            executor = ran_in[answer.stage].get(answer.task, "")
+            if executor not in wanted or executor in self._found:
+                continue  # Spark has run the task in another one
+            self._found[executor] = answer
+            for name, copies in answer.copies.items():
+                self.tables[name].found(answer.locations[name], copies)
+        if wanted - self._found.keys():
+            self._ids = {}
+
+    def _note_gone(self) -> None:
+        now = self._clock()
+        for table in self.tables.values():
+            there = self._of_table(table.name).hosts
+            for home in set(table.plan.homes.values()):
+                if home in there:
+                    self._gone.pop(home, None)
+                elif home not in self._gone:
+                    self._gone[home] = now
+                    log.warning("flow %s: no executor is left at %s", self._flow, home)
+
+    def _of_table(self, table: str) -> StateExecutors:
+        """The executors, by the place where they keep the copies of a table."""
+        by_location: dict[str, list[Executor]] = {}
+        for name, found in self._found.items():
+            if name in self._executors:
+                by_location.setdefault(found.locations[table], []).append(self._executors[name])
+        hosts, names = {}, {}
+        for location, there in by_location.items():
+            staying = [each for each in there if not each.leaving] or there
+            rack = next(found.rack for found in self._found.values() if found.locations[table] == location)
+            leaving = all(each.leaving for each in there) or self._clock() < self._avoided.get(location, 0.0)
+            cores = sum(each.cores for each in staying)
+            hosts[location] = StateHost(location, staying[0].host, rack, cores, leaving)
+            names[location] = [(each.preference, each.cores) for each in staying]
+        return StateExecutors(hosts, names)
+
+    def _hosts(self, table: str) -> Collection[StateHost]:
+        return self._of_table(table).hosts.values()
+
+    def _await_executors(self) -> None:
+        """Without executors there is no home: Spark starts some for a job."""
+        until = self._clock() + _START_S
+        while not any(self._hosts(name) for name in self.tables):
+            if self._clock() > until:
+                raise BatchAbortedError(
+                    f"Spark has no executor {_START_S:.0f} s after flow {self._flow} has asked for one",
+                    flow=self._flow,
+                    next_step="look at the master's and the workers' logs; the flow continues when there is one",
+                )
+            self._cluster.run_anywhere()
+            self._look()
+            time.sleep(_TURN_S)
+
+    def _await_hosts(self) -> None:
+        """Wait for hosts that are gone as long as a restore of what only they have would take."""
+        while (wait_s := self._wait_s()) > 0 and not self._closed:
+            time.sleep(min(_TURN_S, wait_s))
+            self._look()
+
+    def _wait_s(self) -> float:
+        with self._lock:
+            longest = 0.0
+            for table in self.tables.values():
+                there = self._of_table(table.name).hosts
+                gone, records = table.orphans(there.keys())
+                rate = _RESTORED_PER_S * max(1, sum(host.cores for host in there.values()))
+                patience = min(_AWAITED_S, records / rate)
+                for location in gone:
+                    longest = max(longest, self._gone.get(location, self._clock()) + patience - self._clock())
+            return longest
+
+    # ---- copies --------------------------------------------------------------------------------------
+
+    def _bring_up(self, table: TableHomes) -> None:
+        """Bring the homes of a table up to what is committed, however long that takes."""
+        if not table.is_restored:
+            return
+        tried = 0
+        while lacking := table.missing(table.plan.homes.items()):
+            waiting = table.plan.waiting
+            if waiting:
+                log.info(
+                    "flow %s: table %s waits until %s of %d are restored",
+                    *(self._flow, table.name, counted(len(waiting), "group"), table.groups),
+                )
+            failure = self._run_copies(table, lacking, None)
+            if failure is not None:
+                raise failure
+            tried += 1
+            if tried > _MISSES:
+                raise BatchAbortedError(
+                    f"Local copies of table {table.name} cannot be brought up where they are needed",
+                    flow=self._flow,
+                    topic=table.name,
+                    next_step="Spark runs the tasks elsewhere: see spark.locality.wait in docs/deploy.md",
+                )
+            if table.missing(table.plan.homes.items()):
+                self._ids = {}
+                self._look()
+                with self._lock:
+                    table.assign(self._hosts(table.name))
+
+    def _run_copies(
+        self,
+        table: TableHomes,
+        lacking: Mapping[str, Sequence[int]],
+        limit_s: float | None,
+        surplus: Mapping[str, Sequence[int]] | None = None,
+    ) -> OnceflowError | None:
+        """Bring copies up, by location, and remove others. Returns why one could not be brought up.
+
+        Args:
+            limit_s: None: however long it takes, where nothing else brings up copies; else what is in use is left out.
+        """
+        names = self._of_table(table.name).names
+        surplus = surplus or {}
+        with self._using({*lacking, *surplus} & names.keys(), waits=limit_s is None) as free:
+            return self._run_at(table, names, free, lacking, surplus, limit_s)
+
+    @contextlib.contextmanager
+    def _using(self, locations: set[str], *, waits: bool) -> Iterator[set[str]]:
+        """Locations where nothing else brings up copies meanwhile. ``waits``: until that is so everywhere."""
+        with self._copying:
+            while waits and locations & self._in_use:
+                self._copying.wait(_TURN_S)
+            free = locations - self._in_use
+            self._in_use |= free
+        try:
+            yield free
+        finally:
+            with self._copying:
+                self._in_use -= free
+                self._copying.notify_all()
+
+    def _run_at(
+        self,
+        table: TableHomes,
+        names: Mapping[str, Sequence[tuple[str, int]]],
+        free: Collection[str],
+        lacking: Mapping[str, Sequence[int]],
+        surplus: Mapping[str, Sequence[int]],
+        limit_s: float | None,
+    ) -> OnceflowError | None:
+        executors: list[str] = []
+        locations: list[str] = []
+        partitions: list[tuple[int, ...]] = []
+        removed: list[tuple[int, ...]] = []
+        for location in sorted(free):
+            slots = [name for name, cores in names[location] for _ in range(cores)]
+            here = lacking.get(location, ())
+            for number, executor in enumerate(slots[: max(1, len(here))]):
+                executors.append(executor)
+                locations.append(location)
+                partitions.append(tuple(here[number :: min(len(slots), max(1, len(here)))]))
+                removed.append(tuple(surplus.get(location, ())) if number == 0 else ())
+        if not executors:
+            return None
+        order = CopyOrder(self._order(table), tuple(locations), tuple(partitions), tuple(removed), limit_s)
+        try:
+            reports = self._cluster.run(executors, CopyTask(order))
+        except SPARK_ERRORS as error:
+            log.info("flow %s: local copies of table %s were not brought up: %s", self._flow, table.name, error)
+            self._ids = {}
+            return None
+        return self._note(table, reports)
+
+    def _note(self, table: TableHomes, reports: Iterable[CopyReport]) -> OnceflowError | None:
+        failure: OnceflowError | None = None
+        with self._lock:
+            for report in reports:
+                for done in report.prepared:
+                    table.reached(done.partition, report.location, done.ends)
+                table.table.prepared(report.prepared)
+                for partition in report.removed:
+                    table.removed(partition, report.location)
+                failure = failure or report.error
+        return failure
+
+    def _order(self, table: TableHomes) -> PrepareOrder:
+        if self._owner is None:
+            raise RuntimeError("nobody owns the flow yet")
+        owner, state = self._owner, table.table
+        moment = state.moment(-1, CommitId(-1, -1, -1), 0)
+        return PrepareOrder(state.spec.without_code(), moment, owner.settings, owner.transactional_id, owner.producer)
+
+    # ---- beside the batches --------------------------------------------------------------------------
+
+    def _beside(self) -> None:
+        self._cluster.described(f"flow {self._flow}, local copies beside the batches")
+        while not self._closed:
+            self._wake.wait(_LOOK_EVERY_S)
+            self._wake.clear()
+            try:
+                while self._slice():
+                    pass
+            except Exception as error:  # nothing is lost: the batches bring up what they need
+                if not self._closed:  # else its jobs were cancelled
+                    log.warning("flow %s: local copies were not brought up beside the batches: %s", self._flow, error)
+
+    def _slice(self) -> bool:
+        """Bring copies up for a short time. Returns whether something was done."""
+        now = self._clock()
+        if self._closed:
+            return False
+        if self._busy_since is None:
+            self._look()
+        worked = False
+        for table in self.tables.values():
+            if not table.is_restored:
+                continue
+            with self._lock:
+                if self._busy_since is None:
+                    table.assign(self._hosts(table.name))
+                lacking, surplus, has_homes = self._due(table, now)
+            if not lacking and not surplus:
+                continue
+            self._slice_at = now
+            failure = self._run_copies(table, lacking, _SLICE_S if has_homes else _LONG_SLICE_S, surplus)
+            if failure is not None:
+                log.warning("flow %s: a local copy could not be brought up: %s", self._flow, failure)
+                return False
+            worked = True
+        return worked
+
+    def _due(self, table: TableHomes, now: float) -> tuple[dict[str, list[int]], dict[str, list[int]], bool]:
+        """What is to be done now for a table: which copies are brought up and removed, by location, and whether that is
+        where batches run."""
+        lacking = table.missing(table.plan.restores)
+        if table.plan.waiting:
+            for location, partitions in table.missing(
+                pair for pair in table.plan.homes.items() if pair[0] in table.plan.waiting
+            ).items():
+                lacking.setdefault(location, []).extend(partitions)
+        if now - self._standby_at >= _STANDBY_EVERY_S:
+            self._standby_at = now
+            kept = table.plan.copies_beside() - table.plan.restores
+            for location, partitions in table.missing(kept).items():
+                lacking.setdefault(location, []).extend(partitions)
+        surplus = table.surplus_at(self._of_table(table.name).hosts.keys())
+        homes = set(table.plan.homes.values())
+        if self._busy_since is not None and now - max(self._slice_at, self._busy_since) < _STARVED_S:
+            lacking = {location: each for location, each in lacking.items() if location not in homes}
+            surplus = {location: each for location, each in surplus.items() if location not in homes}
+        return lacking, surplus, bool(homes & {*lacking, *surplus})

@@ -1,0 +1,194 @@
+"""Where the copies of one table are on a cluster, how far they go, and where its tasks run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from onceflow.driver.step.table_state import TableState
+from onceflow.messages import Owners
+from onceflow.planning.homes import ACCEPTABLE_LAG, Assignment, StateHost, assign, tasks_of
+from onceflow.planning.placement import TASK_ROWS, HomeTasks
+
+# So many groups for each host, if the partition counts allow it: else the shares of hosts would be too unequal.
+_GROUPS_PER_HOST = 2
+_GROUPS_MIN = 8
+_NEVER = 1 << 60  # records that a copy lacks which cannot be brought up
+
+
+@dataclass(frozen=True)
+class StateExecutors:
+    """What the executors of a cluster are for the copies of a table.
+
+    Args:
+        hosts: by location.
+        names: at each location, the preference of each executor, and how many tasks it runs at once.
+    """
+
+    hosts: Mapping[str, StateHost]
+    names: Mapping[str, Sequence[tuple[str, int]]]
+
+
+class TableHomes:
+    """The copies of one table on a cluster.
+
+    Args:
+        groups: how many groups its partitions are divided into, see ``planning/homes.py``.
+        copies: how many copies of each partition there shall be.
+    """
+
+    def __init__(self, table: TableState, groups: int, copies: int) -> None:
+        self.table = table
+        self.groups = groups
+        self._copies = copies if table.spec.topics.changelog else 1
+        self._ends: dict[tuple[int, str], tuple[int, int]] = {}
+        self.plan = Assignment(waiting=frozenset(range(groups)))
+        self._moved = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the table."""
+        return self.table.spec.table
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether copies can be restored: the table has a changelog."""
+        return self.table.spec.topics.changelog
+
+    @property
+    def moves(self) -> int:
+        """How many partitions have got another home so far."""
+        return self._moved * (self.table.partitions // self.groups)
+
+    def partitions(self, group: int) -> range:
+        """The partitions of a group."""
+        return range(group, self.table.partitions, self.groups)
+
+    # ---- copies --------------------------------------------------------------------------------------
+
+    def found(self, location: str, copies: Mapping[int, tuple[int, int]]) -> None:
+        """A host was asked for its copies: up to which offsets each goes."""
+        for known in [known for known in self._ends if known[1] == location]:
+            del self._ends[known]
+        for partition, ends in copies.items():
+            self._ends[partition, location] = ends
+
+    def reached(self, partition: int, location: str, ends: tuple[int, int]) -> None:
+        """A copy goes up to these offsets of the two topics."""
+        self._ends[partition, location] = ends
+
+    def removed(self, partition: int, location: str) -> None:
+        """A copy was removed."""
+        self._ends.pop((partition, location), None)
+
+    def on_commit(self, written: Iterable[tuple[int, str]]) -> None:
+        """A batch is committed that has worked on these partitions at these locations."""
+        committed = self.table.committed()
+        for partition, location in written:
+            self._ends[partition, location] = committed[partition]
+
+    def lags(self, locations: Collection[str]) -> dict[tuple[int, str], int]:
+        """How many records the copies of each group lack at these locations. There is no copy without an entry."""
+        committed = self.table.committed()
+        found: dict[tuple[int, str], int] = {}
+        for group in range(self.groups):
+            whole = [(partition, committed[partition]) for partition in self.partitions(group)]
+            is_empty = not any(any(ends) for _, ends in whole)
+            for location in locations:
+                if is_empty or any((partition, location) in self._ends for partition, _ in whole):
+                    lacking = sum(self._lag(partition, location, ends) for partition, ends in whole)
+                    found[group, location] = lacking
+        return found
+
+    def _lag(self, partition: int, location: str, committed: tuple[int, int]) -> int:
+        ends = self._ends.get((partition, location), (0, 0))
+        if ends == committed:
+            return 0
+        return max(1, sum(committed) - sum(ends)) if self.is_restored else _NEVER
+
+    def missing(self, pairs: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+        """Which partitions are to be brought up, by location, the one with the shortest way first.
+
+        Args:
+            pairs: groups and locations.
+        """
+        committed = self.table.committed()
+        found: dict[str, list[tuple[int, int]]] = {}
+        for group, location in pairs:
+            for partition in self.partitions(group):
+                lag = self._lag(partition, location, committed[partition])
+                is_there = (partition, location) in self._ends
+                if lag or (is_there and not self.table.is_verified(partition, location)):
+                    found.setdefault(location, []).append((lag, partition))
+        return {location: [partition for _, partition in sorted(lacking)] for location, lacking in found.items()}
+
+    def surplus_at(self, locations: Collection[str]) -> dict[str, list[int]]:
+        """Partitions whose copies nobody needs any more, by location."""
+        found: dict[str, list[int]] = {}
+        for group, location in self.plan.surplus:
+            if location in locations:
+                here = [partition for partition in self.partitions(group) if (partition, location) in self._ends]
+                found.setdefault(location, []).extend(here)
+        return {location: partitions for location, partitions in found.items() if partitions}
+
+    # ---- homes ---------------------------------------------------------------------------------------
+
+    def assign(self, hosts: Collection[StateHost]) -> None:
+        """Decide anew which host has which group."""
+        before = self.plan.homes
+        lags = self.lags([host.location for host in hosts])
+        self.plan = assign(self.groups, hosts, lags, before, copies=self._copies)
+        self._moved += sum(before.get(group, home) != home for group, home in self.plan.homes.items())
+
+    def orphans(self, locations: Collection[str]) -> tuple[set[str], int]:
+        """Homes that are not among these locations and that no level copy can replace; how many records a restore of
+        their groups would have to read."""
+        lags, committed = self.lags(locations), self.table.committed()
+        gone: set[str] = set()
+        records = 0
+        for group, home in self.plan.homes.items():
+            if home in locations:
+                continue
+            least = min((lags.get((group, at), _NEVER) for at in locations), default=_NEVER)
+            if least > ACCEPTABLE_LAG:
+                gone.add(home)
+                everything = sum(sum(committed[partition]) for partition in self.partitions(group))
+                records += min(least, everything) if self.is_restored else _NEVER
+        return gone, records
+
+    def tasks(self, executors: StateExecutors, touched: Collection[int], rows: int, cores: int) -> HomeTasks:
+        """The tasks of a job for these groups; all groups, if there are none.
+
+        Args:
+            rows: how many rows the job may get. cores: how many tasks run at once.
+        """
+        groups = touched or range(self.groups)
+        wanted = max(1, min(cores, round(rows / TASK_ROWS + 0.5)))
+        tasks = tasks_of(self.plan.homes, executors.names, groups, wanted)
+        by_group = [-1] * self.groups
+        for number, task in enumerate(tasks):
+            for group in task.groups:
+                by_group[group] = number
+        return HomeTasks(
+            Owners(self.groups, tuple(by_group)),
+            tuple(task.executor for task in tasks),
+            tuple(task.location for task in tasks),
+        )
+
+
+def group_count(partitions: int, sources: Iterable[int], outputs: Iterable[int], hosts: int) -> int:
+    """How many groups the partitions of a table are divided into.
+
+    A divisor of the partition counts of sources and outputs is best: then tasks process records where they have read
+    them, and write outputs without moving them. But hosts can share only what is divided finely.
+
+    Args:
+        hosts: how many there are now.
+    """
+    enough = min(partitions, max(_GROUPS_MIN, _GROUPS_PER_HOST * hosts))
+    read = [partitions, *sources]
+    for counts in ([*read, *outputs], read):
+        if gcd(*counts) >= enough:
+            return gcd(*counts)
+    return partitions
