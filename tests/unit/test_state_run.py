@@ -8,11 +8,12 @@ import random
 import re
 import shutil
 import socket
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ import onceflow
 from onceflow import hooks, serdes
 from onceflow.admin.versions.promotion_timers import unfired
 from onceflow.client.deadline import Deadline
-from onceflow.client.produce import Acknowledged
 from onceflow.clock import clock_ms
 from onceflow.driver.step.table_state import TableState
 from onceflow.errors import EnvironmentUnusableError
@@ -44,58 +44,14 @@ from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow.task.state_run import StateRun
-from onceflow_workshop.testing.columns import ReadsColumns
+
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from table_topics import Count, Kafka
+finally:
+    sys.path.pop(0)
 
 PARTITIONS = 2
-Row = tuple[bytes, "bytes | None"]
-
-
-class Count(Processor):
-    """How many records a key has had."""
-
-    key = serdes.STRING
-    state = serdes.JSON
-
-    def process(self, key: str, records: Sequence[Any], state: Any) -> None:
-        state.put({"count": state.get({"count": 100})["count"] + len(records)})
-
-
-@dataclass
-class Part:
-    keys: list[bytes | None]
-    values: list[bytes | None]
-    next_offset: int
-    headers: dict[int, list[tuple[str, bytes | None]]] = field(default_factory=dict)
-
-
-class Kafka(ReadsColumns):
-    """The table's topics; a transaction ends with a marker in each partition that it wrote to."""
-
-    def __init__(self) -> None:
-        self.committed: dict[tuple[str, int], list[Row | None]] = {}
-        self.open: dict[tuple[str, int], list[Row]] = {}
-        self.read_records = 0
-
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Part]:
-        rows = [row for row in self.committed.get((topic, partition), [])[start:end] if row is not None]
-        self.read_records += len(rows)
-        yield Part([key for key, _ in rows], [value for _, value in rows], end)
-
-    def write_to(self, topic: str, partition: int, batch: pa.RecordBatch) -> None:
-        rows = zip(batch.column("key").to_pylist(), batch.column("value").to_pylist(), strict=True)
-        self.open.setdefault((topic, partition), []).extend(rows)
-
-    def acknowledged(self) -> dict[tuple[str, int], Acknowledged]:
-        begins = {place: len(self.committed.get(place, [])) for place in self.open}
-        return {
-            place: Acknowledged(begins[place], len(rows), 0, begins[place] + len(rows))
-            for place, rows in self.open.items()
-        }
-
-    def commit(self) -> None:
-        for place, rows in self.open.items():
-            self.committed.setdefault(place, []).extend([*rows, None])
-        self.open = {}
 
 
 class Flow:

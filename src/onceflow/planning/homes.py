@@ -198,7 +198,16 @@ def _standbys(
             if (group, host.location) in lags and not _same_rack(host, target, hosts):
                 kept[group].append(host)
                 room[host.location] -= 1
-    return {group: _filled(group, known[targets[group]], kept[group], hosts, lags, room, copies) for group in kept}
+    # Then one of each home, and so on: else the last ones would all be of the same home, and the room left be there.
+    seen: dict[str, int] = {}
+    order = []
+    for group in range(groups):
+        seen[targets[group]] = seen.get(targets[group], 0) + 1
+        order.append((seen[targets[group]], targets[group], group))
+    return {
+        group: _filled(group, known[targets[group]], kept[group], hosts, lags, room, copies)
+        for _, _, group in sorted(order)
+    }
 
 
 def _same_rack(host: StateHost, target: StateHost, hosts: Sequence[StateHost]) -> bool:
@@ -216,6 +225,8 @@ def _filled(
     copies: int,
 ) -> tuple[str, ...]:
     """The standby copies of a group: those that stay, and further ones, which take up room."""
+    places = [host.location for host in hosts]
+    own = places.index(target.location)
     while len(chosen) < copies - 1:
         used = {target.host, *(host.host for host in chosen)}
         racks = {target.rack, *(host.rack for host in chosen)}
@@ -229,7 +240,7 @@ def _filled(
                 room[host.location] <= 0,
                 (group, host.location) not in lags,
                 -room[host.location],
-                host.location,
+                (places.index(host.location) - own) % len(places),  # around a ring: homes have different standbys
             ),
         )
         chosen.append(best)

@@ -130,6 +130,12 @@ class Homes:
         self._closed = False
         self._thread: threading.Thread | None = None
 
+    def start(self) -> None:
+        """Start what runs beside the batches, unless it runs."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beside, name=f"copies of {self._flow}", daemon=True)
+            self._thread.start()
+
     # ---- batches -------------------------------------------------------------------------------------
 
     def ready(self, owner: Owner) -> None:
@@ -140,9 +146,6 @@ class Homes:
         """
         self._owner = owner
         self._busy_since = self._clock()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._beside, name=f"copies of {self._flow}", daemon=True)
-            self._thread.start()
         self._look()
         self._await_executors()
         self._await_hosts()
@@ -312,9 +315,7 @@ class Homes:
                     "flow %s: table %s waits until %s of %d are restored",
                     *(self._flow, table.name, counted(len(waiting), "group"), table.groups),
                 )
-            failure = self._run_copies(table, lacking, None)
-            if failure is not None:
-                raise failure
+            self._run_copies(table, lacking, None)
             tried += 1
             if tried > _MISSES:
                 raise BatchAbortedError(
@@ -335,11 +336,14 @@ class Homes:
         lacking: Mapping[str, Sequence[int]],
         limit_s: float | None,
         surplus: Mapping[str, Sequence[int]] | None = None,
-    ) -> OnceflowError | None:
-        """Bring copies up, by location, and remove others. Returns why one could not be brought up.
+    ) -> bool:
+        """Bring copies up, by location, and remove others. Returns whether anything was done.
 
         Args:
             limit_s: None: however long it takes, where nothing else brings up copies; else what is in use is left out.
+
+        Raises:
+            OnceflowError: a copy could not be brought up.
         """
         names = self._of_table(table.name).names
         surplus = surplus or {}
@@ -369,7 +373,7 @@ class Homes:
         lacking: Mapping[str, Sequence[int]],
         surplus: Mapping[str, Sequence[int]],
         limit_s: float | None,
-    ) -> OnceflowError | None:
+    ) -> bool:
         executors: list[str] = []
         locations: list[str] = []
         partitions: list[tuple[int, ...]] = []
@@ -383,18 +387,19 @@ class Homes:
                 partitions.append(tuple(here[number :: min(len(slots), max(1, len(here)))]))
                 removed.append(tuple(surplus.get(location, ())) if number == 0 else ())
         if not executors:
-            return None
+            return False
         order = CopyOrder(self._order(table), tuple(locations), tuple(partitions), tuple(removed), limit_s)
         try:
             reports = self._cluster.run(executors, CopyTask(order))
         except SPARK_ERRORS as error:
             log.info("flow %s: local copies of table %s were not brought up: %s", self._flow, table.name, error)
             self._ids = {}
-            return None
+            return False
         return self._note(table, reports)
 
-    def _note(self, table: TableHomes, reports: Iterable[CopyReport]) -> OnceflowError | None:
+    def _note(self, table: TableHomes, reports: Iterable[CopyReport]) -> bool:
         failure: OnceflowError | None = None
+        worked = False
         with self._lock:
             for report in reports:
                 for done in report.prepared:
@@ -402,8 +407,11 @@ class Homes:
                 table.table.prepared(report.prepared)
                 for partition in report.removed:
                     table.removed(partition, report.location)
+                worked = worked or bool(report.prepared or report.removed)
                 failure = failure or report.error
-        return failure
+        if failure is not None:
+            raise failure
+        return worked
 
     def _order(self, table: TableHomes) -> PrepareOrder:
         if self._owner is None:
@@ -420,13 +428,14 @@ class Homes:
             self._wake.wait(_LOOK_EVERY_S)
             self._wake.clear()
             try:
-                while self._slice():
+                while self.slice():
                     pass
             except Exception as error:  # nothing is lost: the batches bring up what they need
                 if not self._closed:  # else its jobs were cancelled
                     log.warning("flow %s: local copies were not brought up beside the batches: %s", self._flow, error)
+                    time.sleep(_LOOK_EVERY_S)
 
-    def _slice(self) -> bool:
+    def slice(self) -> bool:
         """Bring copies up for a short time. Returns whether something was done."""
         now = self._clock()
         if self._closed:
@@ -444,11 +453,8 @@ class Homes:
             if not lacking and not surplus:
                 continue
             self._slice_at = now
-            failure = self._run_copies(table, lacking, _SLICE_S if has_homes else _LONG_SLICE_S, surplus)
-            if failure is not None:
-                log.warning("flow %s: a local copy could not be brought up: %s", self._flow, failure)
-                return False
-            worked = True
+            limit_s = _SLICE_S if has_homes else _LONG_SLICE_S
+            worked = self._run_copies(table, lacking, limit_s, surplus) or worked
         return worked
 
     def _due(self, table: TableHomes, now: float) -> tuple[dict[str, list[int]], dict[str, list[int]], bool]:

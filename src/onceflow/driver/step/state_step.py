@@ -149,6 +149,7 @@ class StateStep:
         self._owner = owner[0]
         if not self._shape.local:
             if self._homes is not None and isinstance(rows, RangeRows):
+                self._homes.homes.start()
                 self._homes.homes.ready(Owner(settings, *owner))
             return
         for table in self.tables:

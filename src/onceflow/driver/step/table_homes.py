@@ -138,7 +138,7 @@ class TableHomes:
         """Decide anew which host has which group."""
         before = self.plan.homes
         lags = self.lags([host.location for host in hosts])
-        self.plan = assign(self.groups, hosts, lags, before, copies=self._copies)
+        self.plan = assign(self.groups, hosts, lags, before, copies=self._copies, acceptable=ACCEPTABLE_LAG)
         self._moved += sum(before.get(group, home) != home for group, home in self.plan.homes.items())
 
     def orphans(self, locations: Collection[str]) -> tuple[set[str], int]:

@@ -1,0 +1,512 @@
+"""Copies of a table on the hosts of a cluster, while executors come, go and are busy. Spark is played by a fake that
+runs tasks in this process, Kafka by lists; the stores are real."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from onceflow.client.settings import ClientSettings
+from onceflow.driver.step import homes as homes_module
+from onceflow.driver.step import table_homes
+from onceflow.driver.step.homes import Homes, Owner
+from onceflow.driver.step.table_homes import TableHomes, group_count
+from onceflow.driver.step.table_state import TableState
+from onceflow.errors import BatchAbortedError, OnceflowError
+from onceflow.messages import MisplacedError, StateOrder
+from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.protocol.partitioners import key_partitions
+from onceflow.protocol.progress import Progress
+from onceflow.spark.executors import Executor
+from onceflow.state.changelog.topics import TableTopics
+from onceflow.state.local.format import CommitId
+from onceflow.state.spec import ProcessSpec
+from onceflow.state.stores.lmdb_store import LmdbStore
+from onceflow.task import preparing
+from onceflow.task.state_run import StateRun
+
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from table_topics import Count, Kafka, Part
+finally:
+    sys.path.pop(0)
+
+PARTITIONS = 8
+KEYS = [f"key-{n}" for n in range(200)]
+OWNER = Owner(ClientSettings("localhost:9092"), "flow", ProducerIdAndEpoch(9, 0))
+
+
+class SlowKafka(Kafka):
+    """Sends ten records at a time."""
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Part]:
+        for low in range(start, end, 10):
+            yield from super().read(topic, partition, low, min(end, low + 10))
+
+
+class FakeCluster:
+    """Executors, each with a state folder, and jobs that run in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.executors: dict[str, Executor] = {}
+        self.folders: dict[str, Path] = {}
+        self.racks: dict[str, str] = {}
+        self.lands: dict[str, str] = {}  # executor: where its tasks run in its place
+        self.jobs: list[tuple[str, list[str]]] = []
+        self._ran: dict[int, str] = {}
+
+    def come(self, name: str, *, host: str = "", rack: str = "", folder: str = "") -> None:
+        self.executors[name] = Executor(name, host or f"host-{name}", 1)
+        self.folders[name] = self.folder / (folder or f"at-{name}")
+        self.racks[name] = rack
+
+    def leave(self, name: str, *, disk: bool = False) -> None:
+        del self.executors[name]
+        if disk:
+            shutil.rmtree(self.folders[name], ignore_errors=True)
+
+    def decommission(self, name: str) -> None:
+        known = self.executors[name]
+        self.executors[name] = Executor(known.id, known.host, known.cores, leaving=True)
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        before = dict(os.environ)
+        os.environ |= {"ONCEFLOW_STATE_DIR": str(self.folders[name]), "ONCEFLOW_RACK": self.racks[name]}
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def by_preference(self, preference: str) -> str:
+        (name,) = [each.id for each in self.executors.values() if each.preference == preference] or [
+            min(self.executors)
+        ]
+        return self.lands.get(name, name)
+
+    # ---- as Homes sees it ----------------------------------------------------------------------------
+
+    def ids(self) -> dict[str, bool]:
+        return {name: not each.leaving for name, each in self.executors.items()}
+
+    def of(self, ids: dict[str, bool]) -> list[Executor]:
+        return [self.executors[name] for name in ids]
+
+    def run(self, executors: Sequence[str], task: Callable[[Iterable[int]], Iterable[Any]]) -> list[Any]:
+        found: list[Any] = []
+        self._ran = {number: self.by_preference(name) for number, name in enumerate(executors)}
+        self.jobs.append((type(task).__name__, list(self._ran.values())))
+        for number, name in self._ran.items():
+            with self.inside(name):
+                found += task([number])
+        return found
+
+    def ran_in(self, stage: int) -> dict[int, str]:
+        return self._ran
+
+    def run_anywhere(self) -> None:
+        pass
+
+    def described(self, text: str) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+
+class Service:
+    """A flow that counts keys, whose partitions run where they have their homes."""
+
+    def __init__(self, cluster: FakeCluster, copies: int = 1, *, changelog: bool = True) -> None:
+        self.cluster = cluster
+        topics = TableTopics("table", "table-internal", "id-t", "id-i", PARTITIONS, 86_400_000, 1_000_000)
+        if not changelog:
+            topics = TableTopics("table", "table-internal", "", "", PARTITIONS, 86_400_000, 1_000_000, changelog=False)
+        self.spec = ProcessSpec("flow", "flow", Count(), topics, LmdbStore)
+        self.kafka = SlowKafka()
+        self.batch = 0
+        self.counted: dict[str, int] = {}
+        self.now = 1000.0
+        self.copies = copies
+        self.restart()
+
+    def restart(self) -> None:
+        """A driver starts, and knows what is committed."""
+        ends = {
+            name: {p: len(self.kafka.committed.get((name, p), [])) for p in range(PARTITIONS)}
+            for name in ("table", "table-internal")
+        }
+        progress = Progress("flow", self.batch, {}, {}, changelogs=ends, time_ms=0, producer_id=9, producer_epoch=0)
+        self.table = TableState(self.spec, progress, source_partitions=[], lateness_ms=None, idle_s=30)
+        self.at = TableHomes(self.table, PARTITIONS, self.copies)
+        self.homes = Homes({"table": self.at}, self.cluster, flow="flow", clock=lambda: self.now)
+
+    def run(self, keys: Sequence[str]) -> int:
+        """A batch. Returns how many records of the table it has read within its transaction."""
+        self.homes.ready(OWNER)
+        self.batch += 1
+        moment = self.table.moment(self.batch, CommitId(self.batch, 9, self.batch), 0)
+        tasks = self.homes.tasks("table", (), len(keys), 64)
+        raw = pa.array([key.encode() for key in keys], pa.binary())
+        placed = key_partitions(raw, PARTITIONS)
+        reports = []
+        restored = 0
+        for number, executor in enumerate(tasks.executors):
+            with self.cluster.inside(self.cluster.by_preference(executor)):
+                location = self.spec.location()
+                order: Any = StateOrder(
+                    self.spec,
+                    moment,
+                    None,
+                    "nothing",
+                    None,
+                    tasks.owners,
+                    locations=tasks.locations,  # type: ignore[arg-type]
+                )
+                order.check_location(number, location)
+                here = [p for p in range(PARTITIONS) if tasks.owners.task_of(p) == number]
+                run = StateRun(
+                    self.spec,
+                    moment,
+                    source=self.kafka,  # type: ignore[arg-type]
+                    changelog=self.kafka,
+                    emit=lambda batch, _: None,
+                )
+                try:
+                    run.open(here)
+                    mine = [i for i, p in enumerate(placed) if p in here]
+                    if mine:
+                        rows = pa.record_batch(
+                            {"key": raw.take(pa.array(mine)), "value": pa.nulls(len(mine), pa.binary())}
+                        )
+                        run.feed_placed(rows, placed[mine])
+                    run.finish()
+                    found = run.leave_pending(self.kafka.acknowledged())
+                finally:
+                    run.close()
+            reports += found
+            restored += sum(report.restored for report in found)
+        self.kafka.commit()
+        self.table.check(reports, moment)
+        self.table.on_commit(reports, moment)
+        self.homes.on_commit("table", reports)
+        self.homes.ended()
+        for key in keys:
+            self.counted[key] = self.counted.get(key, 100) + 1
+        return restored
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def slices(self, most: int = 50) -> int:
+        """What runs beside the batches, until nothing is left to do. Returns how often it has worked."""
+        for done in range(most):
+            self.now += 1.1
+            if not self.homes.slice():
+                return done
+        raise AssertionError("it does not come to an end")
+
+    def stored(self) -> dict[str, int]:
+        """The state as the homes have it."""
+        self.run([])
+        found: dict[str, int] = {}
+        for partition in range(PARTITIONS):
+            location = self.at.plan.homes[partition]
+            (folder,) = [each for each in self.cluster.folders.values() if location.endswith(f":{each}")][:1]
+            with_env = ProcessSpec("flow", "flow", Count(), self.spec.topics, LmdbStore, folder)
+            store = LmdbStore.open(with_env.folder(partition))
+            for key, row in store.scan(b"v", b"w"):
+                found[key[1:].decode()] = int(row[row.index(b":") + 1 : row.index(b"}")])
+            store.close()
+        return found
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> FakeCluster:
+    cluster = FakeCluster(tmp_path)
+    for name in "abcd":
+        cluster.come(name)
+    return cluster
+
+
+@pytest.fixture
+def service(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Service]:
+    def make(**more: Any) -> Service:
+        made = Service(cluster, **more)
+        monkeypatch.setattr(preparing, "CommittedReader", lambda _: made.kafka)
+        monkeypatch.setattr(preparing, "worker_cluster", lambda _: None)
+        monkeypatch.setattr(homes_module.time, "sleep", made.sleep)
+        return made
+
+    return make
+
+
+def test_in_steady_state_nothing_is_read_and_nothing_moves(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    for _ in range(3):
+        assert flow.run(KEYS) == 0
+    jobs = len(cluster.jobs)
+    read, moves = flow.kafka.read_records, flow.at.moves
+    for _ in range(5):
+        assert flow.run(KEYS) == 0
+        flow.slices()
+    assert (flow.kafka.read_records, flow.at.moves, len(cluster.jobs)) == (read, moves, jobs)
+    assert flow.stored() == flow.counted
+
+
+def test_each_host_has_its_share_of_the_table_only(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    flow.run(KEYS)
+    folders = {name: len(list(folder.glob("flow/table/*"))) for name, folder in cluster.folders.items()}
+    assert folders == dict.fromkeys("abcd", PARTITIONS // 4)
+
+
+def test_a_new_driver_finds_the_copies_where_they_are(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    flow.run(KEYS)
+    flow.run(KEYS[:50])
+    before = dict(flow.at.plan.homes)
+    flow.restart()
+    read = flow.kafka.read_records
+    assert flow.run(KEYS) == 0
+    assert flow.at.plan.homes == before
+    # The changes of the batch before last were pending when it was not known whether they were committed.
+    assert flow.kafka.read_records - read <= len(KEYS)
+    assert flow.stored() == flow.counted
+
+
+def test_a_new_host_is_brought_up_beside_the_batches(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    flow.run(KEYS)
+    before = dict(flow.at.plan.homes)
+    cluster.come("e")
+    assert flow.run(KEYS) == 0
+    assert flow.at.plan.homes == before
+    assert flow.slices() >= 1
+    assert flow.run(KEYS) == 0
+    assert any(home.endswith("at-e") for home in flow.at.plan.homes.values())
+    flow.slices()
+    assert len(list((cluster.folder / "at-e").glob("flow/table/*"))) == PARTITIONS // 5
+    assert flow.stored() == flow.counted
+
+
+def test_superfluous_copies_are_removed(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    flow.run(KEYS)
+    cluster.come("e")
+    for _ in range(3):
+        flow.run(KEYS)
+        flow.slices()
+    left = [path for folder in cluster.folders.values() for path in folder.glob("flow/table/*/data.mdb")]
+    assert len(left) == PARTITIONS
+
+
+def test_a_lost_host_costs_its_partitions_only(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    flow.run(KEYS)
+    lost = [group for group, home in flow.at.plan.homes.items() if home.endswith("at-a")]
+    cluster.leave("a", disk=True)
+    read = flow.kafka.read_records
+    flow.now += 60
+    assert flow.run(KEYS) == 0
+    wanted = sum(len(flow.kafka.committed.get(("table", p), [])) for p in lost)
+    assert 0 < flow.kafka.read_records - read <= wanted
+    assert flow.stored() == flow.counted
+
+
+def test_a_standby_copy_goes_on_without_a_restore(service: Any, cluster: FakeCluster) -> None:
+    flow = service(copies=2)
+    for _ in range(3):
+        flow.run(KEYS)
+        flow.slices()
+    for name, folder in cluster.folders.items():
+        assert len(list(folder.glob("flow/table/*/data.mdb"))) == 2 * PARTITIONS // 4, name
+    flow.run(KEYS[:20])
+    read = flow.kafka.read_records
+    cluster.leave("b", disk=True)
+    assert flow.run(KEYS) == 0
+    assert flow.kafka.read_records - read <= 20 + PARTITIONS  # what the standby copies lacked
+    flow.slices()
+    assert flow.stored() == flow.counted
+
+
+def test_a_standby_copy_is_read_in_the_pauses_only(service: Any, cluster: FakeCluster) -> None:
+    flow = service(copies=2)
+    flow.run(KEYS)
+    flow.slices()
+    flow.run(KEYS)
+    flow.homes.ready(OWNER)  # a batch begins
+    flow.now += 1.5
+    jobs = len(cluster.jobs)
+    assert not flow.homes.slice()
+    assert len(cluster.jobs) == jobs
+    flow.now += 1.0  # it takes long: copies may not fall behind for ever
+    assert flow.homes.slice()
+    flow.homes.ended()
+
+
+def test_a_host_that_leaves_hands_over_first(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    flow.run(KEYS)
+    cluster.decommission("c")
+    assert flow.run(KEYS) == 0
+    assert any(home.endswith("at-c") for home in flow.at.plan.homes.values())
+    flow.slices()
+    assert flow.run(KEYS) == 0
+    assert not any(home.endswith("at-c") for home in flow.at.plan.homes.values())
+    cluster.leave("c", disk=True)
+    assert flow.run(KEYS) == 0
+    assert flow.stored() == flow.counted
+
+
+def test_an_executor_that_is_replaced_keeps_its_copies(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    flow.run(KEYS)
+    before, read = dict(flow.at.plan.homes), flow.kafka.read_records
+    cluster.leave("d")
+    cluster.come("d2", host="host-d", folder="at-d")
+    assert flow.run(KEYS) == 0
+    assert flow.at.plan.homes == before
+    assert flow.kafka.read_records == read
+    assert flow.stored() == flow.counted
+
+
+def test_the_driver_waits_for_a_host_as_long_as_a_restore_would_take(
+    service: Any, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(homes_module, "_RESTORED_PER_S", 1)  # a restore would take long
+    flow = service()
+    flow.run(KEYS)
+    before, read = dict(flow.at.plan.homes), flow.kafka.read_records
+    cluster.leave("d")
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        flow.now += seconds
+        if len(waited) == 20:
+            cluster.come("d2", host="host-d", folder="at-d")
+
+    monkeypatch.setattr(homes_module.time, "sleep", sleep)
+    assert flow.run(KEYS) == 0
+    assert 0 < sum(waited) < 10
+    assert (flow.at.plan.homes, flow.kafka.read_records) == (before, read)
+    cluster.leave("d2", disk=True)  # for good
+    began = flow.now
+    assert flow.run(KEYS) == 0
+    assert flow.now - began == pytest.approx(10, abs=1)
+    assert flow.stored() == flow.counted
+
+
+def test_a_task_elsewhere_fails_the_attempt_and_its_host_is_avoided_in_the_end(
+    service: Any, cluster: FakeCluster
+) -> None:
+    flow = service()
+    flow.run(KEYS)
+    cluster.lands["a"] = "b"
+    for attempt in range(homes_module._MISSES):
+        with pytest.raises(MisplacedError) as caught:
+            flow.run(KEYS)
+        flow.kafka.open = {}
+        assert flow.homes.failed(caught.value), attempt
+    # The copies of the host are avoided now: they are restored elsewhere.
+    for _ in range(3):
+        flow.slices()
+        try:
+            assert flow.run(KEYS) == 0
+            break
+        except MisplacedError as error:
+            flow.kafka.open = {}
+            flow.homes.failed(error)
+    assert not any(home.endswith("at-a") for home in flow.at.plan.homes.values())
+    assert not flow.homes.failed(BatchAbortedError("another one"))
+    cluster.lands.clear()
+    assert flow.stored() == flow.counted
+
+
+def test_a_slow_restore_is_continued_in_slices(
+    service: Any, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(homes_module, "_LONG_SLICE_S", 0.0)
+    monkeypatch.setattr(table_homes, "ACCEPTABLE_LAG", 0)
+    flow = service()
+    for _ in range(5):
+        flow.run(KEYS)
+    cluster.come("e")
+    flow.run(KEYS)
+    (new,) = {at for _, at in flow.at.plan.restores}
+    reached = []
+    for _ in range(3):
+        assert flow.homes.slice()
+        reached.append(sum(sum(ends) for (_, at), ends in flow.at._ends.items() if at == new))
+    assert 0 < reached[0] < reached[1] < reached[2]
+    flow.slices(most=500)
+    flow.run(KEYS)
+    assert any(home.endswith("at-e") for home in flow.at.plan.homes.values())
+    assert flow.stored() == flow.counted
+
+
+def test_a_copy_that_cannot_be_read_stops_the_batch_and_not_what_runs_beside(
+    service: Any, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow = service()
+    flow.run(KEYS)
+    refused = OnceflowError("the disk is full")
+    cluster.leave("a", disk=True)
+    flow.now += 60
+
+    class Refused:
+        def read_columns(self, *_: object, **__: object) -> Iterator[Any]:
+            raise refused
+            yield
+
+    monkeypatch.setattr(preparing, "CommittedReader", lambda _: Refused())
+    with pytest.raises(OnceflowError, match="the disk is full"):
+        flow.run(KEYS)
+    flow.homes.failed(refused)
+    with pytest.raises(OnceflowError, match="the disk is full"):
+        flow.homes.slice()
+    monkeypatch.setattr(preparing, "CommittedReader", lambda _: flow.kafka)
+    assert flow.run(KEYS) == 0
+    assert flow.stored() == flow.counted
+
+
+def test_state_without_a_changelog_does_not_move(service: Any, cluster: FakeCluster) -> None:
+    flow = service(changelog=False)
+    for _ in range(2):
+        flow.run(KEYS)
+    before = dict(flow.at.plan.homes)
+    cluster.come("e")
+    for _ in range(3):
+        flow.run(KEYS)
+        flow.slices()
+    assert flow.at.plan.homes == before
+    assert flow.table.take_lost() == 0
+
+
+@pytest.mark.parametrize(
+    "partitions, sources, outputs, hosts, groups",
+    [
+        (16, [16], [16], 4, 16),
+        (16, [16], [8], 4, 8),
+        (16, [16], [4], 4, 16),  # four groups are too few for four hosts
+        (16, [6], [16], 4, 16),  # not co-partitioned
+        (1000, [1000], [1000], 8, 1000),
+        (7, [7], [], 2, 7),
+        (1, [1], [1], 8, 1),
+    ],
+)
+def test_groups_suit_sources_and_outputs_if_there_are_enough(
+    partitions: int, sources: list[int], outputs: list[int], hosts: int, groups: int
+) -> None:
+    assert group_count(partitions, sources, outputs, hosts) == groups
