@@ -494,6 +494,23 @@ def test_state_without_a_changelog_does_not_move(service: Any, cluster: FakeClus
     assert flow.table.take_lost() == 0
 
 
+def test_what_is_said_of_the_copies(service: Any, cluster: FakeCluster) -> None:
+    flow = service(copies=2)
+    flow.run(KEYS)
+    before = flow.homes.facts("table")
+    assert (before.hosts, before.waiting, before.lacking, before.moved) == (4, 0, 0, 0)
+    assert before.standby_lacking == sum(map(sum, flow.table.committed().values()))
+    flow.slices()
+    after = flow.homes.facts("table")
+    assert (after.standby, after.standby_lacking) == (PARTITIONS, 0)
+    for name in "ab":
+        cluster.leave(name, disk=True)
+    flow.slices()
+    lost = flow.homes.facts("table")
+    assert (lost.hosts, lost.lacking, lost.waiting) == (2, 0, 0)
+    assert lost.moved >= PARTITIONS // 2
+
+
 @pytest.mark.parametrize(
     "partitions, sources, outputs, hosts, groups",
     [

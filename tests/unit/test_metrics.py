@@ -38,7 +38,7 @@ from onceflow.metrics.counts import BUCKETS_S, METRICS, Distribution
 from onceflow.planning.options import BatchSummary
 from onceflow.protocol.progress import Progress
 from onceflow.spark.streaming_query import _lag_of
-from onceflow.state.table_facts import TableFacts
+from onceflow.state.table_facts import CopyFacts, TableFacts
 from onceflow.testing.waiting import wait_until
 
 ORDER = ("flow", "topic", "partition", "step", "error", "table", "kind", "clock")
@@ -219,8 +219,12 @@ def test_tables_are_shown_while_their_query_runs(endpoint: onceflow.MetricsEndpo
     query.tables = [
         TableFacts("waiting", 4, 2, rows, 8192, {"event": None, "processing": 1_500}, 10, 0.5, waiting_letters=True),
         TableFacts("unknown", 3, 0),
+        TableFacts("spread", 3, 3, copies=CopyFacts(2, 1, 700, 3, 40, 5)),
     ]
     found = scrape(endpoint)
+    copies = ["table_hosts", "table_partitions_waiting", "table_records_lacking", "standby_copies"]
+    copies += ["standby_records_lacking", "table_partitions_moved"]
+    assert [found[f"onceflow_{name}", "f", "spread"] for name in copies] == [2, 1, 700, 3, 40, 5]
     assert {kind: found["onceflow_table_rows", "f", "waiting", kind] for kind in rows} == rows
     assert found["onceflow_table_bytes", "f", "waiting"] == 8192
     assert found["onceflow_table_partitions", "f", "waiting"] == 4

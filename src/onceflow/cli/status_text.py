@@ -102,6 +102,8 @@ def _detail(flow: FlowStatus) -> list[str]:
         lines += _table(_CONTENTS, [_contents(topic, contents) for topic, contents in counted_tables])
     if flow.driver is not None and flow.driver.tables:
         lines += _table(_LOCAL, [_local(table) for table in flow.driver.tables])
+        spread = [table for table in flow.driver.tables if table.copies is not None]
+        lines += _table(_COPIES, [_copies(table) for table in spread]) if spread else []
     return lines + _remarks(flow) + [f"note: {shown(text)}" for text in flow.notes]
 
 
@@ -153,6 +155,16 @@ def _local(table: DriverTable) -> list[Any]:
     name = f"{shown(table.table)} (waiting letters)" if table.waiting_letters else shown(table.table)
     opened = f"{table.opened}/{table.partitions}"
     return [name, opened, *rows, _known(table.nbytes), table.restored, *_next_timers(table.next_timer_ms)]
+
+
+_COPIES = ["COPIES ON THE CLUSTER", "HOSTS", "WAITING", "LACKING", "STANDBY", "STANDBY LACKING", "MOVED"]
+
+
+def _copies(table: DriverTable) -> list[Any]:
+    """How many partitions wait for a restore, how many records copies lack, and so on: see `CopyFacts`."""
+    found = table.copies or {}
+    names = ("hosts", "waiting", "lacking", "standby", "standby_lacking", "moved")
+    return [shown(table.table), *(_known(found.get(name)) for name in names)]
 
 
 def _next_timers(by_clock: Mapping[str, int | None]) -> list[str]:

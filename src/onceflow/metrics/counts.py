@@ -72,6 +72,16 @@ METRICS: Mapping[str, Metric] = {
     "onceflow_table_partitions_open": Metric(
         GAUGE, _TABLE, "Partitions whose local copy was brought up to date in this run"
     ),
+    "onceflow_table_hosts": Metric(GAUGE, _TABLE, "Hosts of a cluster that have partitions of the table at home"),
+    "onceflow_table_partitions_waiting": Metric(
+        GAUGE, _TABLE, "Partitions that are being restored while batches wait for them"
+    ),
+    "onceflow_table_partitions_moved": Metric(GAUGE, _TABLE, "Moves of partitions to another host in this run"),
+    "onceflow_table_records_lacking": Metric(
+        GAUGE, _TABLE, "Records that local copies lack which are homes of partitions, or will be"
+    ),
+    "onceflow_standby_copies": Metric(GAUGE, _TABLE, "Standby copies that can take over at once"),
+    "onceflow_standby_records_lacking": Metric(GAUGE, _TABLE, "Records that standby copies lack"),
     "onceflow_next_timer_timestamp_seconds": Metric(
         GAUGE, ("flow", "table", "clock"), "When the next timer is due or the next row expires, Unix time"
     ),

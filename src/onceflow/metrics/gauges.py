@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from onceflow.metrics.counts import Labels
 from onceflow.metrics.watch import RUNNING, STARTING, FlowWatch
-from onceflow.state.table_facts import TableFacts
+from onceflow.state.table_facts import CopyFacts, TableFacts
 
 Values = dict[Labels, float]
 
@@ -70,6 +70,15 @@ def _letters(table: TableFacts) -> Values:
     return {(): table.rows["value"] + table.rows["entry"]} if table.waiting_letters and table.rows else {}
 
 
+def _copies(value: Callable[[CopyFacts], int]) -> Callable[[FlowWatch], Values]:
+    """``value`` gives a number of a table whose copies are on a cluster."""
+
+    def look(table: TableFacts) -> Values:
+        return {} if table.copies is None else {(): value(table.copies)}
+
+    return _of_tables(look)
+
+
 _LOOK: Mapping[str, Callable[[FlowWatch], Values]] = {
     "onceflow_up": _up,
     "onceflow_ready": _ready,
@@ -79,6 +88,12 @@ _LOOK: Mapping[str, Callable[[FlowWatch], Values]] = {
     "onceflow_table_bytes": _of_tables(_bytes),
     "onceflow_table_partitions": _of_tables(lambda table: {(): table.partitions}),
     "onceflow_table_partitions_open": _of_tables(lambda table: {(): table.opened}),
+    "onceflow_table_hosts": _copies(lambda copies: copies.hosts),
+    "onceflow_table_partitions_waiting": _copies(lambda copies: copies.waiting),
+    "onceflow_table_partitions_moved": _copies(lambda copies: copies.moved),
+    "onceflow_table_records_lacking": _copies(lambda copies: copies.lacking),
+    "onceflow_standby_copies": _copies(lambda copies: copies.standby),
+    "onceflow_standby_records_lacking": _copies(lambda copies: copies.standby_lacking),
     "onceflow_next_timer_timestamp_seconds": _of_tables(_timers),
     "onceflow_letters_waiting": _of_tables(_letters),
 }

@@ -292,8 +292,10 @@ def tasks_of(
         homes: location of each group.
         executors: at each location, names of executors, and how many tasks each runs at once.
         touched: the groups that the job needs.
-        wanted: how many tasks suit the batch. There is at least one for each home.
+        wanted: how many tasks suit the batch. There is at least one for each home, and no more than it runs at once,
+            unless more are wanted than all executors run: tasks that wait make Spark add executors.
     """
+    waits = wanted > sum(cores for there in executors.values() for _, cores in there)
     at: dict[str, list[int]] = {}
     for group in sorted(touched):
         at.setdefault(homes[group], []).append(group)
@@ -301,7 +303,6 @@ def tasks_of(
     for location, groups in sorted(at.items()):
         slots = [name for name, cores in executors[location] for _ in range(cores)]
         share = round(wanted * len(groups) / len(touched) + 0.499)
-        count = max(1, min(share, len(groups), len(slots)))
-        # Round robin over the executors: two tasks should not wait for one core while another one is idle.
-        tasks += [PlacedTask(slots[n * len(slots) // count], location, tuple(groups[n::count])) for n in range(count)]
+        count = max(1, min(share, len(groups) if waits else min(len(groups), len(slots))))
+        tasks += [PlacedTask(slots[n % len(slots)], location, tuple(groups[n::count])) for n in range(count)]
     return tasks

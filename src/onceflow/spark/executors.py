@@ -11,6 +11,9 @@ from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 _LISTENERS_MS = 5_000
+# How long a task waits for the executor that it prefers, while that is busy and others are free. Spark's default is
+# three seconds; but elsewhere, a task of ours would only fail. Spark reads the setting for each job.
+_WAIT, _WAIT_S = "spark.locality.wait.process", "60s"
 _TASKS_MAX = 100_000
 
 
@@ -47,6 +50,7 @@ class Executors:
         context: Any = spark.sparkContext._jsc.sc()
         self._context = context
         self._backend = context.schedulerBackend()
+        context.conf().setIfMissing(_WAIT, _WAIT_S)
         self._cores_per_task = max(1, int(context.conf().get("spark.task.cpus", "1")))
         self._known: dict[str, tuple[str, int]] = {}
 

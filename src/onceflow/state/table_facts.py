@@ -7,6 +7,27 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class CopyFacts:
+    """Where the copies of a table are on a cluster, at this moment.
+
+    Args:
+        hosts: how many hosts have partitions of the table at home.
+        waiting: partitions whose home is not level. Batches wait until it is restored.
+        lacking: records that copies lack which are homes, or will be.
+        standby: standby copies that lack at most a few thousand records.
+        standby_lacking: records that standby copies lack.
+        moved: how many partitions have got another home in this run, each time counted.
+    """
+
+    hosts: int
+    waiting: int
+    lacking: int
+    standby: int
+    standby_lacking: int
+    moved: int
+
+
+@dataclass(frozen=True)
 class TableFacts:
     """A table as the last batches of this run have found it.
 
@@ -19,6 +40,7 @@ class TableFacts:
         restored: how many records were read from Kafka for the copies in this run. restore_seconds: the time for it,
             of all partitions together.
         waiting_letters: whether the values are dead letters that wait for their retry.
+        copies: where the copies are on a cluster; None: they are on this machine.
     """
 
     table: str
@@ -30,3 +52,4 @@ class TableFacts:
     restored: int = 0
     restore_seconds: float = 0.0
     waiting_letters: bool = False
+    copies: CopyFacts | None = None

@@ -32,6 +32,7 @@ class DriverTable:
     restored: int
     restore_seconds: float
     waiting_letters: bool
+    copies: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ def _table(content: Any) -> DriverTable:
         _take(content, "restored", int),
         _take(content, "restore_seconds", float),
         _take(content, "waiting_letters", bool),
+        _numbers(content, "copies") if _take(content, "copies", dict, may_lack=True) is not None else None,
     )
 
 

@@ -27,6 +27,7 @@ from onceflow.spark.executors import Executor
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.state.local.format import CommitId
 from onceflow.state.spec import StateReport
+from onceflow.state.table_facts import CopyFacts
 from onceflow.task.copy_tasks import CopiesFound, CopyOrder, CopyReport, CopyTask, LookTask
 
 log = logging.getLogger("onceflow.state")
@@ -159,6 +160,11 @@ class Homes:
         """See `TableHomes.tasks`."""
         with self._lock:
             return self.tables[table].tasks(self._of_table(table), touched, rows, cores)
+
+    def facts(self, table: str) -> CopyFacts:
+        """Where the copies of a table are now. It may be called in any thread."""
+        with self._lock:
+            return self.tables[table].facts()
 
     def on_commit(self, table: str, reports: Iterable[StateReport]) -> None:
         """A batch is committed, with these reports about a table."""

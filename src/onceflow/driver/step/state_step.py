@@ -120,7 +120,13 @@ class StateStep:
 
     def facts(self) -> list[TableFacts]:
         """What is known of the tables now. It may be called in any thread."""
-        return [table.facts() for table in self.tables]
+        found = [table.facts() for table in self.tables]
+        if self._homes is None:
+            return found
+        homes = self._homes.homes
+        return [
+            replace(facts, copies=homes.facts(facts.table)) if facts.table in homes.tables else facts for facts in found
+        ]
 
     def are_timers_left(self) -> bool:
         """Whether more timers were due than the last batch was allowed to fire."""

@@ -10,6 +10,7 @@ from onceflow.driver.step.table_state import TableState
 from onceflow.messages import Owners
 from onceflow.planning.homes import ACCEPTABLE_LAG, Assignment, StateHost, assign, tasks_of
 from onceflow.planning.placement import TASK_ROWS, HomeTasks
+from onceflow.state.table_facts import CopyFacts
 
 # So many groups for each host, if the partition counts allow it: else the shares of hosts would be too unequal.
 _GROUPS_PER_HOST = 2
@@ -156,6 +157,34 @@ class TableHomes:
                 everything = sum(sum(committed[partition]) for partition in self.partitions(group))
                 records += min(least, everything) if self.is_restored else _NEVER
         return gone, records
+
+    def facts(self) -> CopyFacts:
+        """What is known of the copies now."""
+        plan = self.plan
+        places = {*plan.homes.values(), *(at for _, at in plan.copies_beside())}
+        lags = self.lags(places)
+        wanted = {(group, home) for group, home in plan.homes.items()} | plan.restores
+        beside = plan.copies_beside() - wanted
+        each = self.table.partitions // self.groups
+        return CopyFacts(
+            hosts=len(set(plan.homes.values())),
+            waiting=len(plan.waiting) * each if plan.homes else 0,
+            lacking=self._lacking(wanted, lags),
+            standby=each * sum(lags.get(pair, _NEVER) <= ACCEPTABLE_LAG for pair in beside),
+            standby_lacking=self._lacking(beside, lags),
+            moved=self.moves,
+        )
+
+    def _lacking(self, pairs: Iterable[tuple[int, str]], lags: Mapping[tuple[int, str], int]) -> int:
+        """How many records these copies lack. One that does not exist lacks everything; one that cannot be restored
+        lacks nothing."""
+        if not self.is_restored:
+            return 0
+        committed = self.table.committed()
+        return sum(
+            lags[pair] if pair in lags else sum(sum(committed[partition]) for partition in self.partitions(pair[0]))
+            for pair in pairs
+        )
 
     def tasks(self, executors: StateExecutors, touched: Collection[int], rows: int, cores: int) -> HomeTasks:
         """The tasks of a job for these groups; all groups, if there are none.
