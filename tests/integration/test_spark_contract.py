@@ -21,6 +21,7 @@ import onceflow.spark
 from onceflow.host.jars import installed_spark_version
 from onceflow.protocol.partitioners import murmur2
 from onceflow.spark import expressions, jvm, plans, versions
+from onceflow.spark.placed_jobs import PlacedJobs
 from onceflow.spark.query_facts import facts_of
 from onceflow.spark.task_shuffle import key_of_task, repartition_by_task
 
@@ -391,6 +392,28 @@ def test_spark_hashes_the_keys_of_tasks_to_their_numbers(onceflow_spark: Any) ->
 
 def _copied(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     yield from batches
+
+
+def test_tasks_prefer_the_executors_that_are_named_for_them(onceflow_spark: Any) -> None:
+    """Also behind a shuffle, and through what follows without another one."""
+    jobs = PlacedJobs(onceflow_spark)
+    names = ["executor_a_0", "executor_b_1", "executor_a_2"]
+
+    def preferred(rdd: Any) -> list[list[str]]:
+        found = [rdd.preferredLocations(partition) for partition in rdd.partitions()]
+        return [[str(each.apply(n)) for n in range(each.size())] for each in found]
+
+    numbered = jobs.numbered(names).mapPartitions(lambda numbers: numbers)
+    assert preferred(numbered._jrdd.rdd()) == [[name] for name in names]
+    assert numbered.collect() == [0, 1, 2]
+    assert jobs.run(names, lambda numbers: [number * 10 for number in numbers]) == [0, 10, 20]
+    df = repartition_by_task(onceflow_spark.range(30), 3, (F.col("id") % 3).cast("int"))
+    moved = jobs.moved(df, names).where("id < 20").withColumn("task", F.spark_partition_id())
+    assert preferred(moved._jdf.queryExecution().toRdd()) == [[name] for name in names]
+    assert {row.task for row in moved.collect()} == {0, 1, 2}
+    assert all(row.id % 3 == row.task for row in moved.collect())
+    with pytest.raises(ValueError, match="3 partitions for 2 executors"):
+        jobs.moved(df, names[:2])
 
 
 def test_operators_have_the_names_that_queries_are_checked_by(onceflow_spark: Any) -> None:

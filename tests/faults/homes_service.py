@@ -1,0 +1,38 @@
+"""A service whose state is on the hosts of a cluster. Argument: JSON, see ``test_homes.py``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import ledger
+
+import onceflow
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    ledger.use()
+    spark = onceflow.session(given["flow"], master=given["master"], config=given["config"])
+    flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
+    records = flow.read(given["source"], max_records_per_batch=2000)
+    rows = flow.process(records, ledger.Ledger(), table=given["table"], copies=given["copies"])
+    if given["shuffled"]:
+        rows = rows.where("value IS NOT NULL")
+    query = flow.write(rows, topic=given["target"], trigger="200 milliseconds", engine="tasks").start()
+    onceflow.serve(query, more=told)
+
+
+def told(query: Any) -> dict[str, Any]:
+    (table,) = query.tables
+    return {
+        "attempts": {batch.batch: batch.attempts for batch in query.batches},
+        "restored": table.restored,
+        "copies": asdict(table.copies),
+    }
+
+
+if __name__ == "__main__":
+    main()
