@@ -1,4 +1,4 @@
-"""State on a standalone cluster whose hosts have a disk each: it stays where it lies; a lost host costs its part of it."""
+"""State on a standalone cluster whose hosts have a disk each: it stays where it is, and a lost host costs its part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Hosts(SparkCluster):
     """Each worker has a state folder of its own, and is in one of two racks."""
 
     def environment(self, name: str) -> dict[str, str]:
-        rack = str(int(name.rpartition("-")[2]) % 2)
+        rack = "even" if name[-1] in "02468" else "odd"
         return {**super().environment(name), "ONCEFLOW_STATE_DIR": str(self.state(name)), "ONCEFLOW_RACK": rack}
 
     def state(self, name: str) -> Path:

@@ -49,6 +49,7 @@ from onceflow.errors import (
     TransactionTimeoutError,
 )
 from onceflow.logs import log_context
+from onceflow.messages import MisplacedError
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import TopicPartition
@@ -388,11 +389,12 @@ class BatchCommit:
 
     def learn(self, problem: BaseException) -> bool:
         """Learn from the failure for the next attempt. Returns whether the failed attempt is not counted: it had to
-        bring local copies up to date, which stay."""
+        bring local copies up to date, which stay, or ran where they are not."""
         self._writer.learn(problem)
         read = self._joins.failed(problem, self._writer.deadline)
         restored = self._state is not None and self._state.failed(problem)
-        return read or (restored and isinstance(problem, TransactionTimeoutError | DeadlineExceededError))
+        cheap = isinstance(problem, TransactionTimeoutError | DeadlineExceededError | MisplacedError)
+        return read or (restored and cheap)
 
     def forget_attempt(self, rows: Rows) -> None:
         """Undo what the attempt did to Spark's own state."""

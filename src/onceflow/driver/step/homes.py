@@ -45,6 +45,7 @@ _STANDBY_EVERY_S = 1.0
 _STARVED_S = 2.0  # batches without a pause: then copies get a slice beside them
 # Tasks that run elsewhere, one after the other, until their host is avoided for a time.
 _MISSES, _AVOIDED_S = 10, 60.0
+_MISSED_MAX = 50  # in one batch; what exceeds it counts as failed attempts
 _START_S = 60.0  # for the first executor
 
 
@@ -123,7 +124,7 @@ class Homes:
         self._found: dict[str, CopiesFound] = {}  # by executor: where it keeps its copies
         self._gone: dict[str, float] = {}  # location: since when it has no executor
         self._avoided: dict[str, float] = {}  # location: until when
-        self._misses = 0
+        self._misses = self._missed = 0  # since the last commit: of one host, and of all
         self._owner: Owner | None = None
         self._busy_since: float | None = None
         self._slice_at = self._standby_at = float("-inf")
@@ -170,7 +171,7 @@ class Homes:
         """A batch is committed, with these reports about a table."""
         with self._lock:
             self.tables[table].on_commit((report.partition, report.location) for report in reports)
-            self._misses = 0
+            self._misses = self._missed = 0
 
     def ended(self) -> None:
         """The attempt of a batch is over."""
@@ -184,6 +185,7 @@ class Homes:
         if not isinstance(problem, MisplacedError):
             return False
         self._misses += 1
+        self._missed += 1
         if self._misses >= _MISSES and problem.wanted:
             log.warning(
                 "flow %s: Spark has run tasks %d times elsewhere than at %s, where their local copies are; for the "
@@ -193,7 +195,7 @@ class Homes:
             )
             self._avoided[problem.wanted] = self._clock() + _AVOIDED_S
             self._misses = 0
-        return True
+        return self._missed <= _MISSED_MAX
 
     def close(self) -> None:
         """End what runs beside the batches."""
