@@ -140,14 +140,15 @@ def test_hosts_are_lost_and_join(
         service.feed_batches(2)
         attempts = {int(batch): count for batch, count in service.last["attempts"].items()}
         assert {count for batch, count in attempts.items() if batch > before} == {1}
-        wait_until(lambda: len(cluster.partitions(third)) == 2 * copies, WAIT_S, "the share of the new host")
+        # Standby copies are in the other rack, where only one host is: this one has those of one of its partitions.
+        wait_until(lambda: len(cluster.partitions(third)) == 1 + copies, WAIT_S, "the share of the new host")
 
         # A host is lost with its disk: only its partitions move.
         moved, lost = service.copies["moved"], PARTITIONS // 3
         cluster.lose(cluster.workers[0])
         service.feed_until(lambda: service.copies["hosts"] == 2, "the hosts that are left")
         service.feed_batches(2)
-        assert service.copies["moved"] == moved + lost
+        assert lost <= service.copies["moved"] - moved <= lost + 1  # one more for the balance
         assert (service.copies["waiting"], service.copies["lacking"]) == (0, 0)
 
         # The driver is killed. The next one finds the copies where they are.
