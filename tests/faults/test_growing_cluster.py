@@ -33,7 +33,8 @@ DYNAMIC = {
     "spark.dynamicAllocation.shuffleTracking.enabled": "true",
     "spark.dynamicAllocation.minExecutors": "1",
     "spark.dynamicAllocation.maxExecutors": "3",
-    "spark.dynamicAllocation.executorIdleTimeout": "5s",
+    # A new executor gets its partitions when they are restored there, so not before the next batch but one.
+    "spark.dynamicAllocation.executorIdleTimeout": "30s",
     "spark.dynamicAllocation.schedulerBacklogTimeout": "1s",
 }
 
