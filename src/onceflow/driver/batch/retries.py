@@ -218,8 +218,8 @@ class Retries:
 
     def _log_restored(self, batch: int, problem: BaseException) -> None:
         log.warning(
-            "flow %s: batch %d aborted: its tasks had to bring local copies up to date first, or ran without them; it is "
-            "run again: %s",
+            "flow %s: batch %d aborted: its tasks had to bring local copies up to date first, or had none; it is run "
+            "again: %s",
             self._flow,
             batch,
             in_short(problem),
