@@ -46,6 +46,7 @@ class TableHomes:
         self._ends: dict[tuple[int, str], tuple[int, int]] = {}
         self.plan = Assignment(waiting=frozenset(range(groups)))
         self._moved = 0
+        self._assigned: frozenset[StateHost] | None = None  # the hosts that the plan is for; None: copies have changed
 
     @property
     def name(self) -> str:
@@ -70,6 +71,7 @@ class TableHomes:
 
     def found(self, location: str, copies: Mapping[int, tuple[int, int]]) -> None:
         """A host was asked for its copies: up to which offsets each goes."""
+        self._assigned = None
         for known in [known for known in self._ends if known[1] == location]:
             del self._ends[known]
         for partition, ends in copies.items():
@@ -77,10 +79,12 @@ class TableHomes:
 
     def reached(self, partition: int, location: str, ends: tuple[int, int]) -> None:
         """A copy goes up to these offsets of the two topics."""
+        self._assigned = None
         self._ends[partition, location] = ends
 
     def removed(self, partition: int, location: str) -> None:
         """A copy was removed."""
+        self._assigned = None
         self._ends.pop((partition, location), None)
 
     def on_commit(self, written: Iterable[tuple[int, str]]) -> None:
@@ -136,7 +140,11 @@ class TableHomes:
     # ---- homes ---------------------------------------------------------------------------------------
 
     def assign(self, hosts: Collection[StateHost]) -> None:
-        """Decide anew which host has which group."""
+        """Decide anew which host has which group, if hosts or copies have changed."""
+        now = frozenset(hosts)
+        if now == self._assigned:
+            return
+        self._assigned = now
         before = self.plan.homes
         lags = self.lags([host.location for host in hosts])
         self.plan = assign(self.groups, hosts, lags, before, copies=self._copies, acceptable=ACCEPTABLE_LAG)
