@@ -195,6 +195,7 @@ class Flow:
         tables: Mapping[str, str | JoinTable] | None = None,
         changelog: bool = True,
         copies: int = 1,
+        wait_for_restores: bool = True,
     ) -> DataFrame:
         """Run user code with state per key over a stream. The state is kept in the compacted topic ``table``.
 
@@ -238,6 +239,9 @@ class Flow:
                 warning.
             copies: on a cluster, how many hosts keep a local copy of each partition. With 2, the partitions of a host
                 that is lost go on elsewhere without a restore.
+            wait_for_restores: on a cluster, whether batches wait while partitions of a host that was lost are restored.
+                False: only the records of their keys wait. This needs equal partition counts of sources and table, and
+                keys where Kafka's default partitioner puts them; else all wait.
 
         Returns:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
@@ -251,7 +255,7 @@ class Flow:
         options = StepOptions(
             table, partitions, on_error, dead_letter_topic, late_topic, retention, store,
             state_dir, adopt_existing, idle_timeout, max_timers_per_batch, max_dead_letters, changelog,
-            clock_after=clock_after, copies=copies,
+            clock_after=clock_after, copies=copies, wait_for_restores=wait_for_restores,
         )  # fmt: skip
         return self._step(df, options, processor, partial(state_columns, df, self.name), tables=tables)
 

@@ -38,6 +38,10 @@ class Hosts(SparkCluster):
         """The partitions that a host has a copy of."""
         return {int(path.parent.name) for path in self.state(name).rglob("data.mdb")}
 
+    def copies(self) -> int:
+        """How many copies there are on all hosts."""
+        return sum(len(self.partitions(name)) for name in self.workers)
+
     def lose(self, name: str) -> None:
         """The host is gone, with its disk."""
         self.kill_worker(name)
@@ -140,8 +144,8 @@ def test_hosts_are_lost_and_join(
         service.feed_batches(2)
         attempts = {int(batch): count for batch, count in service.last["attempts"].items()}
         assert {count for batch, count in attempts.items() if batch > before} == {1}
-        # Standby copies are in the other rack, where only one host is: this one has those of one of its partitions.
-        wait_until(lambda: len(cluster.partitions(third)) == 1 + copies, WAIT_S, "the share of the new host")
+        wait_until(lambda: cluster.copies() == PARTITIONS * copies, WAIT_S, "the end of superfluous copies")
+        assert 2 <= len(cluster.partitions(third)) <= 2 * copies
 
         # A host is lost with its disk: only its partitions move.
         moved, lost = service.copies["moved"], PARTITIONS // 3

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,9 @@ class FakeCluster:
 class Service:
     """A flow that counts keys, whose partitions run where they have their homes."""
 
-    def __init__(self, cluster: FakeCluster, copies: int = 1, *, changelog: bool = True) -> None:
+    def __init__(self, cluster: FakeCluster, copies: int = 1, *, changelog: bool = True, waits: bool = True) -> None:
         self.cluster = cluster
+        self.waits = waits
         topics = TableTopics("table", "table-internal", "id-t", "id-i", PARTITIONS, 86_400_000, 1_000_000)
         if not changelog:
             topics = TableTopics("table", "table-internal", "", "", PARTITIONS, 86_400_000, 1_000_000, changelog=False)
@@ -148,15 +149,19 @@ class Service:
         }
         progress = Progress("flow", self.batch, {}, {}, changelogs=ends, time_ms=0, producer_id=9, producer_epoch=0)
         self.table = TableState(self.spec, progress, source_partitions=[], lateness_ms=None, idle_s=30)
-        self.at = TableHomes(self.table, PARTITIONS, self.copies)
+        self.at = TableHomes(self.table, PARTITIONS, self.copies, self.waits)
         self.homes = Homes({"table": self.at}, self.cluster, flow="flow", clock=lambda: self.now)
 
-    def run(self, keys: Sequence[str]) -> int:
-        """A batch. Returns how many records of the table it has read within its transaction."""
-        self.homes.ready(OWNER)
+    def run(self, keys: Sequence[str], touched: Collection[int] | None = None) -> int:
+        """A batch. Returns how many records of the table it has read within its transaction.
+
+        Args:
+            touched: the partitions that the keys belong to; None: all.
+        """
+        self.homes.ready(OWNER, None if touched is None else {"table": touched})
         self.batch += 1
         moment = self.table.moment(self.batch, CommitId(self.batch, 9, self.batch), 0)
-        tasks = self.homes.tasks("table", (), len(keys), 64)
+        tasks = self.homes.tasks("table", touched or (), len(keys), 64)
         raw = pa.array([key.encode() for key in keys], pa.binary())
         placed = key_partitions(raw, PARTITIONS)
         reports = []
@@ -477,6 +482,28 @@ def test_a_copy_that_cannot_be_read_stops_the_batch_and_not_what_runs_beside(
     with pytest.raises(OnceflowError, match="the disk is full"):
         flow.homes.slice()
     monkeypatch.setattr(preparing, "CommittedReader", lambda _: flow.kafka)
+    assert flow.run(KEYS) == 0
+    assert flow.stored() == flow.counted
+
+
+def test_partitions_that_are_ready_go_on_while_others_are_restored(
+    service: Any, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_homes, "ACCEPTABLE_LAG", 0)
+    flow = service(waits=False)
+    assert flow.homes.waiting("table") == set()  # nobody owns the flow yet
+    flow.run(KEYS)
+    lost = {group for group, home in flow.at.plan.homes.items() if home.endswith("at-a")}
+    cluster.leave("a", disk=True)
+    assert flow.homes.waiting("table") == lost
+    ready = set(range(PARTITIONS)) - lost
+    placed = key_partitions(pa.array([key.encode() for key in KEYS], pa.binary()), PARTITIONS)
+    before, read = flow.now, flow.kafka.read_records
+    for _ in range(3):
+        assert flow.run([key for key, p in zip(KEYS, placed, strict=True) if p in ready], ready) == 0
+    assert (flow.now, flow.kafka.read_records) == (before, read), "nobody waits, nothing is restored in a batch"
+    flow.slices()
+    assert flow.homes.waiting("table") == set()
     assert flow.run(KEYS) == 0
     assert flow.stored() == flow.counted
 

@@ -29,6 +29,10 @@ class DirectCommit(BatchSteps, Protocol):
         """Whether a batch would change nothing."""
         ...
 
+    def held_back(self) -> Callable[[int], bool] | None:
+        """Tells of each source partition whether the next batch leaves it out; None: it takes all."""
+        ...
+
     def settle_copies(self) -> None:
         """Local copies that the driver has written to apply what the last batch has committed."""
         ...
@@ -84,6 +88,10 @@ class DirectBatches(Batches):
         if self.summary is not None:
             with timed(self.summary, "settle"):
                 self._commit.settle_copies()
+
+    def held_back(self) -> Callable[[int], bool] | None:
+        """Tells of each source partition whether the next batch leaves it out; None: it takes all."""
+        return self._commit.held_back()
 
     def wants_batch(self, source: SourceRange, caught_up: Mapping[TopicPartition, float]) -> bool:
         """Whether a batch with this range would do anything: it has offsets, or timers are due.

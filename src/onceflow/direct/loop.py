@@ -308,7 +308,7 @@ class DirectLoop:
             return False
         self._reader.end_at(self._bounds())
         self.lag = self._reader.lag()
-        wanted = self._within_bounds(left(self._reader.arrivals.taken, ends))
+        wanted = self._without_held_back(self._within_bounds(left(self._reader.arrivals.taken, ends)))
         self._backlog.looked(_total(wanted), now=time.monotonic())
         if not self._backlog.by_tasks:
             return False
@@ -328,6 +328,16 @@ class DirectLoop:
         self._report(source, {**dict.fromkeys(source.end, 0), **rows.read}, started_ms, seconds)
         self._ran(started, behind=_total(left(source.end, ends)) > 0)
         return self._backlog.by_tasks
+
+    def _without_held_back(self, wanted: TopicOffsets) -> TopicOffsets:
+        """Nothing of partitions whose state is being restored while others go on."""
+        is_held_back = self._batches.held_back()
+        if is_held_back is None:
+            return wanted
+        return {
+            topic: {n: 0 if is_held_back(n) else count for n, count in offsets.items()}
+            for topic, offsets in wanted.items()
+        }
 
     def _accounted(self, started: float) -> float:
         """The seconds of a batch that began then, with fetching. Its summary accounts for all of them."""

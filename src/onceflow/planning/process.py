@@ -52,6 +52,7 @@ class Step:
 
     Args:
         copies: how many hosts of a cluster keep a local copy of each partition.
+        waits: whether batches wait while any partition is restored.
     """
 
     spec: ProcessSpec
@@ -59,6 +60,7 @@ class Step:
     idle_s: float
     clock_s: float | None = None
     copies: int = 1
+    waits: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class StepOptions:
     duplicates_topic: str | None = None
     clock_after: str | float | None = None
     copies: int = 1
+    wait_for_restores: bool = True
 
     @property
     def side_topics(self) -> dict[str, str]:

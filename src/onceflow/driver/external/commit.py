@@ -142,6 +142,9 @@ class ExternalCommit:
         """Whether a batch would change nothing."""
         return not source.max_rows
 
+    def held_back(self) -> None:
+        """Batches take all partitions: there is no state."""
+
     def settle(self) -> None:
         """The last batch is committed."""
         if self.machine.phase is Phase.COMMITTED:

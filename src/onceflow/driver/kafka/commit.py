@@ -151,6 +151,10 @@ class BatchCommit:
             return not source.max_rows and not self._state.due(clock_ms())
         return not source.max_rows
 
+    def held_back(self) -> Callable[[int], bool] | None:
+        """See `StateStep.held_back`. After a promotion, ranges are given, and nothing is left out."""
+        return None if self.progress.handover is not None else self._writer.held_back()
+
     def attempt(self, rows: Rows, attempt: Attempt) -> bool:
         """One transaction, from its first epoch to its end. False: there was nothing to commit."""
         flow, batch, source, summary = self._names.flow, attempt.batch, attempt.source, attempt.summary

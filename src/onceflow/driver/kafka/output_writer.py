@@ -217,6 +217,14 @@ class OutputWriter:
         order = self._order(attempt, topic, targets, Routing("key", tasks, hash_key, by_number=True))
         return [Part(rows.run(order, tasks).written, tasks, False)]
 
+    def held_back(self) -> Callable[[int], bool] | None:
+        """See `StateStep.held_back`."""
+        if self._state is None or self._rows_elsewhere or self._options.guarantee != EXACTLY_ONCE:
+            return None
+        if self._state.range_tasks(self._source_partitions.values(), self.cores()) is None:
+            return None
+        return self._state.held_back()
+
     def learn(self, problem: BaseException) -> None:
         """Learn from a failed attempt."""
         self._rows_elsewhere = self._rows_elsewhere or isinstance(problem, NotCopartitionedError)

@@ -150,6 +150,7 @@ class Startup:
             idle_s=duration_ms(options.idle_timeout) / 1000,
             clock_s=None if options.clock_after is None else duration_ms(options.clock_after) / 1000,
             copies=options.copies,
+            waits=options.wait_for_restores,
         )
 
     def prepare_run(self, deadline: Deadline) -> Progress:

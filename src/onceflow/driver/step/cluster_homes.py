@@ -77,7 +77,9 @@ def homes_of(
     hosts = len(cluster.ids())
     read, written = list(sources), [] if output is None else [output]
     found = {
-        name: TableHomes(table, group_count(table.partitions, read, written, hosts), steps[name].copies)
+        name: TableHomes(
+            table, group_count(table.partitions, read, written, hosts), steps[name].copies, steps[name].waits
+        )
         for name, table in tables.items()
         if table.spec.store.on_disk
     }

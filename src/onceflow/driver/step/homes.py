@@ -140,8 +140,30 @@ class Homes:
 
     # ---- batches -------------------------------------------------------------------------------------
 
-    def ready(self, owner: Owner) -> None:
-        """Bring all homes up to what is committed. Call this before the transaction of an attempt begins.
+    def waiting(self, table: str) -> frozenset[int]:
+        """The groups of a table that are being restored, so that the next batch leaves them out. None are left out
+        before the first batch."""
+        if self._owner is None:
+            return frozenset()
+        self._look()
+        with self._lock:
+            at = self.tables[table]
+            before = at.plan.waiting
+            at.assign(self._hosts(table))
+            waiting = at.plan.waiting if at.is_restored else frozenset()
+        if waiting and waiting != before:
+            log.warning(
+                "flow %s: partitions of table %s are being restored, and the records of their keys wait: %s",
+                *(self._flow, table, ", ".join(str(p) for group in sorted(waiting) for p in at.partitions(group))),
+            )
+            self._wake.set()
+        return waiting
+
+    def ready(self, owner: Owner, touched: Mapping[str, Collection[int]] | None = None) -> None:
+        """Bring homes up to what is committed. Call this before the transaction of an attempt begins.
+
+        Args:
+            touched: by table, the groups that the batch needs; a table that is missing, or None: all of them.
 
         Raises:
             OnceflowError: a copy could not be brought up, or Spark has no executors.
@@ -150,12 +172,13 @@ class Homes:
         self._busy_since = self._clock()
         self._look()
         self._await_executors()
-        self._await_hosts()
+        touched = touched or {}
+        self._await_hosts([table for name, table in self.tables.items() if name not in touched])
         with self._lock:
             for table in self.tables.values():
                 table.assign(self._hosts(table.name))
-        for table in self.tables.values():
-            self._bring_up(table)
+        for name, table in self.tables.items():
+            self._bring_up(table, touched.get(name, range(table.groups)))
 
     def tasks(self, table: str, touched: Collection[int], rows: int, cores: int) -> HomeTasks:
         """See `TableHomes.tasks`."""
@@ -291,16 +314,16 @@ class Homes:
             self._look()
             time.sleep(_TURN_S)
 
-    def _await_hosts(self) -> None:
+    def _await_hosts(self, tables: Collection[TableHomes]) -> None:
         """Wait for hosts that are gone as long as a restore of what only they have would take."""
-        while (wait_s := self._wait_s()) > 0 and not self._closed:
+        while (wait_s := self._wait_s(tables)) > 0 and not self._closed:
             time.sleep(min(_TURN_S, wait_s))
             self._look()
 
-    def _wait_s(self) -> float:
+    def _wait_s(self, tables: Collection[TableHomes]) -> float:
         with self._lock:
             longest = 0.0
-            for table in self.tables.values():
+            for table in tables:
                 there = self._of_table(table.name).hosts
                 gone, records = table.orphans(there.keys())
                 rate = _RESTORED_PER_S * max(1, sum(host.cores for host in there.values()))
@@ -311,13 +334,13 @@ class Homes:
 
     # ---- copies --------------------------------------------------------------------------------------
 
-    def _bring_up(self, table: TableHomes) -> None:
-        """Bring the homes of a table up to what is committed, however long that takes."""
+    def _bring_up(self, table: TableHomes, groups: Collection[int]) -> None:
+        """Bring the homes of groups of a table up to what is committed, however long that takes."""
         if not table.is_restored:
             return
         tried = 0
-        while lacking := table.missing(table.plan.homes.items()):
-            waiting = table.plan.waiting
+        while lacking := table.missing(table.homes_of(groups)):
+            waiting = table.plan.waiting & {*groups}
             if waiting:
                 log.info(
                     "flow %s: table %s waits until %s of %d are restored",
@@ -332,7 +355,7 @@ class Homes:
                     topic=table.name,
                     next_step="Spark runs the tasks elsewhere: see spark.locality.wait in docs/deploy.md",
                 )
-            if table.missing(table.plan.homes.items()):
+            if table.missing(table.homes_of(groups)):
                 self._ids = {}
                 self._look()
                 with self._lock:
@@ -468,12 +491,8 @@ class Homes:
     def _due(self, table: TableHomes, now: float) -> tuple[dict[str, list[int]], dict[str, list[int]], bool]:
         """What is to be done now for a table: which copies are brought up and removed, by location, and whether that is
         where batches run."""
+        urgent = table.missing(table.homes_of(table.plan.waiting))
         lacking = table.missing(table.plan.restores)
-        if table.plan.waiting:
-            for location, partitions in table.missing(
-                pair for pair in table.plan.homes.items() if pair[0] in table.plan.waiting
-            ).items():
-                lacking.setdefault(location, []).extend(partitions)
         if now - self._standby_at >= _STANDBY_EVERY_S:
             self._standby_at = now
             kept = table.plan.copies_beside() - table.plan.restores
@@ -484,4 +503,6 @@ class Homes:
         if self._busy_since is not None and now - max(self._slice_at, self._busy_since) < _STARVED_S:
             lacking = {location: each for location, each in lacking.items() if location not in homes}
             surplus = {location: each for location, each in surplus.items() if location not in homes}
+        for location, partitions in urgent.items():  # records wait for these
+            lacking[location] = [*partitions, *lacking.get(location, ())]
         return lacking, surplus, bool(homes & {*lacking, *surplus})

@@ -17,6 +17,7 @@ from pyspark.sql import DataFrame
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.settings import ClientSettings
+from onceflow.clock import clock_ms
 from onceflow.driver.batch.audit import Part, in_tasks
 from onceflow.driver.batch.fetched_rows import FetchedRows, Rows
 from onceflow.driver.batch.range_rows import RangeRows
@@ -134,7 +135,7 @@ class StateStep:
 
     def due(self, now_ms: int) -> bool:
         """Whether a batch without rows would do anything."""
-        return any(table.due(now_ms) for table in self.tables)
+        return any(self._due_now(table, now_ms) for table in self.tables)
 
     # ---- steps of a batch ----------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class StateStep:
         if not self._shape.local:
             if self._homes is not None and isinstance(rows, RangeRows):
                 self._homes.homes.start()
-                self._homes.homes.ready(Owner(settings, *owner))
+                self._homes.homes.ready(Owner(settings, *owner), self._touched(rows))
             return
         for table in self.tables:
             moment = table.moment(-1, CommitId(-1, -1, -1), 0)
@@ -166,6 +167,41 @@ class StateStep:
                 rows.sparkSession.sparkContext,
                 again=again,
             )
+
+    def held_back(self) -> Callable[[int], bool] | None:
+        """Tells of each source partition whether the next batch leaves it out, because the part of the table that
+        belongs to it is being restored. None: it takes all.
+
+        Call this only if tasks process records where they have read them (`range_tasks`).
+        """
+        if self._homes is None or len(self.tables) != 1:
+            return None
+        (at,) = self._homes.homes.tables.values()
+        waiting = frozenset[int]() if at.waits else self._homes.homes.waiting(at.name)
+        return (lambda partition: partition % at.groups in waiting) if waiting else None
+
+    def _touched(self, rows: RangeRows) -> dict[str, set[int]] | None:
+        """The groups of the table that a batch needs; None: all of all tables."""
+        if self._homes is None or len(self.tables) != 1 or rows.needs_frame or not self._stays(rows):
+            return None
+        (at,) = self._homes.homes.tables.values()
+        if at.waits:
+            return None
+        groups = {partition % at.groups for _, partition, start, end in rows.range.ranges() if start < end}
+        return {at.name: groups | {partition % at.groups for partition in self._due_now(at.table, clock_ms())}}
+
+    def _stays(self, rows: RangeRows) -> bool:
+        """Whether tasks process the records of a batch where they have read them."""
+        counts = [len(partitions) for partitions in rows.range.end.values()]
+        return self.range_tasks(counts, self._cores()) is not None
+
+    def _due_now(self, table: TableState, now_ms: int) -> set[int]:
+        """Partitions with something that is due, but for those that are being restored while others go on."""
+        due = table.due(now_ms)
+        at = None if self._homes is None else self._homes.homes.tables.get(table.spec.table)
+        if at is None or at.waits or not at.plan.waiting:
+            return due
+        return {partition for partition in due if partition % at.groups not in at.plan.waiting}
 
     def begin(self, batch: int, producer: ProducerIdAndEpoch, now_ms: int, joined: Ends, progress: Progress) -> None:
         """An attempt begins, under this producer id and epoch.
@@ -184,7 +220,8 @@ class StateStep:
             if until is not None:
                 moment = moment.limited(until, handover.unfired(progress, name))
             self._moments[name] = moment
-            self._due[name] = frozenset(table.due(moment.now_ms) if until is None else range(table.partitions))
+            due = self._due_now(table, moment.now_ms) if until is None else range(table.partitions)
+            self._due[name] = frozenset(due)
 
     def place(self, rows: int) -> Placement:
         """Where the steps of this attempt run, if tasks read its records.

@@ -37,11 +37,13 @@ class TableHomes:
     Args:
         groups: how many groups its partitions are divided into, see ``planning/homes.py``.
         copies: how many copies of each partition there shall be.
+        waits: whether batches wait while any group is restored. Else only the records of its partitions do.
     """
 
-    def __init__(self, table: TableState, groups: int, copies: int) -> None:
+    def __init__(self, table: TableState, groups: int, copies: int, waits: bool = True) -> None:
         self.table = table
         self.groups = groups
+        self.waits = waits
         self._copies = copies if table.spec.topics.changelog else 1
         self._ends: dict[tuple[int, str], tuple[int, int]] = {}
         self.plan = Assignment(waiting=frozenset(range(groups)))
@@ -149,6 +151,10 @@ class TableHomes:
         lags = self.lags([host.location for host in hosts])
         self.plan = assign(self.groups, hosts, lags, before, copies=self._copies, acceptable=ACCEPTABLE_LAG)
         self._moved += sum(before.get(group, home) != home for group, home in self.plan.homes.items())
+
+    def homes_of(self, groups: Iterable[int]) -> list[tuple[int, str]]:
+        """These groups, each with the location of its home."""
+        return [(group, self.plan.homes[group]) for group in groups if group in self.plan.homes]
 
     def orphans(self, locations: Collection[str]) -> tuple[set[str], int]:
         """Homes that are not among these locations and that no level copy can replace; how many records a restore of
