@@ -177,6 +177,7 @@ class Written:
         self.settled: list[int] = []
         self.failure: BaseException | None = None
         self.before: Callable[[SourceRange], None] = lambda source: None
+        self.held_back: Callable[[], Callable[[int], bool] | None] = lambda: None
         self.more: list[set[int]] = []
         self.history: list[BatchSummary] = []
         self.summary: BatchSummary | None = None

@@ -236,11 +236,31 @@ def test_every_record_is_in_one_batch_whoever_reads(reader_of: Callable[..., Sou
         loop._backlog = fickle
         loop._tasks_size = BatchSize(1.0, first=rng.randrange(10, 60), least=10, most=60)
         loop._size = BatchSize(1.0, first=rng.randrange(10, 60), least=10, most=60)
+    if seed % 3 == 0:  # now and then, state of some partitions is being restored
+        written.held_back = lambda: rng.choice((None, lambda partition: partition == 0, lambda partition: True))
     loop._run()
     assert loop.error is None
     assert written.progress.offsets == {TOPIC: until}
     assert written.records == {p: logs.records(p, starts[p], end) for p, end in until.items()}
     assert max(written.sizes) <= most
+
+
+def test_partitions_go_on_while_the_state_of_others_is_being_restored(reader_of: Callable[..., SourceReader]) -> None:
+    logs = Logs({0: 50, 1: 50, 2: 50})
+    written = Written(logs, {0: 0, 1: 0, 2: 0})
+    restored = False
+
+    def held_back() -> Callable[[int], bool] | None:
+        nonlocal restored
+        restored = restored or len(written.records[0]) + len(written.records[2]) == 100
+        return None if restored else lambda partition: partition == 1
+
+    def before(source: SourceRange) -> None:
+        assert restored or source.end[TOPIC][1] == source.start[TOPIC][1]
+
+    written.held_back, written.before = held_back, before
+    loop_of(written, reader_of(logs, {0: 0, 1: 0, 2: 0}), 0, most=20, until={0: 50, 1: 50, 2: 50})._run()
+    assert written.records == {p: list(range(50)) for p in range(3)}
 
 
 def test_the_driver_and_tasks_take_turns(reader_of: Callable[..., SourceReader]) -> None:

@@ -49,7 +49,7 @@ class FakeStages:
     made: list[Any]
     found: dict[str, TaskReport]
 
-    def __init__(self, query: Any, placement: Any, df: Any, order: Any) -> None:
+    def __init__(self, query: Any, placement: Any, df: Any, order: Any, jobs: Any) -> None:
         self.made.append(placement)
         self.tasks = {"t": 2}
 

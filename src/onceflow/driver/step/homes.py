@@ -491,7 +491,8 @@ class Homes:
     def _due(self, table: TableHomes, now: float) -> tuple[dict[str, list[int]], dict[str, list[int]], bool]:
         """What is to be done now for a table: which copies are brought up and removed, by location, and whether that is
         where batches run."""
-        urgent = table.missing(table.homes_of(table.plan.waiting))
+        is_urgent = self._busy_since is None or not table.waits  # else the batch itself restores them
+        urgent = table.missing(table.homes_of(table.plan.waiting)) if is_urgent else {}
         lacking = table.missing(table.plan.restores)
         if now - self._standby_at >= _STANDBY_EVERY_S:
             self._standby_at = now
