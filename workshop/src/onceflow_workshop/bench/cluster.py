@@ -8,6 +8,7 @@ every record was counted exactly once.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -34,6 +35,8 @@ STEADY, EXECUTOR, HOST, GROWTH, SHRINK, BACKLOG = PHASES = (
     "shrink",
     "backlog",
 )
+# The last ones are of executors.
+_KEPT = ("*.jsonl", "*.log", "*/log", "cluster/*.log", "cluster/*/app-*/*/std*")
 _START_S = 180.0
 _VISIBLE_S = 180.0
 _SLOWEST_PER_S = 1000  # records of a backlog
@@ -58,6 +61,7 @@ class Choices:
         rate: records per second, but in the backlog. seconds: of each phase but the backlog.
         warm_seconds: of load before the first phase. copies: of the table, see ``Flow.process``.
         phases: of PHASES. backlog: records. local: whether a local master works off the same backlog, too.
+        keep: a folder for the logs of all processes, and what the service tells of each batch; None: they are deleted.
     """
 
     workers: int = 4
@@ -71,6 +75,7 @@ class Choices:
     phases: Sequence[str] = PHASES
     backlog: int = 2_000_000
     local: bool = False
+    keep: Path | None = None
 
     def steps(self) -> dict[str, float]:
         """What comes one after the other, and about how many seconds it takes."""
@@ -99,6 +104,7 @@ def run(choices: Choices, show: Show) -> Iterator[dict[str, Any]]:
     clock.begin("starting")
     with (
         tempfile.TemporaryDirectory(prefix="onceflow-", ignore_cleanup_errors=True) as folder,
+        _keeping(Path(folder), choices.keep),
         LocalBroker(Path(folder) / "broker") as broker,
     ):
         flow = f"bench-cluster-{uuid.uuid4().hex[:6]}"
@@ -111,6 +117,19 @@ def run(choices: Choices, show: Show) -> Iterator[dict[str, Any]]:
             Load(plan, Path(folder) / "load.log") as load,
         ):
             yield from _Run(choices, flow, plan, hosts, load, Path(folder), clock).run()
+
+
+@contextmanager
+def _keeping(folder: Path, keep: Path | None) -> Iterator[None]:
+    """In the end, what processes have said in this folder is copied to another one."""
+    try:
+        yield
+    finally:
+        if keep is not None:
+            for file in (each for pattern in _KEPT for each in folder.glob(pattern)):
+                to = keep / file.relative_to(folder)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, to)
 
 
 class _Clock:

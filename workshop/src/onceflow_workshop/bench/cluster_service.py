@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -81,9 +82,19 @@ class BatchLog:
         self._file = file
         self._read_again = self._aborted = 0
         self._homes: dict[int, str] = {}
+        self._lock = threading.Lock()  # copies are also brought up beside the batches
 
     def observed(self, step: str, **facts: Any) -> None:
         """See `hooks.Observer`."""
+        with self._lock:
+            self._observed(step, **facts)
+
+    def reported(self, reports: Sequence[StateReport]) -> None:
+        """These partitions were processed by a batch that is committed."""
+        with self._lock:
+            self._homes.update({report.partition: report.location for report in reports})
+
+    def _observed(self, step: str, **facts: Any) -> None:
         if step == hooks.RESTORED:
             self._read_again += facts["records"]
         elif step == hooks.ABORTED:
@@ -102,10 +113,6 @@ class BatchLog:
             )
             print(json.dumps(asdict(line)), file=self._file, flush=True)
             self._read_again, self._aborted, self._homes = 0, 0, {}
-
-    def reported(self, reports: Sequence[StateReport]) -> None:
-        """These partitions were processed by a batch that is committed."""
-        self._homes.update({report.partition: report.location for report in reports})
 
 
 def watched_reports(told: Callable[[Sequence[StateReport]], None]) -> Any:

@@ -73,6 +73,11 @@ PHASES = ("steady", "executor", "host", "growth", "shrink", "backlog")
     "--backlog", type=click.IntRange(min=1), default=2_000_000, show_default=True, help="Records of the last phase."
 )
 @click.option("--local", is_flag=True, help="Also work off a backlog with a local master of as many cores.")
+@click.option(
+    "--keep",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A folder for the logs of all processes, and a JSON line for each batch.",
+)
 @output_option
 def cluster(output: Path, **given: Any) -> None:
     """Measure a flow with state on a standalone cluster.
