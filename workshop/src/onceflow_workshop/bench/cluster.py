@@ -350,7 +350,11 @@ class _Run:
             parent=os.getpid(),
         )
         command = [sys.executable, "-m", "onceflow_workshop.bench.cluster_service", argument.to_json()]
-        environment = {"ONCEFLOW_STATE_DIR": str(folder / "state"), "TMPDIR": str(folder / "tmp")}
+        environment = {
+            "ONCEFLOW_STATE_DIR": str(folder / "state"),
+            "TMPDIR": str(folder / "tmp"),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+        }
         log = folder / "log"
         with process(command, log, environment) as started:
             self._ended = lambda: ended(started, log)
