@@ -282,6 +282,13 @@ def test_the_command_passes_its_options(called: Any, tmp_path: Path) -> None:
     assert choices is None
 
 
+def test_results_can_be_printed_as_json(called: Any, tmp_path: Path) -> None:
+    result, _ = called("--json")
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [
+        json.loads(line) for line in (tmp_path / "results").read_text().splitlines()
+    ]
+
+
 def test_the_command_fails_when_outputs_are_wrong(called: Any) -> None:
     result, _ = called(correct="3 missing of 10 records")
     assert result.exit_code == 1

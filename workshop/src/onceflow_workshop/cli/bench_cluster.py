@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ import click
 
 from onceflow.cli.examples import examples
 from onceflow.cli.text import Number
+from onceflow_workshop.cli.bench_findings import finding
 from onceflow_workshop.cli.bench_latency import one_of, several
-from onceflow_workshop.cli.bench_report import measured, output_option, print_tables, report
+from onceflow_workshop.cli.bench_report import exit_if_wrong, measured, output_option, print_tables
 
 # As in onceflow_workshop.bench, which is imported when something is measured.
 PHASES = ("steady", "executor", "host", "growth", "shrink", "backlog")
@@ -79,7 +81,8 @@ PHASES = ("steady", "executor", "host", "growth", "shrink", "backlog")
     help="A folder for the logs of all processes, and a JSON line for each batch.",
 )
 @output_option
-def cluster(output: Path, **given: Any) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON line for each phase, and no table.")
+def cluster(output: Path, as_json: bool, **given: Any) -> None:
     """Measure a flow with state on a standalone cluster.
 
     Each worker is a process with one core, and a host of its own. The phases: a steady load; an executor is killed; a
@@ -111,9 +114,20 @@ def cluster(output: Path, **given: Any) -> None:
         try:
             measured(run_shown, Choices(**given), output)
         except BaseException:
-            print_tables(found)  # what was measured until then
+            _print(found, as_json=as_json)  # what was measured until then
             raise
-    report(found)
+    _print(found, as_json=as_json)
+    if not as_json:
+        click.echo(finding(found))
+    exit_if_wrong(found)
+
+
+def _print(results: list[dict[str, Any]], *, as_json: bool) -> None:
+    if not as_json:
+        print_tables(results)
+        return
+    for result in results:
+        click.echo(json.dumps(result))
 
 
 @contextmanager
