@@ -35,7 +35,14 @@ from onceflow_workshop.cli import bench_cluster
 
 
 def batch(number: int, at: float, records: int = 10, homes: dict[int, str] | None = None, **more: Any) -> Batch:
-    given = {"read_again": 0, "aborted": 0, "seconds": {"write": 0.2, "end": 0.1}, "path": "2 tasks", **more}
+    given = {
+        "read_again": 0,
+        "read_in_batch": 0,
+        "aborted": 0,
+        "seconds": {"write": 0.2, "end": 0.1},
+        "path": "2 tasks",
+        **more,
+    }
     return Batch(batch=number, at=at, records=records, homes=homes or {}, **given)
 
 
@@ -45,7 +52,7 @@ def batch(number: int, at: float, records: int = 10, homes: dict[int, str] | Non
 def test_the_log_has_a_line_for_each_batch() -> None:
     file = io.StringIO()
     log = BatchLog(file)
-    report = SimpleNamespace(partition=3, location="host:/a")
+    report = SimpleNamespace(partition=3, location="host:/a", restored=30)
     log.observed("begin", flow="f", batch=7)
     log.observed(hooks.RESTORED, flow="f", batch=None, table="t", records=40, seconds=0.1)
     log.observed(hooks.RESTORED, flow="f", batch=None, table="t", records=2, seconds=0.1)
@@ -55,10 +62,12 @@ def test_the_log_has_a_line_for_each_batch() -> None:
     log.observed("end", flow="f", batch=8, summary=BatchSummary(8, 100, records=1))
     log.observed("end", flow="f", batch=9)  # of a command, without a summary
     first, second = (Batch.of_line(line) for line in file.getvalue().splitlines())
-    assert (first.batch, first.records, first.read_again, first.aborted) == (7, 99, 42, 1)
+    assert (first.batch, first.records, first.aborted) == (7, 99, 1)
+    assert (first.read_again, first.read_in_batch) == (42, 30)
     assert first.homes == {3: "host:/a"}
     assert first.seconds == {"end": 0.5}
-    assert (second.batch, second.read_again, second.aborted, second.homes) == (8, 0, 0, {})
+    assert (second.batch, second.aborted, second.homes) == (8, 0, {})
+    assert (second.read_again, second.read_in_batch) == (0, 0)
 
 
 def test_the_driver_tells_its_reports_and_what_was_read_again(tmp_path: Path) -> None:
@@ -113,12 +122,17 @@ def test_a_partition_has_moved_when_another_host_processes_it() -> None:
 
 
 def test_figures_of_a_phase() -> None:
-    batches = [batch(1, 1.0, 30, read_again=60, aborted=1), batch(2, 2.0, 10), batch(3, 3.0, 0, read_again=20)]
+    batches = [
+        batch(1, 1.0, 30, read_again=60, aborted=1),
+        batch(2, 2.0, 10, read_in_batch=4),
+        batch(3, 3.0, 0, read_again=20),
+    ]
     assert figures.of_batches(batches, []) == {
         "records": 40,
         "batches": 3,
         "batch_ms_median": 300,
         "read_again_per_record": 2.0,
+        "read_in_batches_per_record": 0.1,
         "partitions_moved": 0,
         "failed_batches": 1,
     }

@@ -28,12 +28,13 @@ def moved(batches: Sequence[Batch], earlier: Sequence[Batch]) -> int:
 def of_batches(batches: Sequence[Batch], earlier: Sequence[Batch]) -> dict[str, Any]:
     """What the batches of a phase tell."""
     records = sum(batch.records for batch in batches)
-    again = sum(batch.read_again for batch in batches)
+    again, in_batches = sum(batch.read_again for batch in batches), sum(batch.read_in_batch for batch in batches)
     return {
         "records": records,
         "batches": len(batches),
         "batch_ms_median": _median_ms(batches),
         "read_again_per_record": round(again / records, 3) if records else None,
+        "read_in_batches_per_record": round(in_batches / records, 3) if records else None,
         "partitions_moved": moved(batches, earlier),
         "failed_batches": sum(batch.aborted for batch in batches),
     }

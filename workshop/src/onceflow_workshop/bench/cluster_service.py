@@ -55,7 +55,9 @@ class Batch:
 
     Args:
         at: of `time.monotonic`, which all processes of a machine share.
-        records: written, and so processed. read_again: records of the table that were read to bring copies up to date.
+        records: written, and so processed.
+        read_again: records of the table that were read to bring copies up to date. read_in_batch: those of them that
+            the tasks of the batch have read.
         aborted: attempts since the batch before.
         homes: where each partition was processed.
     """
@@ -64,6 +66,7 @@ class Batch:
     at: float
     records: int
     read_again: int
+    read_in_batch: int
     aborted: int
     homes: Mapping[int, str]
     seconds: Mapping[str, float]
@@ -80,7 +83,7 @@ class BatchLog:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._read_again = self._aborted = 0
+        self._read_again = self._read_in_batch = self._aborted = 0
         self._homes: dict[int, str] = {}
         self._lock = threading.Lock()  # copies are also brought up beside the batches
 
@@ -93,6 +96,7 @@ class BatchLog:
         """These partitions were processed by a batch that is committed."""
         with self._lock:
             self._homes.update({report.partition: report.location for report in reports})
+            self._read_in_batch += sum(report.restored for report in reports)
 
     def _observed(self, step: str, **facts: Any) -> None:
         if step == hooks.RESTORED:
@@ -106,13 +110,14 @@ class BatchLog:
                 at=time.monotonic(),
                 records=summary.records,
                 read_again=self._read_again,
+                read_in_batch=self._read_in_batch,
                 aborted=self._aborted,
                 homes=self._homes,
                 seconds={name: round(seconds, 4) for name, seconds in summary.seconds.items()},
                 path=summary.path,
             )
             print(json.dumps(asdict(line)), file=self._file, flush=True)
-            self._read_again, self._aborted, self._homes = 0, 0, {}
+            self._read_again, self._read_in_batch, self._aborted, self._homes = 0, 0, 0, {}
 
 
 def watched_reports(told: Callable[[Sequence[StateReport]], None]) -> Any:
