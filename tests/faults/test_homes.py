@@ -18,7 +18,7 @@ from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
 from onceflow_workshop.chaos.spark_cluster import SparkCluster
 
-pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.timeout(600)]
 
 PARTITIONS = 6
 WAIT_S = 90.0

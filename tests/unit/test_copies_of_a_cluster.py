@@ -413,6 +413,30 @@ def test_the_driver_waits_for_a_host_as_long_as_a_restore_would_take(
     assert flow.stored() == flow.counted
 
 
+def test_a_start_waits_for_the_executors_that_have_the_copies(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    for _ in range(60):  # a restore would take a while
+        flow.run(KEYS)
+    for name in "bcd":
+        cluster.leave(name)
+    flow.restart()
+    coming = iter("bcd")
+    sleep = flow.sleep
+
+    def sleep_and_come(seconds: float) -> None:
+        sleep(seconds)
+        if (name := next(coming, "")) != "":
+            cluster.come(name)
+
+    flow.sleep = sleep_and_come
+    homes_module.time.sleep = sleep_and_come  # the fixture puts it back
+    began, read = flow.now, flow.kafka.read_records
+    assert flow.run(KEYS) == 0
+    assert 0 < flow.now - began < 3
+    assert flow.kafka.read_records - read <= 2 * len(KEYS)
+    assert flow.stored() == flow.counted
+
+
 def test_a_task_elsewhere_fails_the_attempt_and_its_host_is_avoided_in_the_end(
     service: Any, cluster: FakeCluster
 ) -> None:

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -39,6 +40,8 @@ _TURN_S = 0.05
 # A host that is gone is waited for as long as a restore elsewhere would take, at this rate, and no longer than this: an
 # executor that was killed is replaced in seconds, on the same host with the same copies.
 _AWAITED_S, _RESTORED_PER_S = 10.0, 100_000
+# At a start, executors register one after the other: so long after the last one, another one is waited for.
+_COMING_S = 3.0
 # How long copies are brought up at a time: where batches run, the next one may wait for it.
 _SLICE_S, _LONG_SLICE_S = 0.2, 5.0
 _STANDBY_EVERY_S = 1.0
@@ -122,6 +125,9 @@ class Homes:
         self._ids: dict[str, bool] = {}
         self._executors: dict[str, Executor] = {}
         self._found: dict[str, CopiesFound] = {}  # by executor: where it keeps its copies
+        self._come_at = clock()  # when the last one has come
+        self._asked: set[str] = set()  # executors that are being asked for them
+        self._asker: ThreadPoolExecutor | None = None
         self._gone: dict[str, float] = {}  # location: since when it has no executor
         self._avoided: dict[str, float] = {}  # location: until when
         self._misses = self._missed = 0  # since the last commit: of one host, and of all
@@ -135,6 +141,10 @@ class Homes:
     def start(self) -> None:
         """Start what runs beside the batches, unless it runs."""
         if self._thread is None:
+            about = f"flow {self._flow}, executors are asked for their local copies"
+            self._asker = ThreadPoolExecutor(
+                1, f"executors of {self._flow}", initializer=self._cluster.described, initargs=(about,)
+            )
             self._thread = threading.Thread(target=self._beside, name=f"copies of {self._flow}", daemon=True)
             self._thread.start()
 
@@ -227,11 +237,17 @@ class Homes:
         if self._thread is not None:
             self._cluster.cancel()
             self._thread.join(timeout=10.0)
+        if self._asker is not None:
+            self._asker.shutdown(wait=False, cancel_futures=True)
 
     # ---- executors -----------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """See which executors there are, and ask new ones for their copies."""
+        """See which executors there are. New ones are asked for their copies.
+
+        That takes some seconds in a new executor, whose Python has yet to start. So it is done beside the batches,
+        unless there is nothing else that could run them.
+        """
         with self._lock:
             ids = self._cluster.ids()
             if ids == self._ids:
@@ -240,35 +256,52 @@ class Homes:
             executors = {each.id: each for each in self._cluster.of(ids)}
             if len(executors) < len(ids):
                 self._ids = {}  # Spark does not know all of them yet
-            new = [each for name, each in sorted(executors.items()) if name not in self._found and not each.leaving]
-            if new:
-                self._ask(new)
             self._executors = executors
             self._found = {name: found for name, found in self._found.items() if name in executors}
+            new = [each for name, each in sorted(executors.items()) if name not in self._found and not each.leaving]
+            new = [each for each in new if each.id not in self._asked]
             self._note_gone()
+            self._asked |= {each.id for each in new}
+        if not new:
+            return
+        if self._asker is not None and self._found:
+            self._asker.submit(self._ask, new)
+        else:
+            self._ask(new)
 
     def _ask(self, executors: Sequence[Executor]) -> None:
-        if self._owner is None:
-            return
-        orders = tuple(self._order(table) for table in self.tables.values())
-        known = frozenset(at for name in self.tables for at in self._of_table(name).hosts)
         try:
-            answers = self._cluster.run([each.preference for each in executors], LookTask(orders, known))
+            if self._owner is not None:
+                with self._lock:
+                    orders = tuple(self._order(table) for table in self.tables.values())
+                    known = frozenset(at for name in self.tables for at in self._of_table(name).hosts)
+                answers = self._cluster.run([each.preference for each in executors], LookTask(orders, known))
+                ran_in = {stage: self._cluster.ran_in(stage) for stage in {answer.stage for answer in answers}}
+                self._note_found(executors, answers, ran_in)
         except SPARK_ERRORS as error:  # one of them has just left, say: the next look finds out
-            log.info("flow %s: executors could not be asked for their local copies: %s", self._flow, error)
-            self._ids = {}
-            return
-        ran_in = {stage: self._cluster.ran_in(stage) for stage in {answer.stage for answer in answers}}
+            if not self._closed:
+                log.info("flow %s: executors could not be asked for their local copies: %s", self._flow, error)
+        finally:
+            with self._lock:
+                self._asked -= {each.id for each in executors}
+                if not all(each.id in self._found for each in executors):
+                    self._ids = {}
+            self._wake.set()
+
+    def _note_found(
+        self, executors: Sequence[Executor], answers: Iterable[CopiesFound], ran_in: Mapping[int, Mapping[int, str]]
+    ) -> None:
         wanted = {each.id for each in executors}
-        for answer in answers:
-            executor = ran_in[answer.stage].get(answer.task, "")
-            if executor not in wanted or executor in self._found:
-                continue  # Spark has run the task in another one
-            self._found[executor] = answer
-            for name, copies in answer.copies.items():
-                self.tables[name].found(answer.locations[name], copies)
-        if wanted - self._found.keys():
-            self._ids = {}
+        with self._lock:
+            for answer in answers:
+                executor = ran_in[answer.stage].get(answer.task, "")
+                if executor not in wanted or executor in self._found:
+                    continue  # Spark has run the task in another one
+                self._found[executor] = answer
+                self._come_at = self._clock()
+                for name, copies in answer.copies.items():
+                    self.tables[name].found(answer.locations[name], copies)
+            self._note_gone()
 
     def _note_gone(self) -> None:
         now = self._clock()
@@ -315,7 +348,8 @@ class Homes:
             time.sleep(_TURN_S)
 
     def _await_hosts(self, tables: Collection[TableHomes]) -> None:
-        """Wait for hosts that are gone as long as a restore of what only they have would take."""
+        """Wait for hosts that are gone, or at a start have not come yet, as long as a restore of what only they can
+        have would take."""
         while (wait_s := self._wait_s(tables)) > 0 and not self._closed:
             time.sleep(min(_TURN_S, wait_s))
             self._look()
@@ -329,7 +363,10 @@ class Homes:
                 rate = _RESTORED_PER_S * max(1, sum(host.cores for host in there.values()))
                 patience = min(_AWAITED_S, records / rate)
                 for location in gone:
-                    longest = max(longest, self._gone.get(location, self._clock()) + patience - self._clock())
+                    until = self._gone.get(location, self._clock()) + patience
+                    if not location:
+                        until = self._come_at + min(_COMING_S, patience)
+                    longest = max(longest, until - self._clock())
             return longest
 
     # ---- copies --------------------------------------------------------------------------------------

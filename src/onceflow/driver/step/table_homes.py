@@ -158,11 +158,12 @@ class TableHomes:
 
     def orphans(self, locations: Collection[str]) -> tuple[set[str], int]:
         """Homes that are not among these locations and that no level copy can replace; how many records a restore of
-        their groups would have to read."""
+        their groups would have to read. Before the first assignment, the home of each group is ''."""
         lags, committed = self.lags(locations), self.table.committed()
         gone: set[str] = set()
         records = 0
-        for group, home in self.plan.homes.items():
+        for group in range(self.groups):
+            home = self.plan.homes.get(group, "")
             if home in locations:
                 continue
             least = min((lags.get((group, at), _NEVER) for at in locations), default=_NEVER)
