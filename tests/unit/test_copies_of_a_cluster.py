@@ -386,6 +386,28 @@ def test_an_executor_that_is_replaced_keeps_its_copies(service: Any, cluster: Fa
     assert flow.stored() == flow.counted
 
 
+def test_an_executor_that_is_replaced_soon_costs_no_new_copies(service: Any, cluster: FakeCluster) -> None:
+    flow = service(copies=2)
+    for _ in range(20):
+        flow.run(KEYS)
+        flow.slices()
+    before, standbys = dict(flow.at.plan.homes), dict(flow.at.plan.standbys)
+    everything = sum(map(sum, flow.table.committed().values()))
+    read = flow.kafka.read_records
+    cluster.leave("d")
+    flow.run(KEYS)
+    assert not any(home.endswith("at-d") for home in flow.at.plan.homes.values())
+    flow.slices()
+    cluster.come("d2", host="host-d", folder="at-d")
+    for _ in range(2):
+        flow.run(KEYS)
+        flow.slices()
+    assert (flow.at.plan.homes, flow.at.plan.standbys) == (before, standbys)
+    # What the other copies have missed, but no copy from its beginning.
+    assert flow.kafka.read_records - read < everything / 4
+    assert flow.stored() == flow.counted
+
+
 def test_the_driver_waits_for_a_host_as_long_as_a_restore_would_take(
     service: Any, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ them are behind. Its rules are those of Kafka Streams (KIP-441):
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 #: A copy that lacks at most so many records is level: to read them takes less time than a batch (KIP-441:
 #: ``acceptable.recovery.lag``).
@@ -30,6 +30,8 @@ class StateHost:
         rack: a label; hosts of one rack or zone may fail together. Empty: not known.
         cores: how many tasks its executors run at once.
         leaving: whether its executors are about to leave (Spark decommissions them).
+        away: whether it has lost its executors a moment ago. It keeps its share for a while, because they may be
+            replaced; but no group can be there now.
     """
 
     location: str
@@ -37,6 +39,7 @@ class StateHost:
     rack: str = ""
     cores: int = 1
     leaving: bool = False
+    away: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Assignment:
         standbys: locations of each group's standby copies.
         surplus: group and location of copies that nobody needs any more.
         waiting: groups whose home is not level: no other host has a copy that is.
+        targets: where each group is going to be.
     """
 
     homes: Mapping[int, str] = field(default_factory=dict)
@@ -56,6 +60,7 @@ class Assignment:
     standbys: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     surplus: frozenset[tuple[int, str]] = frozenset()
     waiting: frozenset[int] = frozenset()
+    targets: Mapping[int, str] = field(default_factory=dict)
 
     def copies_beside(self) -> set[tuple[int, str]]:
         """Group and location of all copies that are kept beside the homes."""
@@ -75,7 +80,7 @@ def assign(
     groups: int,
     hosts: Collection[StateHost],
     lags: Lags,
-    before: Mapping[int, str],
+    before: Assignment,
     *,
     copies: int = 1,
     acceptable: int = ACCEPTABLE_LAG,
@@ -85,27 +90,32 @@ def assign(
     Args:
         groups: how many there are.
         hosts: those that have executors now.
-        before: the homes until now.
+        before: where they are until now.
         copies: how many copies of each group there shall be, each on another host.
         acceptable: a copy that lacks at most so many records is level.
     """
-    staying = sorted((host for host in hosts if not host.leaving), key=_order) or sorted(hosts, key=_order)
-    if not staying:
-        return Assignment(waiting=frozenset(range(groups)))
+    present = {host.location for host in hosts if not host.away}
+    if not present:
+        return replace(before, homes={}, restores=frozenset(), waiting=frozenset(range(groups)))
+    staying = sorted((host for host in hosts if not host.leaving), key=_order)
+    staying = staying if any(not host.away for host in staying) else sorted(hosts, key=_order)
     by_location = {host.location: host for host in hosts}
-    targets = _targets(groups, staying, lags, before)
+    targets = _targets(groups, staying, lags, before.targets)
+    now = targets  # while hosts are away, others take their part
+    if any(host.away for host in staying):
+        now = _targets(groups, [host for host in staying if not host.away], lags, before.homes)
     homes: dict[int, str] = {}
     waiting: set[int] = set()
     for group in range(groups):
-        level = [at for at in by_location if lags.get((group, at), acceptable + 1) <= acceptable]
-        homes[group] = _home(group, targets[group], level, lags, before)
+        level = [at for at in present if lags.get((group, at), acceptable + 1) <= acceptable]
+        target = targets[group] if targets[group] in present else now[group]
+        homes[group] = _home(group, target, level, lags, before.homes)
         if not level:
             waiting.add(group)
     standbys = _standbys(groups, staying, by_location, homes, targets, lags, copies)
     restores = frozenset((group, at) for group, at in targets.items() if at != homes[group])
-    return Assignment(
-        homes, restores, standbys, _surplus(homes, restores, standbys, lags, waiting, acceptable), frozenset(waiting)
-    )
+    surplus = _surplus(homes, restores, standbys, lags, waiting, acceptable)
+    return Assignment(homes, restores, standbys, surplus, frozenset(waiting), targets)
 
 
 def _order(host: StateHost) -> str:
@@ -162,9 +172,9 @@ def _copies_elsewhere(group: int, hosts: Iterable[StateHost], lags: Lags, before
 
 def _home(group: int, target: str, level: Sequence[str], lags: Lags, before: Mapping[int, str]) -> str:
     """Where the group is processed now. ``level``: where its copies are level."""
+    at = before.get(group, "")
     if target in level:
         return target
-    at = before.get(group, "")
     if at in level:
         return at
     if level:

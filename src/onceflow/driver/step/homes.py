@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from onceflow.client.settings import ClientSettings
@@ -128,7 +128,9 @@ class Homes:
         self._come_at = clock()  # when the last one has come
         self._asked: set[str] = set()  # executors that are being asked for them
         self._asker: ThreadPoolExecutor | None = None
-        self._gone: dict[str, float] = {}  # location: since when it has no executor
+        self._seen: dict[str, Mapping[str, StateHost]] = {}  # by table: the hosts of the last look
+        # By table and location: hosts that have lost their executors, and when.
+        self._away: dict[tuple[str, str], tuple[StateHost, float]] = {}
         self._avoided: dict[str, float] = {}  # location: until when
         self._misses = self._missed = 0  # since the last commit: of one host, and of all
         self._owner: Owner | None = None
@@ -305,14 +307,15 @@ class Homes:
 
     def _note_gone(self) -> None:
         now = self._clock()
-        for table in self.tables.values():
-            there = self._of_table(table.name).hosts
-            for home in set(table.plan.homes.values()):
-                if home in there:
-                    self._gone.pop(home, None)
-                elif home not in self._gone:
-                    self._gone[home] = now
-                    log.warning("flow %s: no executor is left at %s", self._flow, home)
+        for name in self.tables:
+            there = self._of_table(name).hosts
+            for location, host in self._seen.get(name, {}).items():
+                if location not in there and not host.leaving:
+                    self._away[name, location] = replace(host, away=True), now
+                    log.warning("flow %s: table %s: no executor is left at %s", self._flow, name, location)
+            for location in there:
+                self._away.pop((name, location), None)
+            self._seen[name] = there
 
     def _of_table(self, table: str) -> StateExecutors:
         """The executors, by the place where they keep the copies of a table."""
@@ -330,13 +333,16 @@ class Homes:
             names[location] = [(each.preference, each.cores) for each in staying]
         return StateExecutors(hosts, names)
 
-    def _hosts(self, table: str) -> Collection[StateHost]:
-        return self._of_table(table).hosts.values()
+    def _hosts(self, table: str) -> list[StateHost]:
+        """The hosts for a table, also those that may come back in a moment."""
+        now = self._clock()
+        away = [host for (name, _), (host, at) in self._away.items() if name == table and now - at < _AWAITED_S]
+        return [*self._of_table(table).hosts.values(), *away]
 
     def _await_executors(self) -> None:
         """Without executors there is no home: Spark starts some for a job."""
         until = self._clock() + _START_S
-        while not any(self._hosts(name) for name in self.tables):
+        while not any(self._of_table(name).hosts for name in self.tables):
             if self._clock() > until:
                 raise BatchAbortedError(
                     f"Spark has no executor {_START_S:.0f} s after flow {self._flow} has asked for one",
@@ -363,10 +369,12 @@ class Homes:
                 rate = _RESTORED_PER_S * max(1, sum(host.cores for host in there.values()))
                 patience = min(_AWAITED_S, records / rate)
                 for location in gone:
-                    until = self._gone.get(location, self._clock()) + patience
-                    if not location:
-                        until = self._come_at + min(_COMING_S, patience)
-                    longest = max(longest, until - self._clock())
+                    since, wait_s = self._come_at, min(_COMING_S, patience)
+                    if (table.name, location) in self._away:
+                        since, wait_s = self._away[table.name, location][1], patience
+                    elif location:
+                        continue  # it had time enough
+                    longest = max(longest, since + wait_s - self._clock())
             return longest
 
     # ---- copies --------------------------------------------------------------------------------------

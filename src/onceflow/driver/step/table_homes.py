@@ -147,9 +147,9 @@ class TableHomes:
         if now == self._assigned:
             return
         self._assigned = now
-        before = self.plan.homes
         lags = self.lags([host.location for host in hosts])
-        self.plan = assign(self.groups, hosts, lags, before, copies=self._copies, acceptable=ACCEPTABLE_LAG)
+        before = self.plan.homes
+        self.plan = assign(self.groups, hosts, lags, self.plan, copies=self._copies, acceptable=ACCEPTABLE_LAG)
         self._moved += sum(before.get(group, home) != home for group, home in self.plan.homes.items())
 
     def homes_of(self, groups: Iterable[int]) -> list[tuple[int, str]]:
