@@ -48,7 +48,8 @@ class TableHomes:
         self._ends: dict[tuple[int, str], tuple[int, int]] = {}
         self.plan = Assignment(waiting=frozenset(range(groups)))
         self._moved = 0
-        self._assigned: frozenset[StateHost] | None = None  # the hosts that the plan is for; None: copies have changed
+        self._assigned_to: frozenset[StateHost] = frozenset()  # the hosts that the plan is for
+        self._has_changed = True  # copies have, since then
 
     @property
     def name(self) -> str:
@@ -73,7 +74,7 @@ class TableHomes:
 
     def found(self, location: str, copies: Mapping[int, tuple[int, int]]) -> None:
         """A host was asked for its copies: up to which offsets each goes."""
-        self._assigned = None
+        self._has_changed = True
         for known in [known for known in self._ends if known[1] == location]:
             del self._ends[known]
         for partition, ends in copies.items():
@@ -81,12 +82,12 @@ class TableHomes:
 
     def reached(self, partition: int, location: str, ends: tuple[int, int]) -> None:
         """A copy goes up to these offsets of the two topics."""
-        self._assigned = None
+        self._has_changed = True
         self._ends[partition, location] = ends
 
     def removed(self, partition: int, location: str) -> None:
         """A copy was removed."""
-        self._assigned = None
+        self._has_changed = True
         self._ends.pop((partition, location), None)
 
     def on_commit(self, written: Iterable[tuple[int, str]]) -> None:
@@ -144,9 +145,9 @@ class TableHomes:
     def assign(self, hosts: Collection[StateHost]) -> None:
         """Decide anew which host has which group, if hosts or copies have changed."""
         now = frozenset(hosts)
-        if now == self._assigned:
+        if now == self._assigned_to and not self._has_changed:
             return
-        self._assigned = now
+        self._assigned_to, self._has_changed = now, False
         lags = self.lags([host.location for host in hosts])
         before = self.plan.homes
         self.plan = assign(self.groups, hosts, lags, self.plan, copies=self._copies, acceptable=ACCEPTABLE_LAG)
@@ -176,10 +177,10 @@ class TableHomes:
     def facts(self) -> CopyFacts:
         """What is known of the copies now."""
         plan = self.plan
-        places = {*plan.homes.values(), *(at for _, at in plan.copies_beside())}
-        lags = self.lags(places)
-        wanted = {(group, home) for group, home in plan.homes.items()} | plan.restores
-        beside = plan.copies_beside() - wanted
+        there = {host.location for host in self._assigned_to if not host.away}
+        lags = self.lags(there)
+        wanted = {pair for pair in {*plan.homes.items(), *plan.restores} if pair[1] in there}
+        beside = {pair for pair in plan.copies_beside() - wanted if pair[1] in there}
         each = self.table.partitions // self.groups
         return CopyFacts(
             hosts=len(set(plan.homes.values())),
