@@ -21,7 +21,7 @@ from onceflow_workshop.chaos.spark_cluster import SparkCluster
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.timeout(600)]
 
 PARTITIONS = 6
-WAIT_S = 90.0
+WAIT_S = 180.0
 
 
 class Hosts(SparkCluster):

@@ -360,16 +360,21 @@ def test_a_standby_copy_is_read_in_the_pauses_only(service: Any, cluster: FakeCl
     flow.homes.ended()
 
 
-def test_a_host_that_leaves_hands_over_first(service: Any, cluster: FakeCluster) -> None:
-    flow = service()
-    flow.run(KEYS)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_host_that_leaves_in_order_is_not_waited_for(service: Any, cluster: FakeCluster, copies: int) -> None:
+    """Spark gives no more tasks to an executor that it decommissions."""
+    flow = service(copies=copies)
+    for _ in range(3):
+        flow.run(KEYS)
+        flow.slices()
+    read, began = flow.kafka.read_records, flow.now
     cluster.decommission("c")
     assert flow.run(KEYS) == 0
-    assert any(home.endswith("at-c") for home in flow.at.plan.homes.values())
-    flow.slices()
-    assert flow.run(KEYS) == 0
+    assert flow.now == began
     assert not any(home.endswith("at-c") for home in flow.at.plan.homes.values())
+    assert copies == 1 or flow.kafka.read_records == read
     cluster.leave("c", disk=True)
+    flow.slices()
     assert flow.run(KEYS) == 0
     assert flow.stored() == flow.counted
 

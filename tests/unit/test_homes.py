@@ -15,8 +15,8 @@ LEVEL, FAR = 0, 1_000_000
 NOTHING = Assignment()
 
 
-def host(number: int, *, rack: str = "", cores: int = 1, leaving: bool = False, machine: str = "") -> StateHost:
-    return StateHost(f"at-{number}", machine or f"host-{number}", rack, cores, leaving)
+def host(number: int, *, rack: str = "", cores: int = 1, machine: str = "") -> StateHost:
+    return StateHost(f"at-{number}", machine or f"host-{number}", rack, cores)
 
 
 hosts_of_any_kind = st.lists(
@@ -26,7 +26,6 @@ hosts_of_any_kind = st.lists(
         st.integers(0, 5).map(lambda number: f"host-{number}"),
         st.sampled_from(["", "a", "b", "c"]),
         st.integers(1, 4),
-        st.booleans(),
         st.booleans(),
     ),
     min_size=1,
@@ -93,10 +92,10 @@ def test_standby_copies_are_on_other_machines(situation: tuple) -> None:
     groups, hosts, lags, before, copies = present(situation)
     machine = {each.location: each.host for each in hosts}
     plan, _ = settled(groups, hosts, lags, before, copies)
-    staying = {each.host for each in hosts if not each.leaving} or set(machine.values())
+    machines = set(machine.values())
     for group in range(groups):
         used = [machine[plan.homes[group]], *(machine[at] for at in plan.standbys.get(group, ()))]
-        assert len(set(used)) == len(used) == min(copies, len(staying))
+        assert len(set(used)) == len(used) == min(copies, len(machines))
 
 
 @given(situations())
@@ -108,13 +107,12 @@ def test_it_comes_to_rest_balanced_and_without_superfluous_copies(situation: tup
     assert not again.restores
     assert not again.waiting
     assert not again.surplus
-    staying = [each for each in hosts if not each.leaving] or hosts
-    cores = sum(each.cores for each in staying)
+    cores = sum(each.cores for each in hosts)
     count = Counter(plan.homes.values())
-    for each in staying:
+    for each in hosts:
         assert math.floor(groups * each.cores / cores) <= count[each.location] <= math.ceil(groups * each.cores / cores)
     assert {at for _, at in now} <= {each.location for each in hosts}
-    assert set(count) <= {each.location for each in staying}
+    assert set(count) <= {each.location for each in hosts}
 
 
 @given(st.integers(1, 64), st.integers(1, 8))
@@ -144,17 +142,6 @@ def test_a_host_that_is_lost_costs_its_groups_only(groups: int, count: int, copi
         elif copies == 2:  # its standby copy goes on at once
             assert after.homes[group] in plan.standbys[group]
     assert bool(after.waiting) == (copies == 1 and any(home == "at-0" for home in plan.homes.values()))
-
-
-def test_a_host_that_leaves_hands_over_first() -> None:
-    hosts = [host(0), host(1)]
-    plan, now = settled(8, hosts, {}, NOTHING)
-    leaving = [host(0, leaving=True), host(1)]
-    during = assign(8, leaving, now, plan)
-    assert during.homes == plan.homes
-    assert {at for _, at in during.restores} == {"at-1"}
-    after, _ = settled(8, leaving, now, plan)
-    assert set(after.homes.values()) == {"at-1"}
 
 
 @given(st.integers(2, 64), st.integers(2, 8), st.integers(1, 2))

@@ -29,7 +29,6 @@ class StateHost:
         host: the name by which Spark knows the machine.
         rack: a label; hosts of one rack or zone may fail together. Empty: not known.
         cores: how many tasks its executors run at once.
-        leaving: whether its executors are about to leave (Spark decommissions them).
         away: whether it has lost its executors a moment ago. It keeps its share for a while, because they may be
             replaced; but no group can be there now.
     """
@@ -38,7 +37,6 @@ class StateHost:
     host: str
     rack: str = ""
     cores: int = 1
-    leaving: bool = False
     away: bool = False
 
 
@@ -97,13 +95,12 @@ def assign(
     present = {host.location for host in hosts if not host.away}
     if not present:
         return replace(before, homes={}, restores=frozenset(), waiting=frozenset(range(groups)))
-    staying = sorted((host for host in hosts if not host.leaving), key=_order)
-    staying = staying if any(not host.away for host in staying) else sorted(hosts, key=_order)
+    every = sorted(hosts, key=_order)
     by_location = {host.location: host for host in hosts}
-    targets = _targets(groups, staying, lags, before.targets)
+    targets = _targets(groups, every, lags, before.targets)
     now = targets  # while hosts are away, others take their part
-    if any(host.away for host in staying):
-        now = _targets(groups, [host for host in staying if not host.away], lags, before.homes)
+    if len(present) < len(every):
+        now = _targets(groups, [host for host in every if not host.away], lags, before.homes)
     homes: dict[int, str] = {}
     waiting: set[int] = set()
     for group in range(groups):
@@ -112,7 +109,7 @@ def assign(
         homes[group] = _home(group, target, level, lags, before.homes)
         if not level:
             waiting.add(group)
-    standbys = _standbys(groups, staying, by_location, homes, targets, lags, copies)
+    standbys = _standbys(groups, every, by_location, homes, targets, lags, copies)
     restores = frozenset((group, at) for group, at in targets.items() if at != homes[group])
     surplus = _surplus(homes, restores, standbys, lags, waiting, acceptable)
     return Assignment(homes, restores, standbys, surplus, frozenset(waiting), targets)

@@ -310,27 +310,34 @@ class Homes:
         for name in self.tables:
             there = self._of_table(name).hosts
             for location, host in self._seen.get(name, {}).items():
-                if location not in there and not host.leaving:
+                if location not in there and not self._has_left(name, location):
                     self._away[name, location] = replace(host, away=True), now
                     log.warning("flow %s: table %s: no executor is left at %s", self._flow, name, location)
             for location in there:
                 self._away.pop((name, location), None)
             self._seen[name] = there
 
+    def _has_left(self, table: str, location: str) -> bool:
+        """Whether a host without usable executors need not be waited for: they leave in order, or are avoided."""
+        there = [name for name, found in self._found.items() if found.locations[table] == location]
+        return any(name in self._executors for name in there)
+
     def _of_table(self, table: str) -> StateExecutors:
         """The executors, by the place where they keep the copies of a table."""
         by_location: dict[str, list[Executor]] = {}
+        racks: dict[str, str] = {}
         for name, found in self._found.items():
-            if name in self._executors:
-                by_location.setdefault(found.locations[table], []).append(self._executors[name])
-        hosts, names = {}, {}
-        for location, there in by_location.items():
-            staying = [each for each in there if not each.leaving] or there
-            rack = next(found.rack for found in self._found.values() if found.locations[table] == location)
-            leaving = all(each.leaving for each in there) or self._clock() < self._avoided.get(location, 0.0)
-            cores = sum(each.cores for each in staying)
-            hosts[location] = StateHost(location, staying[0].host, rack, cores, leaving)
-            names[location] = [(each.preference, each.cores) for each in staying]
+            location, executor = found.locations[table], self._executors.get(name)
+            # Spark gives no more tasks to an executor that it decommissions (CoarseGrainedSchedulerBackend.makeOffers).
+            usable = executor is not None and not executor.leaving
+            if executor is not None and usable and self._clock() >= self._avoided.get(location, 0.0):
+                by_location.setdefault(location, []).append(executor)
+                racks[location] = found.rack
+        hosts = {
+            location: StateHost(location, there[0].host, racks[location], sum(each.cores for each in there))
+            for location, there in by_location.items()
+        }
+        names = {location: [(each.preference, each.cores) for each in there] for location, there in by_location.items()}
         return StateExecutors(hosts, names)
 
     def _hosts(self, table: str) -> list[StateHost]:
