@@ -16,6 +16,7 @@ from onceflow.client.key_stores import check_pem
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
 from onceflow.direct.run import DirectRun, direct_run, external_run
+from onceflow.driver.standby.standby import StandbyOptions
 from onceflow.driver.start.external_run import prepare_external
 from onceflow.driver.start.run import MicroBatchRun, prepare_query, spark_run
 from onceflow.driver.start.startup import Startup
@@ -75,6 +76,10 @@ class Flow:
             flows.
         group_id_prefix: put before the consumer group in its place; None: the same.
         connect_timeout: how long a start waits while all servers refuse connections or do not resolve.
+        standby: False: a start fences the driver that runs. True: it waits in its first `read` until that driver has
+            ended or died, and then takes over. To be given to both copies of a program, see ``docs/deploy.md``.
+        standby_host: address of this machine on which the other copy sees that this process lives: in Kubernetes the
+            IP of the pod.
 
     Raises:
         OptionError: a name, address or option is invalid.
@@ -92,6 +97,8 @@ class Flow:
         transactional_id_prefix: str = "",
         group_id_prefix: str | None = None,
         connect_timeout: str | float = "15 seconds",
+        standby: bool = False,
+        standby_host: str = "127.0.0.1",
     ) -> None:
         json_logs.use(None)  # where the environment asks for it
         names = Names(name, transactional_id_prefix, group_id_prefix)
@@ -103,7 +110,7 @@ class Flow:
         self._name = name
         self._spark = spark
         self._settings = settings
-        self._runs = FlowRuns(names, settings, refused_s)
+        self._runs = FlowRuns(names, settings, refused_s, StandbyOptions(standby_host) if standby else None)
         self._beside: Flow | None = None  # the second flow of a chain
         self._connection: dict[str, Any] = {
             "bootstrap_servers": bootstrap_servers,
@@ -111,6 +118,8 @@ class Flow:
             "transactional_id_prefix": transactional_id_prefix,
             "group_id_prefix": group_id_prefix,
             "connect_timeout": connect_timeout,
+            "standby": standby,
+            "standby_host": standby_host,
         }
 
     @property

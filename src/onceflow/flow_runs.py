@@ -11,6 +11,7 @@ from onceflow import hooks, interactive
 from onceflow.client.settings import ClientSettings
 from onceflow.direct.run import DirectRun
 from onceflow.driver.batch.source_times import SourceTimes
+from onceflow.driver.standby.standby import Standby, StandbyOptions
 from onceflow.driver.start.run import MicroBatchRun
 from onceflow.driver.start.startup import Startup
 from onceflow.errors import OptionError
@@ -25,16 +26,20 @@ class FlowRuns:
 
     Args:
         refused_s: how long the first connection waits while all bootstrap servers refuse, in seconds.
+        standby: None: it fences other drivers at once.
 
     Attributes:
         lock: to be held while a start is prepared.
         function_numbers: of the functions in queries. Those of an earlier start are not taken for those of this one.
     """
 
-    def __init__(self, names: Names, settings: ClientSettings, refused_s: float) -> None:
+    def __init__(
+        self, names: Names, settings: ClientSettings, refused_s: float, standby: StandbyOptions | None = None
+    ) -> None:
         self._names = names
         self._settings = settings
         self._refused_s = refused_s
+        self._standby = standby
         self.lock = threading.RLock()
         self.function_numbers = itertools.count(1)
         self._startup = self._new_startup()
@@ -85,6 +90,7 @@ class FlowRuns:
             try:
                 times = functools.partial(SourceTimes, self._settings)
                 startup.takeover.commit()
+                startup.takeover.when_taken_over(run.sink.taken_over_by)
                 engine = run.start()
                 reason = run.report.engine_reason
                 self._running = query = FlowQuery(engine, run.sink, ended, run.until, times, run.report, reason)
@@ -106,7 +112,10 @@ class FlowRuns:
             self._release(self._startup)
 
     def _new_startup(self) -> Startup:
-        return Startup(self._names, self._settings, refused_s=self._refused_s)
+        standby = None
+        if self._standby is not None:
+            standby = Standby(self._names, self._settings, self._standby, refused_s=self._refused_s)
+        return Startup(self._names, self._settings, refused_s=self._refused_s, standby=standby)
 
     def _is_running(self) -> bool:
         """Whether the last query is active. If it has ended by itself, its resources are released here."""

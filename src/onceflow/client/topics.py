@@ -188,22 +188,30 @@ def create_topic(
 
 
 def create_own_topic(
-    cluster: Cluster, name: str, what: str, *, partitions: int, configs: Mapping[str, str], deadline: Deadline
+    cluster: Cluster,
+    name: str,
+    what: str,
+    *,
+    partitions: int,
+    configs: Mapping[str, str],
+    deadline: Deadline,
+    policy: str = "compact",
 ) -> TopicInfo:
-    """Create a compacted topic for data that a flow must not lose. If it already exists, it is left as it is.
+    """Create a topic for data of a flow's own. If it already exists, it is left as it is.
 
     The broker's default is often one replica. This topic has up to three, as many as there are brokers.
     ``min.insync.replicas`` is one less, but at least 1.
 
     Args:
         what: the kind of topic, for the log and for errors: ``progress topic``.
-        configs: topic settings besides ``cleanup.policy`` and ``min.insync.replicas``.
+        configs: topic settings besides ``cleanup.policy``; they may replace ``min.insync.replicas``.
+        policy: its ``cleanup.policy``.
 
     Raises:
         PermissionDeniedError: this principal lacks CREATE.
     """
     copies = min(_MAX_COPIES, cluster.broker_count())
-    configs = {**configs, "cleanup.policy": "compact", "min.insync.replicas": str(max(1, copies - 1))}
+    configs = {"min.insync.replicas": str(max(1, copies - 1)), **configs, "cleanup.policy": policy}
     try:
         if create_topic(cluster, name, partitions=partitions, configs=configs, deadline=deadline, replication=copies):
             log.info("created %s %s with %d partitions", what, name, partitions)
@@ -212,7 +220,7 @@ def create_own_topic(
             f"{what.capitalize()} {name} does not exist, and this principal may not create it",
             topic=name,
             detail=error.detail,
-            next_step=f"create it once: {counted(partitions, 'partition')}, cleanup.policy=compact; or "
+            next_step=f"create it once: {counted(partitions, 'partition')}, cleanup.policy={policy}; or "
             + acls.grant("CREATE", acls.TOPIC, name),
         ) from error
     return await_topic(cluster, name, deadline)

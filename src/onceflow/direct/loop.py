@@ -169,6 +169,8 @@ class DirectLoop:
         """Run a batch, or wait for records, a timer or the next trigger."""
         if self._fetch_problem is not None:
             raise self._fetch_problem
+        if self._batches.taken_over is not None:
+            raise self._batches.taken_over
         if is_stopped(self._spark):
             raise EnvironmentUnusableError(
                 "Spark was stopped, and the query with it",

@@ -26,7 +26,7 @@ from onceflow.driver.batch.range_rows import RangeRows
 from onceflow.driver.batch.retries import Retries, Steps
 from onceflow.driver.record import handover
 from onceflow.driver.record.offset_log import SourceRange
-from onceflow.errors import BatchAbortedError, OnceflowError, located
+from onceflow.errors import BatchAbortedError, FencedError, OnceflowError, located
 from onceflow.logs import log_context
 from onceflow.planning.options import EXACTLY_ONCE, BatchSummary, SinkOptions
 from onceflow.protocol.progress import Progress
@@ -91,6 +91,7 @@ class Batches:
 
     Attributes:
         failure: the error that has ended the query.
+        taken_over: that a standby is active in place of this driver. A query that waits for records ends with it.
         stopping: whether the query is being stopped.
         over: whether the engine has ended it.
         awaited: how many callers wait for the query to end. They get its failure, so it is not logged.
@@ -113,6 +114,7 @@ class Batches:
         self.guarantee = options.guarantee
         self.transaction_timeout_s = options.transaction_timeout_s if options.guarantee == EXACTLY_ONCE else None
         self.failure: BaseException | None = None
+        self.taken_over: FencedError | None = None
         self.stopping = False
         self.over = False
         self.awaited = 0
@@ -130,6 +132,10 @@ class Batches:
     def ended(self) -> None:
         """The query is over."""
         self._steps.ended()
+
+    def taken_over_by(self, error: FencedError) -> None:
+        """A standby is active in place of this driver. It may be called in any thread."""
+        self.taken_over = error
 
     def _in_turn(self, rows: Rows, batch: int, run: Callable[[], None], *, paced: bool = True) -> None:
         """Run a batch when it may begin. Its failure is kept, and logged unless somebody waits for it.

@@ -19,6 +19,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topics
 from onceflow.driver.kafka.targets import check_side_topics_writable, load_targets
 from onceflow.driver.record.committed_progress import CommittedProgress
+from onceflow.driver.standby.standby import Standby
 from onceflow.driver.start.takeover import Takeover
 from onceflow.driver.step.joins import find_joined
 from onceflow.errors import ProgressConflictError, UnknownTopicError, located
@@ -45,7 +46,7 @@ class Startup:
     """One start of a flow, from its first connection until its query has ended or the flow is closed.
 
     Args:
-        refused_s: see `Takeover`.
+        refused_s, standby: see `Takeover`.
 
     Attributes:
         takeover: of the flow, in Kafka.
@@ -57,8 +58,10 @@ class Startup:
             their topics.
     """
 
-    def __init__(self, names: Names, settings: ClientSettings, *, refused_s: float) -> None:
-        self.takeover = Takeover(names, settings, refused_s=refused_s)
+    def __init__(
+        self, names: Names, settings: ClientSettings, *, refused_s: float, standby: Standby | None = None
+    ) -> None:
+        self.takeover = Takeover(names, settings, refused_s=refused_s, standby=standby)
         self.steps: dict[str, Step] = {}
         self.calls: list[CallOrder] = []
         self.maps: dict[str, RowsMap] = {}

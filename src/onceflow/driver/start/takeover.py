@@ -10,11 +10,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from onceflow import hooks, interactive
-from onceflow.client.cluster import Cluster
+from onceflow.client.cluster import GROUP, Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.first_connection import REFUSED_S
 from onceflow.client.settings import ClientSettings
@@ -25,8 +25,9 @@ from onceflow.driver.record import handover, progress_log
 from onceflow.driver.record.committed_progress import CommittedProgress
 from onceflow.driver.record.offset_log import Sources
 from onceflow.driver.record.session import DriverSession
+from onceflow.driver.standby.standby import Standby
 from onceflow.driver.start.source_offsets import end_of_read, look_at
-from onceflow.errors import OnceflowError, OptionError, ProgressConflictError, located
+from onceflow.errors import FencedError, OnceflowError, OptionError, ProgressConflictError, located
 from onceflow.logs import log_context
 from onceflow.planning import source_starts, table_plan
 from onceflow.planning.read_options import ReadOptions
@@ -49,6 +50,7 @@ class Takeover:
 
     Args:
         refused_s: how long the first connection waits while all bootstrap servers refuse, in seconds.
+        standby: this driver as one of several that stand by for each other; None: it fences at once.
 
     Attributes:
         sources: the topics that are read. until: where their reads end, if they do.
@@ -57,8 +59,11 @@ class Takeover:
         driver: this process, since it has fenced older drivers.
     """
 
-    def __init__(self, names: Names, settings: ClientSettings, *, refused_s: float) -> None:
+    def __init__(
+        self, names: Names, settings: ClientSettings, *, refused_s: float, standby: Standby | None = None
+    ) -> None:
         self.names = names
+        self.standby = standby
         self.settings = settings
         self.refused_s = refused_s
         self.sources: dict[str, SourceTopic] = {}
@@ -117,7 +122,9 @@ class Takeover:
         return Deadline(seconds, what or f"starting flow {self.flow}")
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. A standby may take over then."""
+        if self.standby is not None:
+            self.standby.close()
         if self._session is not None:
             self._session.cluster.close()
 
@@ -136,6 +143,30 @@ class Takeover:
             session.cluster.close()
             raise
         self._session = session
+
+    def await_turn(self) -> None:
+        """Wait until no other driver of the flow is active, if this one is one of several. It has no limit.
+
+        Raises:
+            OnceflowError: see `Standby.await_turn`.
+        """
+        if self.standby is None:
+            return
+        self.connect(self.deadline())
+        interactive.stop_earlier(self.settings.bootstrap_servers, self.names.transactional_id)
+        self.standby.await_turn(self.deadline, self._warm)
+
+    def when_taken_over(self, call: Callable[[FencedError], None]) -> None:
+        """Call this, in any thread, when a standby is found to be active in place of this driver."""
+        if self.standby is not None:
+            self.standby.when_taken_over(call)
+
+    def _warm(self, deadline: Deadline) -> None:
+        """Ask for what a start asks first, so that its connections are there, and stay."""
+        session = self.session
+        progress_log.ensure_topic(session.cluster, deadline)
+        session.described(deadline)
+        session.cluster.coordinator(GROUP, self.names.group_id, deadline)
 
     def fence(self, sources: Mapping[str, list[int]], deadline: Deadline) -> Progress | None:
         """Step ``init``: fence older drivers, and then read progress, unless both are done.
@@ -201,6 +232,7 @@ class Takeover:
             OnceflowError: see ``Flow.read``.
         """
         with located(flow=self.flow, topic=options.topic), log_context.within(flow=self.flow):
+            self.await_turn()
             try:
                 return self._add_source(options)
             except OnceflowError:
