@@ -18,6 +18,7 @@ from onceflow.clock import clock_ms
 from onceflow.direct.run import DirectRun, direct_run, external_run
 from onceflow.driver.standby.standby import StandbyOptions
 from onceflow.driver.start.external_run import prepare_external
+from onceflow.driver.start.rehearsal import Rehearsal
 from onceflow.driver.start.run import MicroBatchRun, prepare_query, spark_run
 from onceflow.driver.start.startup import Startup
 from onceflow.driver.step.joins import join_frame, join_order
@@ -177,6 +178,7 @@ class Flow:
             self._runs.check_readable(topic)
             queries.check_connector(self._spark, self.name)
             takeover = self._runs.startup.takeover
+            takeover.await_turn(Rehearsal(self._spark, self._settings, given, self.name))
             offsets = takeover.add_source(given)
             ends = takeover.until.get(topic)
         options_of_source = source_options(given, offsets, self.name)

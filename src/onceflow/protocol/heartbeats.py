@@ -32,6 +32,7 @@ class Heartbeat:
         since_ms: since when it has this role, epoch milliseconds of its clock.
         network: identity of its network; whoever has the same one reaches it on the loopback address. "": not known.
         door: ``host:port`` on which it lets others know that its process lives; "": nowhere.
+        warm: whether a standby has prepared what it needs to take over soon.
     """
 
     flow: str
@@ -42,6 +43,7 @@ class Heartbeat:
     since_ms: int
     network: str = ""
     door: str = ""
+    warm: bool = False
 
     @property
     def process(self) -> str:
@@ -74,6 +76,7 @@ def decode(key: bytes | None, value: bytes | None) -> Heartbeat | None:
         since_ms if type(since_ms) is int else 0,
         _text(content, "network"),
         _text(content, "door"),
+        content.get("warm") is True,
     )
 
 

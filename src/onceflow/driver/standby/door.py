@@ -218,7 +218,7 @@ def _listening(host: str) -> socket.socket:
         OSError: this machine has no such address, or it is none to connect to.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    if ipaddress.ip_address(address[0].partition("%")[0]).is_unspecified:
+    if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
         raise OSError("it means all addresses, and others have to connect to one")
     listening = socket.socket(family, kind)
     try:

@@ -12,17 +12,13 @@ its own.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import time
 from pathlib import Path
 
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host.private_folders import make_private, private_temporary
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
 
 _PATIENCE_S, _PAUSE_S = 1.0, 0.002
 _ours: set[str] = set()  # held in this process
@@ -39,7 +35,7 @@ class ProcessLock:
         self._driver = driver
         self._file = -1
         path = _path(driver)
-        if path is None or fcntl is None:
+        if path is None:
             return
         _ours.add(driver)
         try:
@@ -76,7 +72,7 @@ class ProcessLock:
 def is_free(driver: str) -> bool:
     """Whether the process of a driver of this machine has ended. False also if that cannot be told."""
     path = _path(driver)
-    if path is None or fcntl is None or driver in _ours:
+    if path is None or driver in _ours:
         return False
     try:
         file = os.open(path, os.O_RDWR)

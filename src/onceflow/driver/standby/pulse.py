@@ -69,6 +69,11 @@ class Pulse:
         self._wakes.set()
         return offset
 
+    def warmed(self) -> None:
+        """Say with the next heartbeats that this driver is warm."""
+        with self._lock:
+            self._now = replace(self._now, warm=True)
+
     def when_taken_over(self, call: Callable[[FencedError], None]) -> None:
         """Call this, in any thread, when another driver is found to be active."""
         with self._lock:

@@ -135,8 +135,7 @@ def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) ->
     options = bounded(write.sink, startup.takeover.sources, startup.takeover.until, flow)
     write = replace(write, sink=options)
     imports = _check_query(spark, startup, write)
-    with located(flow=flow):
-        startup.takeover.await_turn()
+    startup.takeover.await_turn()
     deadline = startup.takeover.deadline()
     with located(flow=flow):
         side_topics = process.all_side_topics(startup.steps, (order.dead_letter_topic for order in startup.calls))

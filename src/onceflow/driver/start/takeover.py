@@ -26,6 +26,7 @@ from onceflow.driver.record.committed_progress import CommittedProgress
 from onceflow.driver.record.offset_log import Sources
 from onceflow.driver.record.session import DriverSession
 from onceflow.driver.standby.standby import Standby
+from onceflow.driver.standby.wait import Rehearsed
 from onceflow.driver.start.source_offsets import end_of_read, look_at
 from onceflow.errors import FencedError, OnceflowError, OptionError, ProgressConflictError, located
 from onceflow.logs import log_context
@@ -144,17 +145,22 @@ class Takeover:
             raise
         self._session = session
 
-    def await_turn(self) -> None:
+    def await_turn(self, rehearsal: Rehearsed | None = None) -> None:
         """Wait until no other driver of the flow is active, if this one is one of several. It has no limit.
+
+        Args:
+            rehearsal: of what follows in this start; begun if it has to wait.
 
         Raises:
             OnceflowError: see `Standby.await_turn`.
         """
         if self.standby is None:
             return
-        self.connect(self.deadline())
-        interactive.stop_earlier(self.settings.bootstrap_servers, self.names.transactional_id)
-        self.standby.await_turn(self.deadline, self._warm)
+
+        with located(flow=self.flow), log_context.within(flow=self.flow):
+            self.connect(self.deadline())
+            interactive.stop_earlier(self.settings.bootstrap_servers, self.names.transactional_id)
+            self.standby.await_turn(self.deadline, self._warm, rehearsal)
 
     def when_taken_over(self, call: Callable[[FencedError], None]) -> None:
         """Call this, in any thread, when a standby is found to be active in place of this driver."""
@@ -232,7 +238,6 @@ class Takeover:
             OnceflowError: see ``Flow.read``.
         """
         with located(flow=self.flow, topic=options.topic), log_context.within(flow=self.flow):
-            self.await_turn()
             try:
                 return self._add_source(options)
             except OnceflowError:
