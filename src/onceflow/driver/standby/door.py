@@ -25,6 +25,7 @@ _GREETING = b"onceflow driver "
 _GREETING_BYTES = 200
 _CONNECTIONS_MAX = 64
 _BACKLOG = 16
+_PORTS = 1 << 16
 _TURN_S = 0.5
 #: A connection that takes longer says nothing, and is tried again.
 _CONNECT_S = 1.0
@@ -131,7 +132,7 @@ class Caller:
 
     def __init__(self, door: str, driver: str, *, same_network: bool) -> None:
         host, _, port = door.rpartition(":")
-        self._address = (host.strip("[]"), int(port) if port.isdecimal() else 0)
+        self._address = (host.strip("[]"), port if port.isdecimal() and 0 < int(port) < _PORTS else "")
         self._expected = _GREETING + driver.encode() + b"\n"
         self._believes = same_network
         self._socket: socket.socket | None = None
@@ -162,10 +163,11 @@ class Caller:
         """Begin to connect. Returns the error number."""
         try:
             # Numeric addresses only: a name service that does not answer must not stop the standby.
-            info = socket.getaddrinfo(
-                *self._address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-            )
+            numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+            info = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM, flags=numeric) if all(self._address) else []
         except OSError:
+            info = []
+        if not info:
             return 0
         family, kind, _, _, address = info[0]
         self._socket = socket.socket(family, kind)

@@ -91,7 +91,7 @@ class Watcher:
         while not self._over.is_set():
             message = self._consumer.poll(0.05)
             if message is not None and not message.error():
-                self.seen.append((time.monotonic(), message.key(), json.loads(message.value())))
+                self.seen.append((time.monotonic(), message.key() or b"", json.loads(message.value() or b"null")))
 
     def close(self) -> None:
         self._over.set()
@@ -156,8 +156,8 @@ def measure(servers: str, folder: Path, kills: int, drivers: int) -> list[float]
             pair.kill(active)
             others = list(pair.running)
 
-            def found(others: list[int] = others, killed_at: float = killed_at) -> float | None:
-                return next((at for at, _, value in watcher.seen if at > killed_at and value[2] in others), None)
+            def found(others: list[int] = others, killed_at: float = killed_at) -> float:
+                return next((at for at, _, value in watcher.seen if at > killed_at and value[2] in others), 0.0)
 
             took.append(wait_until(found, _WAIT_S, "a commit of the standby") - killed_at)
             print(f"kill {number + 1}: {took[-1] * 1000:.0f} ms", flush=True)
@@ -219,9 +219,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--drivers", type=int, default=2)
     choices = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="onceflow-standby-") as folder:
-        with running_broker(Path(folder, "broker")) as servers:
-            took = measure(servers, Path(folder), choices.kills, choices.drivers)
+    with (
+        tempfile.TemporaryDirectory(prefix="onceflow-standby-") as folder,
+        running_broker(Path(folder, "broker")) as servers,
+    ):
+        took = measure(servers, Path(folder), choices.kills, choices.drivers)
     print("\n".join(_rows(took)))
 
 
