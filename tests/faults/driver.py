@@ -28,7 +28,7 @@ def session(given: dict[str, Any]) -> Any:
 def start(given: dict[str, Any], spark: Any) -> Any:
     # Small data is to be written by as many tasks as large data would be.
     output_writer._TASK_BYTES = given.get("task_bytes", output_writer._TASK_BYTES)
-    flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
+    flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"], **given.get("flow_options", {}))
     until = given.get("until") and {int(partition): offset for partition, offset in given["until"].items()}
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000), until=until)
     rows = source.selectExpr(*given.get("columns", ["key", "value"]))
