@@ -130,7 +130,7 @@ def test_the_active_driver_is_killed(drivers: Callable[..., Drivers]) -> None:
     group = drivers(BY_LOCK)
     group.pipe.fill(500)
     both = {group.start(), group.start()}
-    active = wait_until(lambda: {pid for pid in both if group.roles().get(pid) == ACTIVE}, WAIT_S, "one is active").pop()
+    (active,) = wait_until(lambda: {pid for pid in both if group.roles().get(pid) == ACTIVE}, WAIT_S, "one is active")
     (standby,) = both - {active}
     assert group.await_roles(standby) == active
     group.pipe.fill(2000)

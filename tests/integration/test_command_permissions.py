@@ -132,6 +132,7 @@ ELSEWHERE = {
     "a flow": ("test_security.py", "test_least_privileges_over_tls"),
     "a flow with state, in addition": ("test_security.py", "test_privileges_of_a_flow_with_state"),
     "a flow with dead letters or late records, in addition": ("test_security.py", "test_privileges_of_dead_letters"),
+    "a flow with `standby=True`, in addition": ("test_security.py", "test_privileges_of_a_standby"),
     "a flow that joins with a table, in addition": ("test_security.py", "test_privileges_of_a_flow_that_joins"),
     "a flow that writes to another system": ("test_security.py", "test_privileges_without_an_output_in_kafka"),
     "onceflow.peek": ("test_security.py", "test_privileges_of_a_look"),

@@ -30,6 +30,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.driver.record import progress_log
 from onceflow.driver.record.session import DriverSession
+from onceflow.protocol.heartbeats import HEARTBEATS_TOPIC
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import independent
@@ -261,6 +262,23 @@ def test_privileges_of_dead_letters(secure: Secure, pipe: Any) -> None:
         flow.write(rows).start().processAllAvailable()
     assert [seen.value for seen in independent.read_topic(secure.internal, letters, decided=True)] == [b"no number"]
     assert len(independent.read_topic(secure.internal, pipe.target, decided=True)) == 300
+
+
+@pytest.mark.parametrize("missing", ["", "READ", "WRITE"])
+def test_privileges_of_a_standby(secure: Secure, pipe: Any, missing: str) -> None:
+    standby = table()["a flow with `standby=True`, in addition"]
+    acls = rights(pipe, "a flow") + [right.acl for right in standby if right.operation != missing]
+    create = [(ResourceType.TOPIC, name, AclOperation.CREATE) for name in (PROGRESS_TOPIC, HEARTBEATS_TOPIC)]
+    grant(secure, [*acls, *create])
+    flow = onceflow.Flow(
+        pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=secure.options(), standby=True
+    )
+    refused = pytest.raises(onceflow.PermissionDeniedError, match=f"(?s){HEARTBEATS_TOPIC}.*grant {missing}")
+    with flow, refused if missing else contextlib.nullcontext():
+        df = flow.read(pipe.source).select("key", "value")
+        flow.write(df, topic=pipe.target).start().processAllAvailable()
+    if not missing:
+        pipe.check()
 
 
 def test_privileges_without_an_output_in_kafka(secure: Secure, pipe: Any, tmp_path: Path) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import onceflow
-from onceflow.errors import FencedError, OptionError
+from onceflow.cli.main import cli
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.driver.standby.heartbeats import read_tail
+from onceflow.errors import FencedError, OptionError, UnknownTopicError
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
 
@@ -51,14 +58,15 @@ class Copies:
         return thread, found
 
     def roles(self) -> list[str]:
-        from onceflow.client.cluster import Cluster
-        from onceflow.client.deadline import Deadline
-        from onceflow.client.settings import ClientSettings
-        from onceflow.driver.standby.heartbeats import read_tail
-
+        found: list[Any] = []
         with contextlib.closing(Cluster(ClientSettings(self.servers, {}))) as cluster:
-            found, _, _ = read_tail(cluster, self.name, Deadline(30, "test"))
+            with contextlib.suppress(UnknownTopicError):
+                found, _, _ = read_tail(cluster, self.name, Deadline(30, "test"))
         return sorted({each.driver: each.role for each, _ in found}.values())
+
+    def status(self) -> list[str]:
+        answer = CliRunner().invoke(cli, ["status", self.name, "--bootstrap-servers", self.servers])
+        return answer.stdout.splitlines()
 
     def check(self) -> None:
         """Every record was written once."""
@@ -87,6 +95,9 @@ def test_a_standby_takes_over_when_the_active_driver_is_stopped(
     first = copies.start()
     first.processAllAvailable()
     thread, found = copies.waiting()
+    (active, standby) = [line for line in copies.status() if line.startswith(("active", "standby"))]
+    assert f"process {os.getpid()}" in active
+    assert "heard " in standby
     copies.fill(10)
     first.processAllAvailable()
     thread.join(2.0)
@@ -98,6 +109,7 @@ def test_a_standby_takes_over_when_the_active_driver_is_stopped(
     second.processAllAvailable()
     copies.check()
     assert copies.roles() == ["active", "ended"]
+    assert any("no standby waits" in line for line in copies.status())
     told = capfd.readouterr().err
     assert f"flow {copies.name} stands by: process" in told
     assert f"flow {copies.name} takes over: no driver is active" in told
@@ -154,5 +166,5 @@ def test_a_wait_can_be_ended(copies: Copies, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_address_that_this_machine_has_not_is_refused(copies: Copies) -> None:
-    with pytest.raises(OptionError, match="cannot listen on standby_host='192.0.2.1'"):
+    with pytest.raises(OptionError, match=r"cannot listen on standby_host='192\.0\.2\.1'"):
         copies.start(standby_host="192.0.2.1")

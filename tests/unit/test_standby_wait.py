@@ -183,7 +183,7 @@ def test_a_claim_that_was_not_the_first_is_withdrawn(world: World) -> None:
 
 def test_a_broker_that_is_away_kills_nobody(world: World) -> None:
     world.beat("active")
-    wait, pulse = standby(world, "a")
+    wait, _ = standby(world, "a")
     steps_until(world, {"a": wait}, 1, active="active")
     world.readable = False
     assert steps_until(world, {"a": wait}, 30) is None

@@ -12,6 +12,7 @@ from onceflow.protocol.timestamps import in_utc
 if TYPE_CHECKING:
     from onceflow.admin.status.driver_status import DriverStatus, DriverTable
     from onceflow.admin.status.flow_status import FlowStatus, PartitionStatus
+    from onceflow.admin.status.standby_status import StandbyDriver
     from onceflow.admin.status.table_counts import TableCounts
 
 
@@ -72,6 +73,7 @@ def _detail(flow: FlowStatus) -> list[str]:
         lines.append(_no_driver(flow))
         if (last := flow.committed_by) is not None:
             lines.append(shown(f"the driver that committed last: {_where(last.host, last.pid, last.since_ms)}"))
+    lines += [shown(_standby(each)) for each in flow.standbys]
     for source in flow.sources:
         columns = ["SOURCE", "OFFSET", "FIRST", "STABLE", "END", "LAG", "TIME LAG", "HELD BACK"]
         if source.partitions is None:
@@ -132,6 +134,12 @@ def _driver(driver: DriverStatus) -> list[str]:
         lines.append(shown(f"last batch of this run: {read}{counted(last.records)} written {how}"))
     counts = [f"{name.replace('_', ' ')} {count:,}" for name, count in driver.counts.items() if count]
     return lines + ([shown(f"counted by this driver: {', '.join(counts)}")] if counts else [])
+
+
+def _standby(driver: StandbyDriver) -> str:
+    """A driver that stands by, or that others stand by for."""
+    role = driver.role if driver.role == "active" or driver.warm else f"{driver.role} (warming up)"
+    return f"{role}: {_where(driver.host, driver.pid, driver.since_ms)}; heard {span(driver.age_s)} ago"
 
 
 def _where(host: str, pid: int, since_ms: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from onceflow.admin.status.driver_status import DriverStatus
 from onceflow.admin.status.similar_flows import alike, meant, named
+from onceflow.admin.status.standby_status import StandbyDriver
 from onceflow.admin.status.table_counts import TableCounts
 from onceflow.errors import OptionError, counted
 from onceflow.protocol.progress import PROGRESS_TOPIC, DriverProcess
@@ -126,6 +127,7 @@ class FlowStatus:
         unseen: partitions and coordinators that could not be asked, each with the reason.
         driver: what its driver says; None: no endpoint of it has answered.
         driver_answer: one of the constants above.
+        standbys: its drivers with ``standby=True``, the active one first; looked at if the flow is named.
     """
 
     flow: str
@@ -145,6 +147,7 @@ class FlowStatus:
     unseen: list[str] = field(default_factory=list)
     driver: DriverStatus | None = None
     driver_answer: str = NOT_ASKED
+    standbys: list[StandbyDriver] = field(default_factory=list)
 
     @property
     def lag(self) -> int | None:

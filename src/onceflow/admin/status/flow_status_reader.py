@@ -20,6 +20,7 @@ from onceflow.admin.status.flow_status import (
     unknown_flow,
     unknown_partitions,
 )
+from onceflow.admin.status.standby_status import standby_drivers, standby_warnings
 from onceflow.admin.status.status_answers import answered, gone, permitted
 from onceflow.admin.transactions.open_transactions import PENDING
 from onceflow.client.brokers import Held, held_back_warning, oldest_transaction, read_safety, settings_warnings
@@ -36,6 +37,7 @@ from onceflow.driver.record.progress_log import offset_of_hint, partition_of
 from onceflow.errors import DeadlineExceededError, OnceflowError, OptionError, PermissionDeniedError, counted
 from onceflow.protocol import acls, timestamps
 from onceflow.protocol import progress as records
+from onceflow.protocol.heartbeats import HEARTBEATS_TOPIC
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 
@@ -121,10 +123,27 @@ class StatusReader:
             name for name, (key, _, record) in known.items() if name.startswith(prefix) and not _is_over(key, record)
         )
         settings = self._settings(deadline) if chosen else []
-        return [
+        statuses = [
             self._flow(name, *known[name], there, settings, deadline) if name in known else self.hidden(name, deadline)
             for name in dict.fromkeys(chosen)
         ]
+        for status in statuses if flows else ():
+            self._standbys(status, there, deadline)
+        return statuses
+
+    def _standbys(self, status: FlowStatus, there: Mapping[str, TopicInfo], deadline: Deadline) -> None:
+        soon = Deadline(deadline.capped(_COORDINATOR_S), f"reading heartbeats of {status.flow}")
+        found = answered(
+            status,
+            f"topic {HEARTBEATS_TOPIC}",
+            lambda: permitted(
+                status,
+                f"READ on topic {HEARTBEATS_TOPIC}",
+                lambda: standby_drivers(self._cluster, there, status.flow, self._clock(), soon),
+            ),
+        )
+        status.standbys = found or []
+        status.warnings += standby_warnings(status.standbys)
 
     def is_hidden(self, name: str) -> bool:
         """Whether the progress of a flow would be in a partition that could not be asked in the last look."""

@@ -161,13 +161,13 @@ class Caller:
 
     def _connect(self) -> int:
         """Begin to connect. Returns the error number."""
+        if not all(self._address):
+            return 0
         try:
             # Numeric addresses only: a name service that does not answer must not stop the standby.
             numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-            info = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM, flags=numeric) if all(self._address) else []
+            info = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM, flags=numeric)
         except OSError:
-            info = []
-        if not info:
             return 0
         family, kind, _, _, address = info[0]
         self._socket = socket.socket(family, kind)
