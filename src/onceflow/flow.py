@@ -77,9 +77,9 @@ class Flow:
             flows.
         group_id_prefix: put before the consumer group in its place; None: the same.
         connect_timeout: how long a start waits while all servers refuse connections or do not resolve.
-        standby: False: a start fences the driver that runs. True: it waits in its first `read` until that driver has
-            ended or died, and then takes over. To be given to both copies of a program, see ``docs/deploy.md``.
-        standby_host: address of this machine on which the other copy sees that this process lives: in Kubernetes the
+        standby: wait in the first `read` until no other driver is active; False: a start fences it. Give it to both
+            copies of a program, see ``docs/deploy.md``.
+        standby_host: address of this machine by which the other copy sees that this process lives. In Kubernetes the
             IP of the pod.
 
     Raises:

@@ -59,9 +59,9 @@ class Copies:
 
     def roles(self) -> list[str]:
         found: list[Any] = []
-        with contextlib.closing(Cluster(ClientSettings(self.servers, {}))) as cluster:
-            with contextlib.suppress(UnknownTopicError):
-                found, _, _ = read_tail(cluster, self.name, Deadline(30, "test"))
+        cluster = Cluster(ClientSettings(self.servers, {}))
+        with contextlib.closing(cluster), contextlib.suppress(UnknownTopicError):
+            found, _, _ = read_tail(cluster, self.name, Deadline(30, "test"))
         return sorted({each.driver: each.role for each, _ in found}.values())
 
     def status(self) -> list[str]:

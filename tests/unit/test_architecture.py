@@ -34,7 +34,8 @@ ALLOWED = {
     ),
     "admin.records": "claim_check client object_storage protocol state.api state.changelog state.engine state.format",
     "admin.status": (
-        "admin.records admin.transactions client driver.record protocol state.format state.local state.stores"
+        "admin.records admin.transactions client driver.record driver.standby protocol state.format state.local "
+        "state.stores"
     ),
     "admin.transactions": "admin.records client driver.record protocol",
     "admin.verify": (
@@ -62,10 +63,11 @@ ALLOWED = {
     ),
     "driver.record": "client protocol spark",
     "driver.start": (
-        "arrow_types calls client driver.batch driver.external driver.kafka driver.record driver.step "
+        "arrow_types calls client driver.batch driver.external driver.kafka driver.record driver.standby driver.step "
         "engine_query external interactive logs messages options planning protocol spark state.api "
         "state.changelog state.joins task"
     ),
+    "driver.standby": "client driver.record host logs protocol",
     "driver.step": (
         "client driver.batch driver.record messages planning protocol spark state state.api "
         "state.changelog state.engine state.joins state.local task"
@@ -297,6 +299,21 @@ def test_packages_say_what_they_are() -> None:
         first = re.search(r"Start (?:reading )?at ``([\w/]+\.py)``", text)
         assert first is not None, folder
         assert (folder / first[1]).is_file(), first[1]
+
+
+def test_sockets_are_opened_where_they_may_be() -> None:
+    """Connections to brokers are those of ``client``. The others lead elsewhere."""
+    known = {"server", "service", "metrics", "external", "object_storage", "broker"}
+    wrong = [
+        name
+        for name, tree in modules().items()
+        if name.partition(".")[0] not in {"client", *known}
+        and any(
+            isinstance(node, ast.Call) and ast.unparse(node.func) in ("socket.socket", "socket.create_connection")
+            for node in ast.walk(tree)
+        )
+    ]
+    assert wrong == ["driver.standby.door"], "a door tells that a process lives, and asks nothing"
 
 
 def test_formats_need_no_sockets() -> None:

@@ -1,6 +1,5 @@
 """A standby driver: the same program, started twice. One copy runs the flow, the other waits until that one has died.
 
-Who is fenced is decided by Kafka alone (I6), so a false alarm costs a restart, and never a record. It may import
-`driver.record`, `client`, `protocol`, `host` and `options`. ``door.py`` talks to other drivers, never to brokers. Start
-reading at ``standby.py``; ``silence.py`` decides.
+It may import ``record`` of the driver, ``client``, ``protocol``, ``host`` and ``logs``. Only ``door.py`` opens sockets:
+to other drivers, never to brokers. Start reading at ``standby.py``, then ``wait.py``; ``silence.py`` decides.
 """
