@@ -36,13 +36,14 @@ def modules_here() -> Iterator[None]:
 
 
 with modules_here():
-    explore, protocol, searches, variants = map(
-        importlib.import_module, ("explore", "protocol", "searches", "variants")
+    brokers, explore, protocol, searches, variants = map(
+        importlib.import_module, ("brokers", "explore", "protocol", "searches", "variants")
     )
 
 # What is done by brokers, by whoever starts drivers, and by faults.
 OTHERS = {"append", "markers", "start"}
 FAULT_ACTIONS = {"timeout", "forgets", "crash", "task dies", "second driver"}
+PHASES = "STARTED FENCED TO_SETTLE READY PLANNED BEGUN WRITING AUDITED IN_PROGRESS ENDING".split()
 VARIANTS = {variant.name: variant for variant in variants.VARIANTS}
 per_variant = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "goes_on_unchecked" else []) for name in VARIANTS]
@@ -122,6 +123,32 @@ def test_everything_holds(searched: Any, job: Any, capsys: pytest.CaptureFixture
     }
     possible |= {name for name, kind in kinds.items() if getattr(config, kind)}
     assert result.actions == possible
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_standby_may_take_over_at_any_moment(version: int) -> None:
+    """A false alarm is a second driver. It comes wherever one driver runs, as long as the search has one left."""
+    model = protocol.Model(protocol.Config(version=version, rivals=1, lost=1))
+    seen: set[str] = set()
+
+    def checked(state: Any) -> str:
+        if len(state.drivers) != 1 or not model.spent(state, "rivals"):
+            return ""
+        seen.add(state.drivers[0].phase)
+        ((_, after),) = model.second(state)
+        assert [each.phase for each in after.drivers] == [state.drivers[0].phase, brokers.STARTED]
+        return ""
+
+    explore.explore(model.initial(), model.actions(), {"note": checked}, key=model.key, reduce=False)
+    assert seen >= {getattr(brokers, name) for name in PHASES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_drivers_that_stand_by_for_each_other(version: int) -> None:
+    """The first one is taken for dead, stands by, and takes the flow back; then one of them dies."""
+    result = searches.everything(protocol.Config(version=version, batches=1, rivals=2, crashes=1))
+    assert result.violation is None, explore.readable(result.violation, protocol.described)
 
 
 #: Of starts that fail, batches without effect, and drivers that are fenced: the model's drivers just stop.

@@ -59,6 +59,18 @@ class ReadsBeforeFencing(Model):
     fences_before_reading = False
 
 
+class TakesOverWithoutFencing(Model):
+    def take_over(self, s: State, n: int, d: Driver, phase: str) -> Next:
+        """A standby for which silence is enough: it goes on in the epoch of the driver that it takes for dead."""
+        if len(s.drivers) == 1:
+            yield from super().take_over(s, n, d, phase)
+            return
+        transaction_state = self.on(d.transaction_state, Event.INITIALIZED)
+        claimed = d._replace(phase=phase, epoch=s.coordinator.epoch, transaction_state=transaction_state)
+        after = s._replace(drivers=(*s.drivers[:n], *s.drivers[n + 1 :], claimed))
+        yield f"driver {d.name}: the other one is silent, epoch {s.coordinator.epoch} is taken over", after
+
+
 class DoesNotWaitForDecision(Model):
     waits_for_decision = False
 
@@ -234,6 +246,8 @@ VARIANTS = (
             {"lost": 1}),
     Variant(InitInsteadOfRepeating, "InitProducerId, and only then EndTxn once more", "I2", {"lost": 1}),
     Variant(ReadsBeforeFencing, "a start reads progress, then fences", "I6", {"rivals": 1}),
+    Variant(TakesOverWithoutFencing, "a standby takes a silent driver for dead, and goes on in its epoch", "I6",
+            {"rivals": 1}),
     Variant(DoesNotWaitForDecision, "a start reads progress before the old transaction is decided", "I2",
             {"batches": 2, "crashes": 1}),
     Variant(EnrolsWithoutBump, "Produce v12, which enrols by itself, with EndTxn v4, which keeps the epoch", "I5",
