@@ -43,7 +43,7 @@ with modules_here():
 # What is done by brokers, by whoever starts drivers, and by faults.
 OTHERS = {"append", "markers", "start"}
 FAULT_ACTIONS = {"timeout", "forgets", "crash", "task dies", "second driver"}
-PHASES = "STARTED FENCED TO_SETTLE READY PLANNED BEGUN WRITING AUDITED IN_PROGRESS ENDING".split()
+PHASES = ["STARTED", "FENCED", "TO_SETTLE", "READY", "PLANNED", "BEGUN", "WRITING", "AUDITED", "IN_PROGRESS", "ENDING"]
 VARIANTS = {variant.name: variant for variant in variants.VARIANTS}
 per_variant = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "goes_on_unchecked" else []) for name in VARIANTS]

@@ -220,6 +220,15 @@ class Driver:
         """Start a new process. ``rule``: a fault for it, see ``onceflow.testing.faults``."""
         self.process = self._new(rule)
 
+    def stand_by(self) -> DriverProcess:
+        """Start a second driver that waits beside the first one. `takes_over` makes it the right one."""
+        return self._new(None)
+
+    def takes_over(self, standby: DriverProcess) -> None:
+        """From now on this driver is the right one, and the one before it is to end."""
+        self._leftovers.append(self.running)
+        self.process = standby
+
     def intrude(self) -> None:
         """Start a second driver beside the first. From then on the second one is the right one."""
         self._leftovers.append(self.running)

@@ -16,10 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.driver.standby.heartbeats import read_tail
 from onceflow.hooks import EXTERNAL_STEPS, STEPS
+from onceflow.protocol.heartbeats import STANDBY
 from onceflow.testing.faults import fault, python_workers
 from onceflow.testing.postgres import LocalPostgres
 from onceflow_workshop.chaos import external
+from onceflow_workshop.chaos.driver_process import DriverProcess
 from onceflow_workshop.chaos.flows import LEDGER, OPERATORS, UNLOGGED
 from onceflow_workshop.chaos.replacing import flow_replaced, replaceable
 from onceflow_workshop.chaos.spark_cluster import SparkCluster
@@ -30,6 +36,7 @@ from onceflow_workshop.testing.network import CUT, DELAY, DIRECTIONS, DROP, DUPL
 BEHIND_MS = 7_200_000
 _APIS = ("Produce", "EndTxn", "InitProducerId", "AddPartitionsToTxn", "TxnOffsetCommit", "FindCoordinator", "Metadata")
 _STEP_WAIT_S = 60.0
+_STANDBY_WAIT_S = 120.0
 _PAGE_BYTES = 4096
 
 
@@ -123,6 +130,42 @@ def second_driver(bed: TestBed, rng: random.Random) -> str:
         bed.driver.await_commits(since, timeout_s=90)
         first.send(signal.SIGCONT, whole=True)
     return "a second driver" + (", while the first was stopped" if stopped else " beside the first")
+
+
+def standby_takes_over(bed: TestBed, rng: random.Random) -> str:
+    """Two drivers with ``standby=True``. The active one is killed or stopped, and the other one goes on by itself."""
+    before = bed.driver.choices
+    bed.driver.choices = replace(before, standby=True)
+    bed.driver.kill()
+    bed.driver.start()
+    bed.driver.await_commits(time.monotonic(), timeout_s=_STANDBY_WAIT_S)
+    first, standby = bed.driver.running, bed.driver.stand_by()
+    bed.driver.choices = before
+    _await_standby(bed, standby)
+    since, stopped = time.monotonic(), rng.random() < 0.5
+    if stopped:
+        first.send(signal.SIGSTOP, whole=True)
+        bed.driver.takes_over(standby)
+    else:
+        bed.driver.kill()
+        bed.driver.process = standby
+    took_s = bed.driver.await_commits(since, timeout_s=_STANDBY_WAIT_S)
+    if bed.driver.running is not standby:
+        return "a standby that did not take over by itself"
+    if stopped:
+        first.send(signal.SIGCONT, whole=True)
+    return f"a standby took over from {'a stopped' if stopped else 'a killed'} driver, {took_s:.1f} s"
+
+
+def _await_standby(bed: TestBed, standby: DriverProcess) -> None:
+    """Until it says that it waits. It may die before that, if another fault goes on."""
+    first_flow, end = bed.names.flow(bed.driver.kinds[0]), time.monotonic() + _STANDBY_WAIT_S
+    with contextlib.closing(Cluster(ClientSettings(bed.bootstrap_servers, {}))) as cluster:
+        while standby.exit_code is None and time.monotonic() < end:
+            found, _, _ = read_tail(cluster, first_flow, Deadline(30, "looking for a standby"))
+            if any(each.pid == standby.pid and each.role == STANDBY for each, _ in found):
+                return
+            time.sleep(0.2)
 
 
 def state_deleted(bed: TestBed, rng: random.Random) -> str:
@@ -349,6 +392,8 @@ FAULT_KINDS: dict[str, Fault] = {
     "driver stopped for a while": Fault(driver_pause),
     "workers killed": Fault(workers_kill, weight=3),
     "second driver": Fault(second_driver),
+    # A standby on a Spark cluster would wait for cores that the active driver has.
+    "standby takes over": Fault(standby_takes_over, lambda setup: setup.workers == 0),
     "local state deleted": Fault(state_deleted, lambda setup: bool({LEDGER, UNLOGGED} & {*setup.flows}), weight=1),
     "clock jumps": Fault(clock_jump, lambda setup: LEDGER in setup.flows),
     "flow replaced": Fault(flow_replaced, lambda setup: bool(replaceable(setup)), weight=3),

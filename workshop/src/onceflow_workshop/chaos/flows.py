@@ -247,6 +247,7 @@ class Choices:
         records_per_batch: most records in a batch.
         operator: one of `OPERATORS`.
         engines: ``engine=`` of each kind of flow; those that are not in it have ``auto``.
+        standby: whether the driver waits while another one is active.
     """
 
     tasks: bool = False
@@ -254,6 +255,7 @@ class Choices:
     transaction_timeout: str = "20 seconds"
     operator: str = "select"
     engines: Mapping[str, str] = field(default_factory=dict)
+    standby: bool = False
 
     def engine(self, kind: str) -> str:
         """``engine=`` of a flow. The driver cannot run one with a checkpoint, so ``auto`` takes its place."""
@@ -272,7 +274,13 @@ class Choices:
 def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, choices: Choices) -> Any:
     """Start the query of one flow."""
     # Drivers are also started while brokers are down.
-    flow = onceflow.Flow(names.flow(kind), spark, bootstrap_servers=bootstrap_servers, connect_timeout="60 seconds")
+    flow = onceflow.Flow(
+        names.flow(kind),
+        spark,
+        bootstrap_servers=bootstrap_servers,
+        connect_timeout="60 seconds",
+        standby=choices.standby,
+    )
     source = flow.read(names.source, max_records_per_batch=choices.records_per_batch)
     if kind in external.KINDS:
         rows = source.selectExpr(*external.COLUMNS)
