@@ -109,8 +109,9 @@ def test_locks_of_this_process_and_of_nobody_are_not_free(folder: Path) -> None:
     assert not is_free("own")
     lock.release()
     assert not is_free("own"), "it has said itself that it has ended"
-    assert not is_free("never-seen")
-    assert not is_free("../../never-seen")
+    assert not is_free("neverseen")
+    for strange in ("../../never-seen", "", "a\0b", "/", ".", "é"):
+        assert not is_free(strange)
 
 
 def test_files_of_dead_processes_are_removed(other: Callable[..., tuple[Any, str]]) -> None:
@@ -177,7 +178,10 @@ def test_many_who_connect_do_not_keep_a_standby_out(monkeypatch: pytest.MonkeyPa
     wait_until(is_gone, 5, "it was closed")
 
 
-@pytest.mark.parametrize("address", ["", "nowhere", "nowhere:port", "::::", "127.0.0.1:99999"])
+@pytest.mark.parametrize(
+    "address",
+    ["", "nowhere", "nowhere:port", "::::", "127.0.0.1:99999", "a\0b:1", "\ud800:1", "h:" + "9" * 5000, "127.0.0.1:٣"],
+)
 def test_an_address_that_is_none_says_nothing(address: str) -> None:
     assert not settled(watched(address), 0.05)
 

@@ -25,7 +25,7 @@ _GREETING = b"onceflow driver "
 _GREETING_BYTES = 200
 _CONNECTIONS_MAX = 64
 _BACKLOG = 16
-_PORTS = 1 << 16
+_PORTS, _PORT_DIGITS = 1 << 16, 5
 _TURN_S = 0.5
 #: A connection that takes longer says nothing, and is tried again.
 _CONNECT_S = 1.0
@@ -132,7 +132,8 @@ class Caller:
 
     def __init__(self, door: str, driver: str, *, same_network: bool) -> None:
         host, _, port = door.rpartition(":")
-        self._address = (host.strip("[]"), port if port.isdecimal() and 0 < int(port) < _PORTS else "")
+        is_port = port.isdecimal() and len(port) <= _PORT_DIGITS and 0 < int(port) < _PORTS
+        self._address = (host.strip("[]"), port if is_port else "")
         self._expected = _GREETING + driver.encode() + b"\n"
         self._believes = same_network
         self._socket: socket.socket | None = None
@@ -167,7 +168,7 @@ class Caller:
             # Numeric addresses only: a name service that does not answer must not stop the standby.
             numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
             info = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM, flags=numeric)
-        except OSError:
+        except (OSError, ValueError):  # ValueError: it is no text that may be an address
             return 0
         family, kind, _, _, address = info[0]
         self._socket = socket.socket(family, kind)

@@ -101,7 +101,10 @@ def remove_left() -> None:
 
 
 def _path(driver: str) -> Path | None:
+    """None: there is no folder, or it is no id of a driver."""
+    if not (driver.isascii() and driver.isalnum()):
+        return None
     try:
-        return private_temporary() / "drivers" / f"{Path(driver).name}.lock"
+        return private_temporary() / "drivers" / f"{driver}.lock"
     except EnvironmentUnusableError:
         return None

@@ -129,12 +129,12 @@ class Pulse:
                 if other is not None:
                     return self._ends(other, now - self._written_at)
             self._write(deadline)
-        except OnceflowError as problem:
-            log.debug("flow %s: no heartbeat: %s", self._flow, problem)
+        except Exception as problem:  # whatever it is: a thread that ends would be taken for a driver that has died
+            log.debug("flow %s: no heartbeat", self._flow, exc_info=problem)
             if self._now.role == ACTIVE and now - self._warned_at > _WARN_EVERY_S:
                 self._warned_at = now
                 log.warning(
-                    "flow %s: heartbeats cannot be written, so a standby may take over: %s", self._flow, problem.what
+                    "flow %s: heartbeats cannot be written, so a standby may take over: %s", self._flow, problem
                 )
             time.sleep(BEAT_EVERY_S / 3)
         return None

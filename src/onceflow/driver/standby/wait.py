@@ -106,7 +106,10 @@ class Wait:
         except LOST as problem:
             log.warning("flow %s: heartbeats were lost, and are read anew: %s", self._names.flow, problem.what)
             self._follow_anew()
-        for each in self._silence.actives:
+        actives = self._silence.actives
+        for driver in self._callers.keys() - {each.driver for each in actives}:
+            self._callers.pop(driver).close()
+        for each in actives:
             if why := self._gone(each):
                 self._silence.gone(each.driver, why)
         return self._silence.decide(time.monotonic())
