@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from onceflow.errors import DataLossError, EnvironmentUnusableError, FencedError, OptionError
+from onceflow.errors import DataLossError, DeadlineExceededError, EnvironmentUnusableError, FencedError, OptionError
 from onceflow.state.format import rows
 from onceflow.state.local import catch_up, spool
 from onceflow.state.local.format import (
@@ -38,6 +38,7 @@ from onceflow.state.local.format import (
     partition_folder,
 )
 from onceflow.state.local.opening import Opened, open_partition, set_pending, settle
+from onceflow.state.stores import lmdb_environment
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_environment import forget
 from onceflow.state.stores.lmdb_store import LmdbStore
@@ -96,6 +97,55 @@ def test_a_missing_copy_is_restored(opener: type[Store], folder: Path) -> None:
     assert seen == sorted(seen)
     assert seen[-1] == read
     flow.check(opened)
+
+
+HOLDS_AND_STOPS = """
+import os, signal, sys
+from pathlib import Path
+from onceflow.state.stores.lmdb_store import LmdbStore
+
+store = LmdbStore.open(Path(sys.argv[1]))
+with store.bulk() as commit:
+    store.write([(b"vb", b"2")])
+    print("writing", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    commit()
+store.write([(b"vc", b"3")])
+store.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_copy_whose_writer_was_stopped_is_restored_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that was stopped (SIGSTOP) would keep the one that takes over waiting. What it writes when it goes on
+    is in files that nobody opens any more."""
+    monkeypatch.setattr(lmdb_environment, "_STOPPED_S", 0.2)
+    flow = Flow()
+    for _ in range(3):
+        flow.run(folder, LmdbStore)
+    forget(folder)
+    command = [sys.executable, "-c", HOLDS_AND_STOPS, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "writing\n"
+            known = flow.goal
+            flow.goal = replace(known, changelog=False)
+            with pytest.raises(DeadlineExceededError, match=f"process {process.pid} was stopped while it was writing"):
+                flow.open(folder, LmdbStore)
+            flow.goal = known
+            opened = flow.open(folder, LmdbStore)
+            assert (opened.how, opened.why) == (
+                "restored",
+                f"process {process.pid} was stopped while it was writing to it",
+            )
+            flow.check(opened)
+            flow.run(folder, LmdbStore)
+            os.kill(process.pid, signal.SIGCONT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    flow.check(flow.open(folder, LmdbStore))
 
 
 def test_without_transactions_the_topic_is_read_to_its_end(opener: type[Store], folder: Path) -> None:

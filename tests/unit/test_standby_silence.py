@@ -19,7 +19,7 @@ def after(silence: Silence, seconds: float, *, since: float = 0.0) -> Turn:
     """The decision after so many seconds in which the topic was read all the time, and nothing was in it."""
     steps = round(seconds / STEP_S)
     for step in range(1, steps + 1):
-        silence.read(since + step * STEP_S)
+        silence.read(since + step * STEP_S, since + step * STEP_S)
     return silence.decide(since + steps * STEP_S).turn
 
 
@@ -83,10 +83,26 @@ def test_a_process_that_has_ended_is_dead_at_once() -> None:
 def test_silence_while_reads_fail_means_nothing() -> None:
     silence = heard(beat())
     assert silence.decide(10.0).turn is Turn.UNKNOWN
-    silence.read(10.0)  # the broker is back: silence counts from here
+    silence.read(9.5, 10.0)  # the broker is back: silence counts from here
     assert silence.decide(10.0).turn is Turn.WAITS
     assert after(silence, DEAD_AFTER_S - 0.2, since=10.0) is Turn.WAITS
     assert after(silence, DEAD_AFTER_S + 0.1, since=10.0) is Turn.TAKES_OVER
+
+
+def test_answers_that_know_less_count_too() -> None:
+    """An answer with records of other flows only tells what was there when it was asked for."""
+    silence = heard(beat())
+    for step in range(1, 5):
+        silence.read(0.5 * (step - step % 2), 0.5 * step)
+    assert silence.decide(2.0).turn is Turn.TAKES_OVER
+
+
+def test_an_answer_that_was_late_tells_nothing_about_the_time_before() -> None:
+    """The broker stood still, and the active driver could not write."""
+    silence = heard(beat())
+    silence.read(0.5, 8.0)
+    silence.read(8.5, 8.5)
+    assert silence.decide(8.5).turn is Turn.WAITS
 
 
 def test_a_topic_that_is_read_anew_is_observed_from_there() -> None:
@@ -114,7 +130,7 @@ def test_a_driver_that_beats_is_never_taken_over(gaps: list[float], reads: list[
         while seen < len(written) and written[seen] <= now:
             silence.heard(beat(), now)
             seen += 1
-        silence.read(now)
+        silence.read(now, now)
         assert silence.decide(now).turn is not Turn.TAKES_OVER
 
 
@@ -124,7 +140,7 @@ def test_a_dead_driver_was_silent_for_long_enough_while_it_was_watched(pauses: l
     for pause in pauses:
         now += pause
         watched = watched + pause if pause <= UNSEEN_S else 0.0
-        silence.read(now)
+        silence.read(now, now)
         takes_over = silence.decide(now).turn is Turn.TAKES_OVER
         assert takes_over == (watched >= DEAD_AFTER_S - 1e-9) or abs(watched - DEAD_AFTER_S) < 1e-6
 

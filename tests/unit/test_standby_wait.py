@@ -47,7 +47,8 @@ class World:
 
 class Follower:
     def __init__(self, world: World, position: int) -> None:
-        self.world, self.position, self.read_until = world, position, world.now
+        self.world, self.position = world, position
+        self.read_until = self.answered_at = world.now
 
     def poll(self, timeout_s: float) -> Iterator[Heartbeat]:
         self.world.meanwhile()
@@ -56,7 +57,7 @@ class Follower:
             self.world.lost = False
             raise UnknownTopicError("it is gone")
         if self.world.readable:
-            self.read_until = self.world.now
+            self.read_until = self.answered_at = self.world.now
             new = self.world.log[self.position :]
             self.position = len(self.world.log)
             yield from new

@@ -107,6 +107,7 @@ class LongPoll(Generic[C]):
         form: what it returns: lists, or with a `ColumnForm` Arrow columns.
         fetch_bytes: size of a response, which limits memory. A single larger batch is still returned as a whole.
         partition_bytes: size of the part of each partition in a response; None: one partition may fill it.
+        max_wait_ms: how long a broker may wait for records.
 
     Attributes:
         partition_bytes: as above; it may be changed between calls.
@@ -120,6 +121,7 @@ class LongPoll(Generic[C]):
         positions: Mapping[TopicPartition, int],
         *,
         fetch_bytes: int = ...,
+        max_wait_ms: int = ...,
     ) -> None: ...
 
     @overload
@@ -132,6 +134,7 @@ class LongPoll(Generic[C]):
         *,
         fetch_bytes: int = ...,
         partition_bytes: int | None = ...,
+        max_wait_ms: int = ...,
     ) -> None: ...
 
     def __init__(
@@ -143,7 +146,9 @@ class LongPoll(Generic[C]):
         *,
         fetch_bytes: int = FETCH_BYTES,
         partition_bytes: int | None = None,
+        max_wait_ms: int = MAX_WAIT_MS,
     ) -> None:
+        self._max_wait_ms = max_wait_ms
         self._cluster = cluster
         self._ids = {info.name: info.topic_id for info in topics}
         self._names = {topic_id: name for name, topic_id in self._ids.items()}
@@ -274,7 +279,7 @@ class LongPoll(Generic[C]):
     def _ask(self, node: int, wanted: list[Followed]) -> None:
         manager = self._cluster.manager
         asked_ms, asked_at = clock_ms(), time.monotonic()
-        wait_ms = _PAUSED_WAIT_MS if any(each.paused for each in self.followed.values()) else MAX_WAIT_MS
+        wait_ms = _PAUSED_WAIT_MS if any(each.paused for each in self.followed.values()) else self._max_wait_ms
 
         async def ask() -> Any:
             try:

@@ -20,6 +20,8 @@ from onceflow.protocol.heartbeats import HEARTBEATS_TOPIC, Heartbeat, decode, en
 
 #: So many offsets before the end are read to learn what was before: more than a minute of ten flows.
 TAIL = 2_000
+# What a standby knows is at most this old, plus the time between two looks.
+_WAIT_MS = 100
 _CONFIGS = {
     "retention.ms": "3600000",
     "segment.ms": "600000",
@@ -96,14 +98,16 @@ class Follower:
 
     Attributes:
         read_until: when the topic had no other heartbeats than those that were returned, on the monotonic clock.
+        answered_at: when the broker has answered last, on the same clock.
     """
 
     def __init__(self, cluster: Cluster, flow: str, position: int, deadline: Deadline) -> None:
         self._cluster = cluster
         self._flow = flow
         self._place = HEARTBEATS_TOPIC, partition_of(flow)
-        self._poll = LongPoll(cluster, [ensure_topic(cluster, deadline)], {self._place: position})
-        self.read_until = time.monotonic()
+        topic = ensure_topic(cluster, deadline)
+        self._poll = LongPoll(cluster, [topic], {self._place: position}, max_wait_ms=_WAIT_MS)
+        self.read_until = self.answered_at = time.monotonic()
 
     @property
     def position(self) -> int:
@@ -121,9 +125,10 @@ class Follower:
             for key, value in zip(chunk.keys, chunk.values, strict=True):
                 if (heartbeat := _of_flow(self._flow, key, value)) is not None:
                     yield heartbeat
-        known_at = self._poll.followed[self._place].known_at
-        if known_at is not None:
-            self.read_until = max(self.read_until, known_at)
+        followed = self._poll.followed[self._place]
+        if followed.known_at is not None and followed.answered_at is not None:
+            self.read_until = max(self.read_until, followed.known_at)
+            self.answered_at = followed.answered_at
 
 
 LOST = (DataLossError, UnknownTopicError)

@@ -19,7 +19,7 @@ from onceflow.protocol.heartbeats import ACTIVE, Heartbeat
 BEAT_EVERY_S = 0.3
 #: A driver that has been silent for so long is dead, in seconds.
 DEAD_AFTER_S = 1.5
-#: Between two reads that are this far apart, in seconds, nothing was observed. A broker without news answers after 0.5.
+#: Between two answers that are this far apart, in seconds, nothing was observed. A broker without news answers sooner.
 UNSEEN_S = 1.0
 
 
@@ -73,8 +73,7 @@ class Silence:
         self._driver = driver
         self._knows_past = knows_past
         self._known: dict[str, _Known] = {}
-        self._read_until = now
-        self._observed_since = now
+        self._read_until = self._answered_at = self._observed_since = now
 
     @property
     def actives(self) -> list[Heartbeat]:
@@ -89,15 +88,20 @@ class Silence:
         if heartbeat.role == ACTIVE:
             self._known[heartbeat.driver] = _Known(heartbeat, now)
 
-    def read(self, until: float) -> None:
-        """The topic was read: all heartbeats that were written up to this time are known."""
-        if until - self._read_until > UNSEEN_S:
-            self._observed_since = until
+    def read(self, until: float, answered_at: float) -> None:
+        """The topic was read: all heartbeats that were written up to a time are known.
+
+        Args:
+            answered_at: when the broker has answered last. It may know less than what was written up to then.
+        """
+        if answered_at - self._answered_at > UNSEEN_S:
+            self._observed_since = answered_at
+        self._answered_at = max(self._answered_at, answered_at)
         self._read_until = max(self._read_until, until)
 
     def unseen(self, now: float) -> None:
         """Nothing was observed up to now."""
-        self._observed_since = self._read_until = now
+        self._observed_since = self._read_until = self._answered_at = now
 
     def gone(self, driver: str, why: str) -> None:
         """The process of a driver has ended for certain."""
@@ -114,7 +118,7 @@ class Silence:
         who = last.heartbeat.process
         if not alive:
             return Decision(Turn.TAKES_OVER, last.heartbeat, f"{who} {self._why(last)}")
-        if now - self._read_until > DEAD_AFTER_S:
+        if now - self._answered_at > DEAD_AFTER_S:
             return Decision(Turn.UNKNOWN, last.heartbeat, f"heartbeats of {who} cannot be read")
         return Decision(Turn.WAITS, last.heartbeat, f"{who} is active")
 

@@ -102,7 +102,7 @@ class Wait:
         try:
             for heartbeat in self._follower.poll(_LOOK_S):
                 self._silence.heard(heartbeat, time.monotonic())
-            self._silence.read(self._follower.read_until)
+            self._silence.read(self._follower.read_until, self._follower.answered_at)
         except LOST as problem:
             log.warning("flow %s: heartbeats were lost, and are read anew: %s", self._names.flow, problem.what)
             self._follow_anew()

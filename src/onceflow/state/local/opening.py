@@ -15,10 +15,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from onceflow.errors import DeadlineExceededError
 from onceflow.host.private_folders import make_private
 from onceflow.state.local.catch_up import LOST, CatchUp, Source
 from onceflow.state.local.format import COMMIT_RECORD, PENDING, CommitId, CommitRecord, Goal, Pending
-from onceflow.state.stores.base import Store, StoreCorruptError, unusable
+from onceflow.state.stores.base import Store, StoreCorruptError, StoreHeldError, unusable
 
 log = logging.getLogger("onceflow.state")
 
@@ -88,6 +89,12 @@ def open_partition(
         store, how = _brought_up(folder, opener, run, verify=verify)
     except StoreCorruptError as problem:
         why = problem.what
+        if isinstance(problem, StoreHeldError) and not goal.changelog:  # the copy is all there is
+            raise DeadlineExceededError(
+                f"The local state in {folder} cannot be opened: {why}",
+                next_step="let that process go on, or end it; without a changelog there is no other copy",
+            ) from problem
+        # A process that holds them keeps its files, which nobody else finds any more.
         remove_store(folder, opener)
         store, how = _brought_up(folder, opener, run, verify=False)
     if how == LOST:

@@ -49,6 +49,10 @@ class StoreCorruptError(OnceflowError):
     """A local store cannot be read, or does not contain what was written. The caller restores it from Kafka."""
 
 
+class StoreHeldError(StoreCorruptError):
+    """A process that is stopped (SIGSTOP) holds the store, and may hold it for ever. The data may be in order."""
+
+
 def unusable(folder: Path, what: str, error: Exception) -> EnvironmentUnusableError:
     """The error for a problem of the machine, which a restore would not solve."""
     return EnvironmentUnusableError(

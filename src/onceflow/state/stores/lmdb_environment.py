@@ -41,6 +41,7 @@ _IDLE_MAX = 64
 _ROOM_PER_BYTE, _MIN_ROOM = 4, 16 << 20
 _READER_ATTEMPTS, _READER_PAUSE_S = 20, 0.005
 _MAP_ATTEMPTS = 10  # it is doubled each time
+_STOPPED_S = 1.0  # how long a process that is stopped may hold a store that another one opens
 
 
 class Readers:
@@ -128,7 +129,7 @@ class Environment:
             if not read_only:
                 make_private(self.folder)
             try:
-                with nullcontext() if read_only else self.writer.held():
+                with nullcontext() if read_only else self.writer.held(stopped_s=_STOPPED_S):
                     self._open_all(read_only)
             except BaseException:
                 self.writer.close()

@@ -16,16 +16,17 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from onceflow.errors import DeadlineExceededError
+from onceflow.state.stores.base import StoreHeldError
 
 NAME = "writer.lock"
 #: How long a writer waits for another one. (A large restore is written in parts.)
 WAIT_S = 60.0
-_PAUSE_S = 0.005
+_PAUSE_S, _LOOK_S = 0.005, 0.1
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
@@ -39,22 +40,28 @@ class WriterLock:
         self._file = -1
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, *, stopped_s: float | None = None) -> Iterator[None]:
         """Hold the lock, so that no one else writes. It is not reentrant.
 
+        Args:
+            stopped_s: for how long a process may hold it that is stopped (SIGSTOP), in seconds; None: until the
+                timeout.
+
         Raises:
+            StoreHeldError: a process holds it that has been stopped for so long.
             DeadlineExceededError: another writer held the lock until the timeout.
             OSError: the file cannot be created.
         """
-        self.acquire()
+        self.acquire(stopped_s)
         try:
             yield
         finally:
             self.release()
 
-    def acquire(self) -> None:
+    def acquire(self, stopped_s: float | None = None) -> None:
         """As `held`. The caller must call ``release`` afterwards."""
         end = time.monotonic() + WAIT_S
+        looks = _StoppedHolder(self._holder, stopped_s)
         if not self._threads.acquire(timeout=WAIT_S):
             raise self._busy(os.getpid())
         try:
@@ -63,6 +70,7 @@ class WriterLock:
             while not self._try():
                 if time.monotonic() > end:
                     raise self._busy(self._holder())
+                looks.check()
                 time.sleep(_PAUSE_S)
         except BaseException:
             self._threads.release()
@@ -104,3 +112,45 @@ class WriterLock:
             next_step=f"check whether {who} is stopped or hangs (ps -o pid,stat,args), and end it. Only one driver at "
             "a time can use a folder of local state",
         )
+
+
+class _StoppedHolder:
+    """Notices that the holder of a lock is stopped.
+
+    Args:
+        holder: returns its process id; 0: it is not known.
+        stopped_s: see `WriterLock.held`.
+    """
+
+    def __init__(self, holder: Callable[[], int], stopped_s: float | None) -> None:
+        self._holder = holder
+        self._stopped_s = stopped_s
+        self._look_at = 0.0
+        self._since: tuple[int, float] | None = None  # process, and since when it was seen to be stopped
+
+    def check(self) -> None:
+        """To be called again and again while the lock is waited for.
+
+        Raises:
+            StoreHeldError: it has been stopped for long enough.
+        """
+        now = time.monotonic()
+        if self._stopped_s is None or now < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        pid = self._holder()
+        if not _is_stopped(pid):
+            self._since = None
+        elif self._since is None or self._since[0] != pid:
+            self._since = pid, now
+        elif now - self._since[1] >= self._stopped_s:
+            raise StoreHeldError(f"process {pid} was stopped while it was writing to it")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger. False also if the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return bool(fields) and fields[0] in ("T", "t")

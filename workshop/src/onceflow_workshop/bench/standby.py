@@ -29,7 +29,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.standby.heartbeats import read_tail
-from onceflow.errors import OnceflowError
+from onceflow.errors import FencedError, OnceflowError
 from onceflow.protocol.heartbeats import ACTIVE, STANDBY
 from onceflow.testing.broker import create_topic, running_broker
 from onceflow.testing.waiting import wait_until
@@ -119,13 +119,28 @@ class Pair:
 
     def kill(self, pid: int) -> None:
         """SIGKILL to a driver and all of its processes."""
-        os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
         self.running.pop(pid).wait()
+
+    def stop(self, pid: int) -> None:
+        """SIGSTOP to a driver and all of its processes."""
+        os.killpg(pid, signal.SIGSTOP)
+
+    def go_on(self, pid: int) -> None:
+        """SIGCONT to a driver that was stopped. It must notice that it is fenced.
+
+        Raises:
+            AssertionError: it did not, or has said something else.
+        """
+        os.killpg(pid, signal.SIGCONT)
+        code = self.running[pid].wait(_WAIT_S)
+        assert code == FencedError.exit_code, f"exit code {code}"
+        self.kill(pid)  # its JVM, if that still runs
 
     def close(self) -> None:
         for pid in list(self.running):
-            with contextlib.suppress(ProcessLookupError):
-                self.kill(pid)
+            self.kill(pid)
 
 
 def roles(cluster: Cluster, flow: str) -> dict[int, str]:
@@ -134,8 +149,11 @@ def roles(cluster: Cluster, flow: str) -> dict[int, str]:
     return {each.pid: each.role if each.role != STANDBY or each.warm else "" for each, _ in found}
 
 
-def measure(servers: str, folder: Path, kills: int, drivers: int) -> list[float]:
+def measure(servers: str, folder: Path, kills: int, drivers: int, *, stops: bool) -> list[float]:
     """Seconds from each kill to the next commit.
+
+    Args:
+        drivers: how many there are. stops: the active one is stopped (SIGSTOP), and goes on later.
 
     Raises:
         AssertionError: records were lost or doubled.
@@ -153,14 +171,16 @@ def measure(servers: str, folder: Path, kills: int, drivers: int) -> list[float]
         for number in range(kills):
             active = _ready(cluster, given["flow"], pair, watcher)
             killed_at = time.monotonic()
-            pair.kill(active)
-            others = list(pair.running)
+            (pair.stop if stops else pair.kill)(active)
+            others = [pid for pid in pair.running if pid != active]
 
             def found(others: list[int] = others, killed_at: float = killed_at) -> float:
                 return next((at for at, _, value in watcher.seen if at > killed_at and value[2] in others), 0.0)
 
             took.append(wait_until(found, _WAIT_S, "a commit of the standby") - killed_at)
-            print(f"kill {number + 1}: {took[-1] * 1000:.0f} ms", flush=True)
+            if stops:
+                pair.go_on(active)
+            print(f"{number + 1}: {took[-1] * 1000:.0f} ms", flush=True)
             pair.start()
         feeder.close()
         wait_until(lambda: len(watcher.seen) >= feeder.count, _WAIT_S, lambda: f"{len(watcher.seen)} of {feeder.count}")
@@ -203,7 +223,7 @@ def _check(watcher: Watcher, count: int) -> None:
 
 def _rows(took: list[float]) -> Iterator[str]:
     ordered = sorted(took)
-    yield f"kills {len(ordered)}, exactly once"
+    yield f"{len(ordered)} take-overs, exactly once"
     for name, value in (
         ("least", ordered[0]),
         ("median", statistics.median(ordered)),
@@ -218,12 +238,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--drivers", type=int, default=2)
+    parser.add_argument("--stops", action="store_true", help="SIGSTOP in place of SIGKILL")
     choices = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="onceflow-standby-") as folder,
         running_broker(Path(folder, "broker")) as servers,
     ):
-        took = measure(servers, Path(folder), choices.kills, choices.drivers)
+        took = measure(servers, Path(folder), choices.kills, choices.drivers, stops=choices.stops)
     print("\n".join(_rows(took)))
 
 
