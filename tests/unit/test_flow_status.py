@@ -22,6 +22,7 @@ from onceflow.admin.status.flow_status import (
     unknown_flow,
 )
 from onceflow.admin.status.flow_status_reader import StatusReader
+from onceflow.admin.status.standby_status import StandbyDriver, standby_warnings
 from onceflow.admin.status.table_counts import TableCounts
 from onceflow.cli.main import cli
 from onceflow.cli.text import span
@@ -130,6 +131,26 @@ def test_the_driver_that_committed_last(found: list[FlowStatus], call: Call) -> 
     )
     (told,) = map(json.loads, call("--json").stdout.splitlines())
     assert told["committed_by"] == {"host": "web-1\x1b", "pid": 412, "since_ms": 1_700_000_000_000}
+
+
+def test_drivers_that_stand_by(found: list[FlowStatus], call: Call) -> None:
+    since = 1_700_000_000_000
+    active = StandbyDriver("active", "web-1\x1b", 412, since, 0.2, warm=False)
+    cold, warm = (StandbyDriver("standby", "web-2", n, since, 0.7, warm=n > 7) for n in (7, 8))
+    found.append(replace(flow(), standbys=[active, cold, warm]))
+    assert call("orders").stdout.splitlines()[5:8] == [
+        "active: host web-1\N{REPLACEMENT CHARACTER}, process 412, since 2023-11-14T22:13:20+00:00; heard 0.2 s ago",
+        "standby (warming up): host web-2, process 7, since 2023-11-14T22:13:20+00:00; heard 0.7 s ago",
+        "standby: host web-2, process 8, since 2023-11-14T22:13:20+00:00; heard 0.7 s ago",
+    ]
+    (told,) = map(json.loads, call("--json").stdout.splitlines())
+    assert told["standbys"][2] == {
+        "role": "standby", "host": "web-2", "pid": 8, "since_ms": since, "age_s": 0.7, "warm": True
+    }  # fmt: skip
+    assert standby_warnings([active, cold]) == standby_warnings([]) == standby_warnings([warm]) == []
+    assert ["no standby waits" in text for text in standby_warnings([active])] == [True]
+    silent = replace(active, age_s=35.0)
+    assert ["silent for 35 s" in text for text in standby_warnings([silent])] == [True]
 
 
 def test_both_next_timers_of_tables_that_were_counted(found: list[FlowStatus], call: Call) -> None:
