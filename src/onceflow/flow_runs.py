@@ -95,7 +95,7 @@ class FlowRuns:
                 reason = run.report.engine_reason
                 self._running = query = FlowQuery(engine, run.sink, ended, run.until, times, run.report, reason)
                 query.log_start()
-                engine.when_ended(query.terminated)
+                engine.when_ended(lambda: self._ended(query, startup))
                 interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, query)
                 hooks.at(hooks.STARTED, where="driver", flow=self._names.flow, query=query)
                 engine.begin()
@@ -103,6 +103,14 @@ class FlowRuns:
                 ended()
                 raise
             return query
+
+    @staticmethod
+    def _ended(query: FlowQuery, startup: Startup) -> None:
+        """The engine has ended a query, for whatever reason."""
+        try:
+            query.terminated()
+        finally:
+            startup.takeover.stand_down()
 
     def close(self) -> None:
         """Stop the running query, if there is one, and close the connections."""

@@ -135,6 +135,19 @@ def test_a_driver_that_was_silent_ends_when_its_standby_has_taken_over(copies: C
     third.join(30)
 
 
+def test_a_query_that_fails_hands_over_although_its_process_lives(copies: Copies) -> None:
+    first = copies.start()
+    thread, found = copies.waiting()
+    first._engine._loop._fetch_problem = RuntimeError("a mistake of this process")
+    copies.fill(5)
+    thread.join(30)
+    assert found, "nobody has waited for the first query, or stopped it"
+    found[0].processAllAvailable()
+    copies.check()
+    with pytest.raises(Exception, match="a mistake of this process"):
+        first.awaitTermination(30)
+
+
 def test_without_standby_nothing_is_written_and_nobody_is_waited_for(copies: Copies) -> None:
     first = copies.start(standby=False)
     second = copies.start(standby=False)

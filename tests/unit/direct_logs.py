@@ -30,6 +30,7 @@ from onceflow.driver.batch.driver_program import DriverProgram
 from onceflow.driver.batch.fetched_rows import FetchedRows
 from onceflow.driver.batch.range_rows import RangeRows
 from onceflow.driver.record.offset_log import SourceRange
+from onceflow.errors import FencedError
 from onceflow.planning.engine import DRIVER, TASKS
 from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import TopicPartition
@@ -176,6 +177,7 @@ class Written:
         self.sizes: list[int] = []
         self.settled: list[int] = []
         self.failure: BaseException | None = None
+        self.taken_over: FencedError | None = None
         self.before: Callable[[SourceRange], None] = lambda source: None
         self.held_back: Callable[[], Callable[[int], bool] | None] = lambda: None
         self.more: list[set[int]] = []

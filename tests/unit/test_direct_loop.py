@@ -349,6 +349,23 @@ def test_an_error_of_the_system_while_a_query_is_stopped(
     assert loop.error is written.failure
 
 
+def test_a_loop_that_waits_ends_when_a_standby_has_taken_over(reader_of: Callable[..., SourceReader]) -> None:
+    """It would notice only with its next records."""
+    logs = Logs({0: 10})
+    written = Written(logs, {0: 0})
+    loop = loop_of(written, reader_of(logs, {0: 0}), 10**9, most=100, until={}, ends=False)
+    taken_over = FencedError("the standby is active")
+
+    def poll() -> None:
+        if written.records == {0: list(range(10))}:
+            written.taken_over = taken_over
+
+    logs.on_poll = poll
+    loop._run()
+    assert loop.error is taken_over
+    assert written.sizes == [10]
+
+
 def test_what_is_behind_the_end_of_a_run_does_not_count_for_who_reads(reader_of: Callable[..., SourceReader]) -> None:
     """Otherwise tasks would take over for it, find nothing that they may read, give back, take over, and so on."""
     logs = Logs({0: 50})

@@ -124,8 +124,7 @@ class Takeover:
 
     def close(self) -> None:
         """Close the connections. A standby may take over then."""
-        if self.standby is not None:
-            self.standby.close()
+        self.stand_down()
         if self._session is not None:
             self._session.cluster.close()
 
@@ -166,6 +165,11 @@ class Takeover:
         """Call this, in any thread, when a standby is found to be active in place of this driver."""
         if self.standby is not None:
             self.standby.when_taken_over(call)
+
+    def stand_down(self) -> None:
+        """The query has ended, for whatever reason: a standby may take over, although this process may live on."""
+        if self.standby is not None:
+            self.standby.close()
 
     def _warm(self, deadline: Deadline) -> None:
         """Ask for what a start asks first, so that its connections are there, and stay."""
