@@ -26,7 +26,7 @@ import pytest
 
 from onceflow.errors import DataLossError, DeadlineExceededError, EnvironmentUnusableError, FencedError, OptionError
 from onceflow.state.format import rows
-from onceflow.state.local import catch_up, spool
+from onceflow.state.local import catch_up, opening, spool
 from onceflow.state.local.format import (
     COMMIT_RECORD,
     PENDING,
@@ -120,6 +120,7 @@ def test_a_copy_whose_writer_was_stopped_is_restored_elsewhere(folder: Path, mon
     """A driver that was stopped (SIGSTOP) would keep the one that takes over waiting. What it writes when it goes on
     is in files that nobody opens any more."""
     monkeypatch.setattr(lmdb_environment, "_STOPPED_S", 0.2)
+    monkeypatch.setattr(opening, "_HELD_S", 0.5)
     flow = Flow()
     for _ in range(3):
         flow.run(folder, LmdbStore)

@@ -24,6 +24,7 @@ from onceflow.state.stores.base import Store, StoreCorruptError, StoreHeldError,
 log = logging.getLogger("onceflow.state")
 
 _LONG_RESTORE_S = 5.0
+_HELD_S = 60.0  # how long a copy without a changelog is waited for that a stopped process holds
 
 VERIFYING = "verifying"
 #: Half of the time for which Kafka keeps tombstones by default.
@@ -84,19 +85,7 @@ def open_partition(
     """
     began = time.monotonic()
     run = CatchUp(folder, goal, source, tombstone_age_ms, now_ms, progress, still_owner, stamped, is_over)
-    why = ""
-    try:
-        store, how = _brought_up(folder, opener, run, verify=verify)
-    except StoreCorruptError as problem:
-        why = problem.what
-        if isinstance(problem, StoreHeldError) and not goal.changelog:  # the copy is all there is
-            raise DeadlineExceededError(
-                f"The local state in {folder} cannot be opened: {why}",
-                next_step="let that process go on, or end it; without a changelog there is no other copy",
-            ) from problem
-        # A process that holds them keeps its files, which nobody else finds any more.
-        remove_store(folder, opener)
-        store, how = _brought_up(folder, opener, run, verify=False)
+    store, how, why = _opened(folder, opener, run, verify=verify)
     if how == LOST:
         why = why or "there is no local copy of it on this host"
     opened = Opened(store, how, run.records, time.monotonic() - began, why)
@@ -120,6 +109,28 @@ def open_partition(
             run.ignored,
         )
     return opened
+
+
+def _opened(folder: Path, opener: type[Store], run: CatchUp, *, verify: bool) -> tuple[Store, str, str]:
+    """The store that is there, or one that is restored; how it was brought up; and what was wrong with it."""
+    until = time.monotonic() + _HELD_S
+    while True:
+        try:
+            return *_brought_up(folder, opener, run, verify=verify), ""
+        except StoreHeldError as held:
+            why = held.what
+            if run.goal.changelog:
+                break  # the other process keeps its files, which nobody else finds any more
+            if time.monotonic() > until:  # the copy is all there is
+                raise DeadlineExceededError(
+                    f"The local state in {folder} cannot be opened: {why}",
+                    next_step="let that process go on, or end it; without a changelog there is no other copy",
+                ) from held
+        except StoreCorruptError as problem:
+            why = problem.what
+            break
+    remove_store(folder, opener)
+    return *_brought_up(folder, opener, run, verify=False), why
 
 
 def _brought_up(folder: Path, opener: type[Store], run: CatchUp, *, verify: bool) -> tuple[Store, str]:
