@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from confluent_kafka.admin import AdminClient
 
 import onceflow
 from onceflow.admin.status.flow_status_reader import StatusReader
@@ -147,6 +149,23 @@ def test_a_query_that_fails_hands_over_although_its_process_lives(copies: Copies
     copies.check()
     with pytest.raises(Exception, match="a mistake of this process"):
         first.awaitTermination(30)
+
+
+def test_a_standby_rehearses_its_start(copies: Copies, caplog: pytest.LogCaptureFixture) -> None:
+    """What goes wrong in a rehearsal is only logged, so a change of the planner could make it useless unseen."""
+    first = copies.start()
+    with caplog.at_level(logging.DEBUG, "onceflow"):
+        thread, found = copies.waiting()
+        wait_until(lambda: any(line.startswith("standby: ") for line in copies.status()), 60, "a warm standby")
+    assert "could not be rehearsed" not in caplog.text
+    assert f"flow {copies.name} stands by: process" in caplog.text
+    topics = AdminClient({"bootstrap.servers": copies.servers}).list_topics(timeout=30).topics
+    assert not [topic for topic in topics if topic.startswith("rehearsal")]
+    first.stop()
+    thread.join(30)
+    copies.fill(5)
+    found[0].processAllAvailable()
+    copies.check()
 
 
 def test_without_standby_nothing_is_written_and_nobody_is_waited_for(copies: Copies) -> None:
