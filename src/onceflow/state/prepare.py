@@ -96,10 +96,10 @@ def prepare_partition(
     began = time.monotonic()
     try:
         opened = open_local(spec, moment, partition, source, still_owner=still_owner, is_over=is_over)
-    except InterruptedRestoreError:
+    except InterruptedRestoreError as interrupted:
         seconds = time.monotonic() - began
         ends = held(spec, moment, partition) or (0, 0)
-        return Prepared(spec.table, partition, spec.location(), BEHIND, 0, seconds, ends=ends)
+        return Prepared(spec.table, partition, spec.location(), BEHIND, interrupted.records, seconds, ends=ends)
     opened.store.close()
     return Prepared.of(opened, spec, moment, partition)
 

@@ -14,7 +14,7 @@ from onceflow.protocol.progress import NO_TIMER, Progress, TableProgress
 from onceflow.state.engine.retry import Retry
 from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.engine.watermark import Origin, Watermark
-from onceflow.state.local.catch_up import CAUGHT_UP, LOST, RESTORED
+from onceflow.state.local.catch_up import BEHIND, CAUGHT_UP, LOST, RESTORED
 from onceflow.state.local.format import CommitId
 from onceflow.state.prepare import Prepared
 from onceflow.state.spec import ROW_KINDS, AttemptContext, ProcessSpec, StateReport
@@ -212,12 +212,16 @@ class TableState:
                 self.last[report.partition] = moment.commit
                 self._lost.discard(report.partition)
 
-    def prepared(self, found: Sequence[Prepared]) -> bool:
-        """Note local copies that are up to date, without a committed batch. Returns whether any of them is new."""
+    def prepared(self, found: Sequence[Prepared], *, beside: bool = False) -> bool:
+        """Note local copies that are up to date, without a committed batch. Returns whether any of them is new.
+
+        Args:
+            beside: whether they were brought up beside batches. Standby copies are, every second.
+        """
         known = len(self._verified)
         for each in found:
             self._verified.add((each.location, each.partition))
-            self._tell(each.partition, each.how, each.records, each.seconds, each.why)
+            self._tell(each.partition, each.how, each.records, each.seconds, each.why, beside=beside)
         return len(self._verified) > known
 
     def on_noop(self, reports: Sequence[StateReport]) -> None:
@@ -252,10 +256,13 @@ class TableState:
         lost, self._lost_now = self._lost_now, 0
         return lost
 
-    def _tell(self, partition: int, how: str, records: int, seconds: float, why: str) -> None:
+    def _tell(self, partition: int, how: str, records: int, seconds: float, why: str, *, beside: bool = False) -> None:
         if how in (RESTORED, CAUGHT_UP):
-            log.info("table %s-%d: %s, %d records read in %.2f s", self.spec.table, partition, how, records, seconds)
-        if how in (RESTORED, CAUGHT_UP) and records:  # a new table has nothing to restore
+            level = logging.DEBUG if beside and how == CAUGHT_UP else logging.INFO
+            log.log(
+                level, "table %s-%d: %s, %d records read in %.2f s", self.spec.table, partition, how, records, seconds
+            )
+        if how in (RESTORED, CAUGHT_UP, BEHIND) and records:  # a new table has nothing to restore
             self._restored, self._restore_s = self._restored + records, self._restore_s + seconds
             flow, table = self.spec.flow, self.spec.table
             hooks.at(hooks.RESTORED, where="driver", flow=flow, table=table, records=records, seconds=seconds)

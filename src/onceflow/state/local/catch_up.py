@@ -63,7 +63,13 @@ class Source(Protocol):
 
 
 class InterruptedRestoreError(OnceflowError):
-    """Internal: the time for a restore is over. The copy has what was read until then."""
+    """Internal: the time for a restore is over. The copy has what was read until then.
+
+    Attributes:
+        records: how many records were read.
+    """
+
+    records = 0
 
 
 class _MovedError(Exception):
@@ -202,7 +208,9 @@ class CatchUp:
                 raise
             self._write_spooled(store, raw, spool, done=not self._interrupted)
         if self._interrupted:
-            raise InterruptedRestoreError(f"the restore of {self.goal.table}-{self.goal.partition} was interrupted")
+            interrupted = InterruptedRestoreError(f"restoring {self.goal.table}-{self.goal.partition} was interrupted")
+            interrupted.records = self.records
+            raise interrupted
 
     def _pieces(self, commit_record: CommitRecord) -> Iterator[tuple[CommitRecord, RowColumns]]:
         """The missing changes in parts, each with the commit record that is valid when the part is written."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from onceflow.errors import DeadlineExceededError
 from onceflow.host.private_folders import make_private
-from onceflow.state.local.catch_up import LOST, CatchUp, Source
+from onceflow.state.local.catch_up import CAUGHT_UP, LOST, CatchUp, Source
 from onceflow.state.local.format import COMMIT_RECORD, PENDING, CommitId, CommitRecord, Goal, Pending
 from onceflow.state.stores.base import Store, StoreCorruptError, StoreHeldError, unusable
 
@@ -91,7 +91,7 @@ def open_partition(
     opened = Opened(store, how, run.records, time.monotonic() - began, why)
     if (run.records or why) and how != LOST:  # the driver tells of what is lost
         log.log(
-            logging.WARNING if why else logging.INFO,
+            _level(how, why, beside=is_over is not None),
             "table %s-%d: local copy %s%s; %d records read in %.2f s, %.0f a second",
             goal.table,
             goal.partition,
@@ -109,6 +109,13 @@ def open_partition(
             run.ignored,
         )
     return opened
+
+
+def _level(how: str, why: str, *, beside: bool) -> int:
+    """Of the log line about a copy. Standby copies are brought up every second."""
+    if why:
+        return logging.WARNING
+    return logging.DEBUG if beside and how == CAUGHT_UP else logging.INFO
 
 
 def _opened(folder: Path, opener: type[Store], run: CatchUp, *, verify: bool) -> tuple[Store, str, str]:
