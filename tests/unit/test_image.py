@@ -104,6 +104,14 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
         assert any(fnmatch.fnmatch(source, rule) for rule in let_through), f"{source} is in .dockerignore"
 
 
+def test_it_has_what_the_manifest_asks_of_a_service() -> None:
+    """`onceflow.serve(metrics_port=...)` needs an extra of the package."""
+    (container,) = manifest()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert [port["name"] for port in container["ports"]] == ["metrics"]
+    (installed,) = re.findall(r"/pip install .* \"/src\[(.*)\]\"", DOCKERFILE)
+    assert installed == "metrics"
+
+
 def test_constraints_are_the_pinned_versions() -> None:
     """The image's own ``sed`` makes them of the list with hashes."""
     (command,) = re.findall(r"^RUN (sed .*) > \S+ \\$", DOCKERFILE, re.MULTILINE)
