@@ -6,72 +6,52 @@ archived Python environment. The commands of the page make that archive and subm
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyspark
 import pytest
-from packaging.requirements import Requirement
 
 from onceflow.broker.local import free_ports
 from onceflow.host import jars
-from onceflow.host.java import find_java
 from onceflow.testing import independent
 from onceflow.testing.processes import descendants
 from onceflow.testing.waiting import wait_until
 from onceflow_workshop.chaos.spark_cluster import SparkCluster
 
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from hosts import (
+        ROOT,
+        SPARK_HOME,
+        Feeder,
+        clean_environment,
+        command_of_the_page,
+        copy_service,
+        pack_environment,
+        replaced,
+    )
+finally:
+    sys.path.pop(0)
+
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long]
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "deploy.md"
-SPARK_HOME = Path(pyspark.__file__).parent
 KILLS = 10
 DRIVER_KILLED_AFTER = 5  # kills of executors
 LATE_WORKER_AFTER = 2
 KILLED_AFTER_S = (0.2, 1.2)  # of a commit
 COMMIT_S = 90.0
 FIRST_WORK_S = 60.0
-RECORDS_EVERY_S = 0.25
-
-
-def command_of_the_page(containing: str) -> str:
-    found = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (block,) = [block for block in found if containing in block]
-    return str(block)
-
-
-def clean_environment(folder: Path) -> dict[str, str]:
-    """Of one host: nothing of this process but where Java, Spark and the tools are."""
-    (folder / "home").mkdir(parents=True, exist_ok=True)
-    (folder / "tmp").mkdir(exist_ok=True)
-    java = find_java()
-    path = [SPARK_HOME / "bin", Path(sys.executable).parent, java.parent, os.environ["PATH"]]
-    return {
-        "PATH": os.pathsep.join(map(str, path)),
-        "LANG": "C.UTF-8",
-        "HOME": str(folder / "home"),
-        "TMPDIR": str(folder / "tmp"),
-        "SPARK_HOME": str(SPARK_HOME),
-        "SPARK_LOCAL_DIRS": str(folder / "local"),
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "JAVA_HOME": str(java.parent.parent),
-        "JAVA_TOOL_OPTIONS": f"-Djava.io.tmpdir={folder / 'tmp'}",
-    }
 
 
 class SeparateHosts(SparkCluster):
@@ -114,34 +94,17 @@ class Host:
         (folder / "conf").mkdir()
         lines = [f"{key} {value}\n" for key, value in settings.items()]
         (folder / "conf" / "spark-defaults.conf").write_text("".join(lines))
-        for name, copy in (("cluster_service.py", "service.py"), ("ledger.py", "ledger.py")):
-            shutil.copyfile(Path(__file__).with_name(name), folder / copy)
-
-    def pack(self) -> None:
-        """``environment`` and its archive. What the page gets from a registry is copied from what runs this test."""
-        install_environment(self.folder / "environment", self.folder / "wheel")
-        (pack,) = re.findall(r"^environment/bin/(venv-pack .*)$", PAGE.read_text(), re.MULTILINE)
-        done = subprocess.run(
-            ["bash", "-euc", pack],
-            cwd=self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        copy_service(folder)
 
     def submit(self) -> None:
-        command = command_of_the_page("--master spark://")
-        for here, there in {
-            "spark://spark-master:7077": self.master,
-            "--executor-memory 2g": "--executor-memory 512m",
-            "service.py": " ".join(["service.py", *self.arguments]),
-        }.items():
-            assert command.count(here) == 1, here
-            command = command.replace(here, there)
+        command = replaced(
+            command_of_the_page("--master spark://"),
+            {
+                "spark://spark-master:7077": self.master,
+                "--executor-memory 2g": "--executor-memory 512m",
+                "service.py": " ".join(["service.py", *self.arguments]),
+            },
+        )
         with (self.folder / "driver.log").open("a") as log:
             self._process = subprocess.Popen(
                 ["bash", "-euc", command],
@@ -204,77 +167,18 @@ class Host:
             self._process.wait()
 
 
-def install_environment(environment: Path, wheels: Path) -> None:
-    """A virtual environment with a wheel of this checkout and, copied, what it depends on; but Spark's jars."""
-    run = [sys.executable, "-m"]
-    subprocess.run([*run, "venv", "--without-pip", environment], check=True)
-    build = [*run, "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, ROOT]
-    subprocess.run(build, check=True)
-    (site,) = environment.glob("lib/python3*/site-packages")
-    for name in dependencies("onceflow"):
-        distribution = importlib.metadata.distribution(name)
-        for file in distribution.files or []:
-            found = Path(str(distribution.locate_file(file)))
-            left_out = file.parts[0] == ".." or "__pycache__" in file.parts or file.parts[:2] == ("pyspark", "jars")
-            if not left_out and found.is_file():
-                (site / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(found, site / file)
-    (wheel,) = wheels.glob("onceflow-*.whl")
-    into = ["--python", environment / "bin/python", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*run, "pip", *into, wheel], check=True)
-
-
-def dependencies(package: str) -> set[str]:
-    """All that a package needs to run, without its extras."""
-    found: set[str] = set()
-    waiting = [package]
-    while waiting:
-        for text in importlib.metadata.distribution(waiting.pop()).requires or []:
-            wanted = Requirement(text)
-            applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
-            if applies and wanted.name not in found:
-                found.add(wanted.name)
-                waiting.append(wanted.name)
-    return found
-
-
-class Feeder:
-    """Produces records until it is stopped."""
-
-    def __init__(self, pipe: Any, each: int = 60) -> None:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(pipe, each), daemon=True)
-        self._thread.start()
-
-    def _run(self, pipe: Any, each: int) -> None:
-        while not self._stop.wait(RECORDS_EVERY_S):
-            pipe.fill(each)
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Not pytest's: an executor unpacks 300 MB, and the address of a UNIX socket has to be short."""
-    made = Path(tempfile.mkdtemp(prefix="hosts-"))
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
-
-
 @pytest.mark.timeout(900)
 def test_ten_executor_kills_a_driver_restart_and_a_late_worker(
-    make_state_pipe: Callable[..., Any], folder: Path
+    make_state_pipe: Callable[..., Any], short_folder: Path
 ) -> None:
     pipe = make_state_pipe(spark=False)
     pipe.fill(500)
     rng = random.Random(13)
-    (folder / "driver").mkdir()
-    with SeparateHosts(folder, workers=2) as cluster:
+    (short_folder / "driver").mkdir()
+    with SeparateHosts(short_folder, workers=2) as cluster:
         arguments = [pipe.bootstrap, pipe.flow, pipe.source, pipe.target, pipe.table]
-        host = Host(folder / "driver", cluster.master, arguments)
-        host.pack()
+        host = Host(short_folder / "driver", cluster.master, arguments)
+        pack_environment(host.folder, host.environment)
         host.submit()
         feeder = Feeder(pipe)
         try:
@@ -359,3 +263,27 @@ def check_that_nothing_is_shared(cluster: SeparateHosts, workers: list[str]) -> 
             ]
             assert not foreign, f"{worker} uses {foreign[:3]}"
     assert mapped > 0
+
+
+def test_python_programs_have_no_cluster_mode(tmp_path: Path) -> None:
+    """Of a standalone cluster: ``spark-submit`` ends before it asks the master."""
+    done = subprocess.run(
+        [
+            SPARK_HOME / "bin" / "spark-submit",
+            "--master",
+            "spark://127.0.0.1:1",
+            "--deploy-mode",
+            "cluster",
+            "service.py",
+        ],
+        env=clean_environment(tmp_path),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert (
+        "Cluster deploy mode is currently not supported for python applications on standalone clusters" in done.stderr
+    )
