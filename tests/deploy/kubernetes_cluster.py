@@ -40,6 +40,7 @@ CONTROLLERS = (
     "garbage-collector-controller",
     "serviceaccount-controller",
     "root-ca-certificate-publisher-controller",
+    "persistentvolumeclaim-protection-controller",  # deletes volumes that no pod uses any more
 )
 # In paths of the API: the group, and the plural of the kind.
 PLACES = {

@@ -211,7 +211,8 @@ def test_the_application_master_and_an_executor_are_killed(
     try:
         watch.await_commits()
         (first,) = yarn.containers(MASTER)
-        (killed, _) = yarn.containers(EXECUTOR)
+        watch.await_true(lambda: len(yarn.containers(EXECUTOR)) == 2, "two executors")
+        killed = yarn.containers(EXECUTOR)[0]
         os.kill(killed, signal.SIGKILL)
         watch.await_true(lambda: len(set(yarn.containers(EXECUTOR)) - {killed}) == 2, "another executor in its place")
         watch.await_commits()
