@@ -21,6 +21,9 @@ STEPS = ("init", "plan", "begin", "write", "audit", "progress", "end", "settle")
 #: Those of a batch that goes to an external sink: ``commit`` is the transaction of the other system, and then
 #: comes a transaction of Kafka's for its progress.
 EXTERNAL_STEPS = tuple(each for step in STEPS for each in (("commit", step) if step == "progress" else (step,)))
+#: Announced by tasks that bring local copies up outside of batches, whenever they have read records that are not in the
+#: copy yet.
+RESTORE = "restore"
 #: Also announced: an attempt was aborted, and nothing of it can become visible any more. Faults are not injected here.
 ABORTED = "aborted"
 #: And: the query of a flow was started; a batch was given up after its progress was written (at_most_once); a query
@@ -62,6 +65,6 @@ def at(step: str, *, where: str, flow: str, batch: int | None = None, task: int 
         for observer in tuple(_observers):
             observer(step, flow=flow, batch=batch, **facts)
     rules = os.environ.get(VARIABLE)
-    if rules and (step in STEPS or step in EXTERNAL_STEPS):
+    if rules and (step in STEPS or step in EXTERNAL_STEPS or step == RESTORE):
         module, _, text = rules.partition(":")
         importlib.import_module(module).trip(text, step=step, where=where, flow=flow, batch=batch, task=task)

@@ -247,6 +247,7 @@ class PrepareOrder:
         moment: the moment of the next batch, as far as it is known.
         transactional_id, producer: transactional id, producer id and epoch of the flow. They change when a newer driver
             fences this one.
+        faults: rules of the driver's environment (tests only), see onceflow.hooks.
     """
 
     spec: ProcessSpec
@@ -254,6 +255,7 @@ class PrepareOrder:
     settings: ClientSettings
     transactional_id: str
     producer: ProducerIdAndEpoch
+    faults: str | None = None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from onceflow import hooks
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
@@ -11,6 +12,8 @@ from onceflow.client.transaction_requests import describe_transaction
 from onceflow.errors import OnceflowError
 from onceflow.messages import PrepareOrder
 from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.state.local.catch_up import Source
+from onceflow.state.local.format import Columns
 from onceflow.state.prepare import Prepared, prepare_partition
 from onceflow.task.row_writer import worker_cluster
 
@@ -30,19 +33,36 @@ class PrepareTask:
 
     def __call__(self, partition: int) -> Prepared | OnceflowError:
         order = self.order
+        hooks.configure(order.faults)
         cluster = worker_cluster(order.settings)
 
         def still_owner() -> bool:
             deadline = Deadline(_OWNER_SECONDS, f"looking up the owner of flow {order.spec.flow}")
             return is_owner(cluster, order.transactional_id, order.producer, deadline)
 
-        source = CommittedReader(cluster)
+        source = _Announced(CommittedReader(cluster), order.spec.flow)
         try:
             return prepare_partition(
                 order.spec, order.moment, partition, source, still_owner=still_owner, is_over=self._is_over
             )
         except OnceflowError as problem:  # returned, not raised, so that the driver gets the original class
             return problem
+
+
+class _Announced:
+    """What a restore reads: a step is announced whenever records are there."""
+
+    def __init__(self, source: Source, flow: str) -> None:
+        self._source = source
+        self._flow = flow
+
+    def read_columns(self, topic: str, partition: int, start: int, end: int, *, headers: bool) -> Iterator[Columns]:
+        for part in self._source.read_columns(topic, partition, start, end, headers=headers):
+            hooks.at(hooks.RESTORE, where="task", flow=self._flow)
+            yield part
+
+    def end(self, topic: str, partition: int) -> int:
+        return self._source.end(topic, partition)
 
 
 def is_owner(cluster: Cluster, transactional_id: str, producer: ProducerIdAndEpoch, deadline: Deadline) -> bool:

@@ -5,7 +5,8 @@ The variable holds the name of this module and JSON, one rule or a list of rules
     onceflow.testing.faults:{"step": "progress", "action": "kill", "batch": 3}
 
 ``step`` is one of ``onceflow.hooks.STEPS`` or ``EXTERNAL_STEPS``. ``where`` is ``driver`` (default) or ``task`` (which
-announces ``begin``, ``write`` and, with state, ``settle``).
+announces ``begin``, ``write`` and, with state, ``settle``; a task that brings up a copy outside of batches announces
+``restore``, without a batch).
 Further fields restrict a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or a later one).
 Actions: ``kill`` (SIGKILL to its own process), ``kill-workers`` (SIGKILL to the Python workers of this driver),
 ``orphan`` (in a task: SIGKILL to its executor; the worker continues after ``seconds``), ``lose-shuffle``
@@ -25,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onceflow.hooks import EXTERNAL_STEPS, STEPS, VARIABLE
+from onceflow.hooks import EXTERNAL_STEPS, RESTORE, STEPS, VARIABLE
 from onceflow.testing.processes import descendants
 
 _fired: dict[str, int] = {}
@@ -74,7 +75,7 @@ def _rules(text: str) -> list[dict[str, Any]]:
 
 
 def _check(rule: Mapping[str, Any]) -> None:
-    known = dict.fromkeys([*STEPS, *EXTERNAL_STEPS])
+    known = dict.fromkeys([*STEPS, *EXTERNAL_STEPS, RESTORE])
     if rule.get("step") not in known:
         raise ValueError(f"{VARIABLE}: unknown step {rule.get('step')!r}, known: {', '.join(known)}")
     if rule.get("action") not in ACTIONS:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from onceflow import hooks
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.step.table_homes import StateExecutors, TableHomes
 from onceflow.errors import BatchAbortedError, OnceflowError, counted
@@ -501,7 +502,14 @@ class Homes:
             raise RuntimeError("nobody owns the flow yet")
         owner, state = self._owner, table.table
         moment = state.moment(-1, CommitId(-1, -1, -1), 0)
-        return PrepareOrder(state.spec.without_code(), moment, owner.settings, owner.transactional_id, owner.producer)
+        return PrepareOrder(
+            state.spec.without_code(),
+            moment,
+            owner.settings,
+            owner.transactional_id,
+            owner.producer,
+            hooks.configured(),
+        )
 
     # ---- beside the batches --------------------------------------------------------------------------
 

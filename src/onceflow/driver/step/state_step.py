@@ -15,6 +15,7 @@ from pathlib import Path
 from pyspark import SparkContext
 from pyspark.sql import DataFrame
 
+from onceflow import hooks
 from onceflow.client.cluster import Cluster
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
@@ -163,7 +164,7 @@ class StateStep:
             moment = table.moment(-1, CommitId(-1, -1, -1), 0)
             prepare(
                 table,
-                PrepareOrder(table.spec.without_code(), moment, settings, *owner),
+                PrepareOrder(table.spec.without_code(), moment, settings, *owner, hooks.configured()),
                 rows.sparkSession.sparkContext,
                 again=again,
             )

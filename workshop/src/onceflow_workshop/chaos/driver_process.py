@@ -104,6 +104,7 @@ class DriverProcess:
     def __init__(self, arguments: Mapping[str, Any], folder: Path, rule: str | None, commits: Commits) -> None:
         environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
         environment |= {"TMPDIR": str(folder), "SPARK_LOCAL_DIRS": str(folder / "spark-local")}
+        environment["ONCEFLOW_STATE_DIR"] = str(folder / "state")  # where flows do not name one
         if rule is not None:
             environment[VARIABLE] = rule
         self.log_file = folder / "drivers.log"

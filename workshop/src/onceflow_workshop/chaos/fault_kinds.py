@@ -27,6 +27,16 @@ from onceflow.testing.postgres import LocalPostgres
 from onceflow_workshop.chaos import external
 from onceflow_workshop.chaos.driver_process import DriverProcess
 from onceflow_workshop.chaos.flows import LEDGER, OPERATORS, UNLOGGED
+from onceflow_workshop.chaos.host_faults import (
+    driver_killed_in_restore,
+    executor_hangs,
+    has_hosts,
+    host_away,
+    host_joins,
+    host_leaves,
+    host_lost,
+    restore_killed,
+)
 from onceflow_workshop.chaos.replacing import flow_replaced, replaceable
 from onceflow_workshop.chaos.spark_cluster import SparkCluster
 from onceflow_workshop.chaos.test_bed import AHEAD_MS, Setup, TestBed
@@ -170,7 +180,8 @@ def _await_standby(bed: TestBed, standby: DriverProcess) -> None:
 
 def state_deleted(bed: TestBed, rng: random.Random) -> str:
     bed.driver.kill()
-    shutil.rmtree(bed.names.state, ignore_errors=True)
+    for folder in (bed.names.state, *bed.states):
+        shutil.rmtree(folder, ignore_errors=True)
     with bed.names.deletions.open("a") as deletions:
         deletions.write("deleted\n")
     bed.driver.start()
@@ -403,7 +414,16 @@ FAULT_KINDS: dict[str, Fault] = {
     "shuffle files lost": Fault(shuffle_lost, lambda setup: setup.workers > 0, weight=3),
     "worker replaced": Fault(worker_replaced, lambda setup: setup.workers > 0, weight=3),
     "worker comes and goes": Fault(worker_added, lambda setup: setup.workers > 0),
-    "host rebooted": Fault(host_rebooted, lambda setup: setup.workers > 0 and LEDGER in setup.flows, weight=4),
+    "host rebooted": Fault(
+        host_rebooted, lambda setup: setup.workers > 0 and not setup.own_hosts and LEDGER in setup.flows, weight=4
+    ),
+    "host lost": Fault(host_lost, has_hosts, weight=6),
+    "host joins": Fault(host_joins, has_hosts, weight=4),
+    "host decommissioned": Fault(host_leaves, has_hosts, weight=4),
+    "host away": Fault(host_away, has_hosts, weight=4),
+    "executor hangs": Fault(executor_hangs, has_hosts, weight=6),
+    "task dies while it restores": Fault(restore_killed, has_hosts, weight=4),
+    "driver killed while copies are restored": Fault(driver_killed_in_restore, has_hosts, weight=4),
     "idle until forgotten": Fault(idle, lambda setup: bool(setup.properties), weight=6),
     "query server killed": Fault(server_kill, lambda setup: setup.servers > 0, weight=3),
     "query server stopped for a while": Fault(server_pause, lambda setup: setup.servers > 0, weight=3),

@@ -248,6 +248,7 @@ class Choices:
         operator: one of `OPERATORS`.
         engines: ``engine=`` of each kind of flow; those that are not in it have ``auto``.
         standby: whether the driver waits while another one is active.
+        own_hosts: whether local copies are on the disks of the hosts, some of them on two.
     """
 
     tasks: bool = False
@@ -256,6 +257,16 @@ class Choices:
     operator: str = "select"
     engines: Mapping[str, str] = field(default_factory=dict)
     standby: bool = False
+    own_hosts: bool = False
+
+    def copies(self, kind: str) -> int:
+        """``copies=`` of a flow: where there are hosts the ledger has two, the joiner one or two, and others one."""
+        is_double = kind == LEDGER or (kind == JOINER and self.operator in OPERATORS[::2])
+        return 2 if self.own_hosts and is_double else 1
+
+    def state_dir(self, names: Names) -> Path | None:
+        """``state_dir=`` of flows. None: each host has its own, and so does the driver."""
+        return None if self.own_hosts else names.state
 
     def engine(self, kind: str) -> str:
         """``engine=`` of a flow. The driver cannot run one with a checkpoint, so ``auto`` takes its place."""
@@ -282,6 +293,7 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
         standby=choices.standby,
     )
     source = flow.read(names.source, max_records_per_batch=choices.records_per_batch)
+    kept: dict[str, Any] = {"state_dir": choices.state_dir(names), "copies": choices.copies(kind)}
     if kind in external.KINDS:
         rows = source.selectExpr(*external.COLUMNS)
         sink = names.target(kind).sink()
@@ -295,29 +307,27 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
         rows = _unchanged(source.select("key", "value"), choices.operator)
         return flow.write(rows, topic=names.output(kind), **choices.write(kind)).start()
     if kind == LEDGER:
-        accounts = flow.process(source, Ledger(flow.name, names.alarms), table=names.table, state_dir=names.state)
+        accounts = flow.process(source, Ledger(flow.name, names.alarms), table=names.table, **kept)
         return flow.write(accounts, topic=names.output(kind), **choices.write(kind)).start()
     if kind == UNLOGGED:
-        rows = flow.process(
-            source, Unlogged(flow.name), table=f"{names.prefix}-unlogged", state_dir=names.state, changelog=False
-        )
+        rows = flow.process(source, Unlogged(flow.name), table=f"{names.prefix}-unlogged", changelog=False, **kept)
         return flow.write(rows, topic=names.output(kind), **choices.write(kind)).start()
     if kind == SORTER:
         rows = flow.process(
             source,
             Sorter(),
             table=names.sums,
-            state_dir=names.state,
             on_error="dead-letter",
             dead_letter_topic=names.dead,
             late_topic=names.late,
+            **kept,
         )
         return flow.write(_behind(rows, choices.operator), topic=names.output(kind), **choices.write(kind)).start()
     if kind == JOINER:
         # On half of the starts each task has only its own partition of the ledger's table.
         own_part = choices.operator in OPERATORS[::2]
         joined = onceflow.JoinTable(names.table, value=onceflow.serdes.JSON, co_partitioned=own_part)
-        rows = flow.process(source, Joiner(), table=names.seen, tables={"accounts": joined}, state_dir=names.state)
+        rows = flow.process(source, Joiner(), table=names.seen, tables={"accounts": joined}, **kept)
         return flow.write(rows, topic=names.output(kind), **choices.write(kind)).start()
     options: dict[str, Any] = {**choices.write(kind), "checkpoint": str(names.checkpoint), "output_mode": "update"}
     return flow.write(_totals(source), topic=names.output(kind), **options).start()

@@ -58,6 +58,7 @@ class Observer:
         committed: the batches that drivers have reported as committed, by flow.
         markers_get_lost: whether the setup loses transaction markers.
         copies_get_torn: whether faults damage local copies.
+        copies_on_hosts: whether hosts keep them, in folders of their own. The run compares these itself.
 
     Attributes:
         answered, failed: how many commands of each name have answered, and how many have ended with an error.
@@ -74,6 +75,7 @@ class Observer:
         *,
         markers_get_lost: bool = False,
         copies_get_torn: bool = False,
+        copies_on_hosts: bool = False,
     ) -> None:
         self._bootstrap_servers = bootstrap_servers
         self._names = names
@@ -81,6 +83,7 @@ class Observer:
         self._committed = committed
         self._markers_get_lost = markers_get_lost
         self._copies_get_torn = copies_get_torn
+        self._copies_on_hosts = copies_on_hosts
         self._processors = names.folder / "replayed.py"
         self._replayed_s: dict[str, float] = {}
         self._told: list[Told] = []
@@ -147,7 +150,7 @@ class Observer:
         if SORTER in self._kinds:
             processor = f"{self._processors}:sorter"
             yield REPLAY, names.flow(SORTER), ["--replay", processor, "--output", names.output(SORTER), *letters]
-        for kind in (LEDGER, SORTER, JOINER, UNLOGGED):
+        for kind in () if self._copies_on_hosts else (LEDGER, SORTER, JOINER, UNLOGGED):
             if kind in self._kinds and (self._over.is_set() or not self._copies_get_torn):
                 yield LOCAL, names.flow(kind), ["--state-dir", str(names.state)]
 

@@ -100,6 +100,7 @@ class Report:
             "engines": self.engines.as_json(),
             "traffic": dict(self.traffic),
             "answers": self.answers,
+            "host_copies": sum(finding.host_copies for finding in every),
             **({"observed": self.observed} if self.observed else {}),
             "lost": sum(finding.lost for finding in every),
             "duplicated": sum(finding.duplicated for finding in every),
@@ -210,7 +211,15 @@ def _run_setup(
         report.engines.add(bed.driver.commits.engines)
         report.traffic.update({"quiet times": bed.feeder.quiet_times, "bursts": bed.feeder.bursts})
         report.answers += len(bed.servers.answers)
-        verify(bed.bootstrap_servers, bed.names, setup.flows, findings, copies=bed.copies, replays=has_letters(setup))
+        verify(
+            bed.bootstrap_servers,
+            bed.names,
+            setup.flows,
+            findings,
+            copies=bed.copies,
+            replays=has_letters(setup),
+            states=[bed.names.state, *bed.states] if setup.own_hosts else None,
+        )
         verify_answers(bed.bootstrap_servers, bed.names, bed.servers.answers, bed.servers.strange, findings)
         if observer is not None:
             observer.finish(findings)
@@ -231,6 +240,7 @@ def _observer(bed: TestBed) -> Observer:
         committed,
         markers_get_lost=lossy,
         copies_get_torn=bed.setup.workers > 0,
+        copies_on_hosts=bed.setup.own_hosts,
     )
     observer.start()
     return observer

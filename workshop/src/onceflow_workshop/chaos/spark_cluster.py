@@ -110,9 +110,13 @@ class SparkCluster:
                 os.kill(self.pid(name), signal.SIGCONT)
         return len(killed)
 
-    def add_worker(self) -> str:
-        """Start one more worker. Returns its name, as soon as the master knows it."""
-        name = self._start_worker()
+    def add_worker(self, again: str | None = None) -> str:
+        """Start one more worker. Returns its name, as soon as the master knows it.
+
+        Args:
+            again: the name of a worker that was killed. It comes back, with the same address.
+        """
+        name = self._start_worker(again)
         self._await_workers([name])
         return name
 
@@ -142,11 +146,12 @@ class SparkCluster:
             _kill_all(process)
         self._processes = {}
 
-    def _start_worker(self) -> str:
-        name = f"worker-{self._workers_started}"
-        self._workers_started += 1
+    def _start_worker(self, again: str | None = None) -> str:
+        name = f"worker-{self._workers_started}" if again is None else again
+        self._workers_started += again is None
+        number = 2 + int(name.rpartition("-")[2])
         options = ["--cores", "1", "--memory", f"{self._memory_mb}M", "--work-dir", str(self.folder / name)]
-        host = f"127.0.0.{1 + self._workers_started}" if self._own_hosts else _HOST
+        host = f"127.0.0.{number}" if self._own_hosts else _HOST
         self._spawn(name, "org.apache.spark.deploy.worker.Worker", *options, self.master, host=host)
         return name
 

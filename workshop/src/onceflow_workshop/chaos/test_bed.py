@@ -15,7 +15,7 @@ from pathlib import Path
 
 from onceflow.broker.local import LocalBroker
 from onceflow.driver.record.progress_log import PROGRESS_PARTITIONS
-from onceflow.planning.engine import ENGINES
+from onceflow.planning.engine import ENGINES, TASKS
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing.broker import create_topic
 from onceflow.testing.postgres import LocalPostgres
@@ -23,7 +23,8 @@ from onceflow_workshop.chaos import daemon, external
 from onceflow_workshop.chaos.commands import Commands
 from onceflow_workshop.chaos.driver_process import Driver
 from onceflow_workshop.chaos.feeder import Feeder
-from onceflow_workshop.chaos.flows import COPY, JOINER, LEDGER, PLAIN, SORTER, TOTALS, UNLOGGED, Names
+from onceflow_workshop.chaos.flows import COPY, JOINER, LEDGER, PLAIN, SORTER, TOTALS, UNLOGGED, Choices, Names
+from onceflow_workshop.chaos.hosts import Hosts
 from onceflow_workshop.chaos.replacement import Replacement
 from onceflow_workshop.chaos.servers import Servers
 from onceflow_workshop.chaos.spark_cluster import SparkCluster
@@ -52,6 +53,7 @@ class Setup:
             if there are as many nodes. version: of Kafka; None: the newest.
         features: of the cluster, to set another transaction version.
         workers: of a Spark standalone cluster; 0: Spark runs in the driver.
+        own_hosts: whether each worker is a host with a disk of its own. If not, they share one state folder.
         flows: kinds, see ``flows.py``.
         servers: instances of the query server that share the ledger's table.
         rate: records per second.
@@ -64,6 +66,7 @@ class Setup:
     version: str | None = None
     features: Mapping[str, int] = field(default_factory=dict)
     workers: int = 0
+    own_hosts: bool = False
     flows: Sequence[str] = (COPY, LEDGER)
     servers: int = 0
     rate: int = 1_500
@@ -86,6 +89,7 @@ SETUPS = {
         Setup("three-nodes", nodes=3, flows=(COPY, PLAIN, LEDGER, external.DELTA)),
         Setup("one-copy", nodes=3, copies=1),
         Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER, external.DELTA), rate=1_000),
+        Setup("hosts", workers=3, own_hosts=True, flows=(LEDGER, SORTER, JOINER), rate=1_000, partitions=6),
         Setup("forgetful", flows=(COPY, LEDGER, external.POSTGRES), properties=_FORGETS),
         Setup("checkpoint", flows=(COPY, TOTALS)),
         Setup("no-changelog", flows=(COPY, UNLOGGED)),
@@ -142,6 +146,11 @@ class TestBed:
         return self.broker.bootstrap_servers
 
     @property
+    def states(self) -> list[Path]:
+        """The state folders of hosts that have one of their own."""
+        return self.spark_cluster.states if isinstance(self.spark_cluster, Hosts) else []
+
+    @property
     def node_ids(self) -> list[int]:
         return [node.node_id for node in self.broker.cluster.nodes]
 
@@ -152,6 +161,11 @@ def rebooting_hosts(names: Names) -> dict[str, str]:
         "spark.python.daemon.module": daemon.__name__,
         f"spark.executorEnv.{daemon.VARIABLE}": str(names.boot),
     }
+
+
+def _engines(setup: Setup, engines: Sequence[str]) -> Sequence[str]:
+    """What flows of a setup start with. Where the driver runs them, hosts have nothing to do."""
+    return [*engines, *[each for each in engines if each == TASKS] * 3] if setup.own_hosts else engines
 
 
 @contextlib.contextmanager
@@ -190,16 +204,20 @@ def open_test_bed(setup: Setup, folder: Path, *, engines: Sequence[str] = ENGINE
         if setup.copies is not None:  # otherwise a flow would create it with more copies
             create_topic(broker.bootstrap_servers, PROGRESS_TOPIC, PROGRESS_PARTITIONS, {"cleanup.policy": "compact"})
         names.boot.write_text("first")
-        spark_cluster = stack.enter_context(SparkCluster(folder / "spark", setup.workers)) if setup.workers else None
+        spark_cluster = None
+        if setup.workers:
+            cluster = Hosts if setup.own_hosts else SparkCluster
+            spark_cluster = stack.enter_context(cluster(folder / "spark", setup.workers))
         driver = Driver(
             names,
             setup.flows,
             proxies.bootstrap_servers,
             "local[2]" if spark_cluster is None else spark_cluster.master,
             {} if spark_cluster is None else {**spark_cluster.settings, **rebooting_hosts(names)},
-            engines=engines,
+            engines=_engines(setup, engines),
             rng=random.Random(f"{seed} engines"),
         )
+        driver.choices = Choices(own_hosts=setup.own_hosts)
         stack.callback(driver.close)
         servers = stack.enter_context(Servers(names, proxies.bootstrap_servers, setup.servers))
         traffic = random.Random(f"{seed} traffic")

@@ -9,10 +9,19 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from onceflow import Table
+from onceflow.admin.verify.local_copies import LocalCopies
+from onceflow.admin.verify.progress_history import last_of, read_history
+from onceflow.admin.verify.report import Report
+from onceflow.client.cluster import Cluster
+from onceflow.client.settings import ClientSettings
+from onceflow.errors import OptionError
+from onceflow.protocol.names import Names as FlowNames
 from onceflow.protocol.position import Position
 from onceflow.testing import history, independent, recorder
 from onceflow.testing.final import read_final
@@ -44,6 +53,7 @@ class Findings:
     Args:
         records: number of source records, counted once for each flow.
         lost, duplicated, torn: anomalies of these kinds. others: all others, by name.
+        host_copies: how many copies of partitions were compared on hosts.
         examples: texts of some anomalies. unknown: why there is no verdict, if there is none.
     """
 
@@ -52,6 +62,7 @@ class Findings:
     duplicated: int = 0
     torn: int = 0
     others: Counter[str] = field(default_factory=Counter)
+    host_copies: int = 0
     examples: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
@@ -95,12 +106,14 @@ def verify(
     *,
     copies: Iterable[tuple[str, Names]] = (),
     replays: bool = False,
+    states: Sequence[Path] | None = None,
 ) -> None:
     """Read and check everything. No driver may be running any more.
 
     Args:
         replays: whether all dead letters were replayed.
         copies: kind and names of each copy of a flow that has run beside it.
+        states: state folders of the hosts, where each host has a part of each table. None: one folder has everything.
     """
     kinds = list(kinds)
     source = independent.read_topic(bootstrap_servers, names.source, decided=True, seconds=READ_S)
@@ -116,7 +129,13 @@ def verify(
         copied = _read(bootstrap_servers, names.output(PLAIN))
         found.compare("plain copies", _pairs(copied), _pairs(source))
     if LEDGER in kinds:
-        _ledger(bootstrap_servers, names, source, found)
+        table = _ledger(bootstrap_servers, names, source, found)
+        if states is None:
+            _ledger_copy(names, table, found)
+    if states is not None:
+        for kind in kinds:
+            if names.own_table(kind) is not None:
+                check_hosts(bootstrap_servers, names.flow(kind), states, found)
     if UNLOGGED in kinds:
         deletions = len(names.deletions.read_text().splitlines()) if names.deletions.exists() else 0
         check_unlogged(source, _read(bootstrap_servers, names.output(UNLOGGED)), deletions, found)
@@ -207,7 +226,10 @@ def _judge(bootstrap_servers: str, names: Names, kind: str, found: Findings) -> 
         found.unknown.append(f"{names.flow(kind)}: {verdict.why}")
 
 
-def _ledger(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:
+def _ledger(
+    bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings
+) -> dict[bytes | None, Any]:
+    """Returns the rows of its table."""
     expected: Counter[Any] = Counter()
     accounts: dict[bytes, tuple[int, int]] = {}
     alarms: Counter[Any] = Counter()
@@ -229,11 +251,34 @@ def _ledger(bootstrap_servers: str, names: Names, source: list[independent.Seen]
     replayed = {key: {"count": count, "sum": total} for key, (count, total) in accounts.items()}
     if table != replayed:
         found.see(history.STATE, f"{names.table}: {_difference(table, replayed)}")
+    return table
+
+
+def _ledger_copy(names: Names, table: dict[bytes | None, Any], found: Findings) -> None:
     local = {
         key: json.loads(value) for key, value in Table.of_flow(names.state / names.flow(LEDGER) / names.table).range()
     }
     if local != table:
         found.see(history.STATE, f"local copy of {names.table}: {_difference(local, table)}")
+
+
+def check_hosts(bootstrap_servers: str, flow: str, states: Iterable[Path], found: Findings) -> None:
+    """Each copy of a table on a host must be what the topics had where the copy is. One may be behind: a standby copy,
+    or that of a host that is gone."""
+    named = FlowNames(flow)
+    with closing(Cluster(ClientSettings(bootstrap_servers, {}))) as cluster:
+        progress = last_of(read_history(cluster, named), named)
+        for folder in states:
+            report = Report(limit=3)
+            copies = LocalCopies(cluster, named, report, scratch=None, tell=lambda text, done, total: None)
+            try:
+                copies.run(folder, progress)
+            except OptionError:  # it has none
+                continue
+            found.host_copies += report.checked["local copies"]
+            if report.counts:
+                texts = [each.text for each in report.examples]
+                found.see(history.STATE, f"{flow}, {folder.name}: {texts}", sum(report.counts.values()))
 
 
 def check_unlogged(
