@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -14,38 +13,17 @@ from typing import Any
 
 import pytest
 
-from onceflow.testing import independent
+from onceflow import hooks
+from onceflow.testing import faults, history, independent
 from onceflow.testing.waiting import wait_until
-from onceflow_workshop.chaos.spark_cluster import SparkCluster
+from onceflow_workshop.chaos.hosts import Hosts
+from onceflow_workshop.chaos.verify import Findings, check_hosts
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.timeout(600)]
 
+SERVICE = Path(__file__).with_name("homes_service.py")
 PARTITIONS = 6
 WAIT_S = 180.0
-
-
-class Hosts(SparkCluster):
-    """Each worker has a state folder of its own, and is in one of two racks."""
-
-    def environment(self, name: str) -> dict[str, str]:
-        rack = "even" if name[-1] in "02468" else "odd"
-        return {**super().environment(name), "ONCEFLOW_STATE_DIR": str(self.state(name)), "ONCEFLOW_RACK": rack}
-
-    def state(self, name: str) -> Path:
-        return self.folder / f"state-of-{name}"
-
-    def partitions(self, name: str) -> set[int]:
-        """The partitions that a host has a copy of."""
-        return {int(path.parent.name) for path in self.state(name).rglob("data.mdb")}
-
-    def copies(self) -> int:
-        """How many copies there are on all hosts."""
-        return sum(len(self.partitions(name)) for name in self.workers)
-
-    def lose(self, name: str) -> None:
-        """The host is gone, with its disk."""
-        self.kill_worker(name)
-        shutil.rmtree(self.state(name), ignore_errors=True)
 
 
 class Service:
@@ -89,9 +67,44 @@ class Service:
 
         wait_until(holds, WAIT_S, lambda: f"{what}; {''.join(self.lines[-20:])}", useless=ended, poll_s=0.1)
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+    def end(self) -> None:
+        """Wait until all records are processed, and stop it."""
+        bootstrap, flow = self.pipe.bootstrap, self.pipe.flow
+        ends = independent.end_offsets(bootstrap, self.pipe.source)
+        wait_until(lambda: independent.committed_offsets(bootstrap, flow) == ends, WAIT_S, "all records", poll_s=0.2)
+        os.kill(self.process.pid, signal.SIGTERM)
+        assert self.process.wait(60) == 0, "".join(self.lines)[-5000:]
+
     def feed_batches(self, count: int) -> None:
         wanted = len(self.batches) + count
         self.feed_until(lambda: len(self.batches) >= wanted, f"{count} more batches")
+
+
+class Mutants(Hosts):
+    """Their Python workers can import the modules beside this file."""
+
+    def environment(self, name: str) -> dict[str, str]:
+        path = os.pathsep.join([str(SERVICE.parent), os.environ.get("PYTHONPATH", "")])
+        return {**super().environment(name), "PYTHONPATH": path}
+
+
+def arguments_of(pipe: Any, cluster: Hosts, copies: int, *, shuffled: bool = False) -> dict[str, Any]:
+    """Of the service."""
+    return {
+        "flow": pipe.flow,
+        "bootstrap": pipe.bootstrap,
+        "source": pipe.source,
+        "target": pipe.target,
+        "table": pipe.table,
+        "master": cluster.master,
+        "config": cluster.settings,
+        "copies": copies,
+        "shuffled": shuffled,
+    }
 
 
 @pytest.mark.parametrize(
@@ -107,19 +120,9 @@ def test_hosts_are_lost_and_join(
 ) -> None:
     pipe = make_state_pipe(partitions=PARTITIONS)
     pipe.fill(600)
-    with Hosts(tmp_path / "cluster", workers=2, own_hosts=True) as cluster:
-        arguments = {
-            "flow": pipe.flow,
-            "bootstrap": pipe.bootstrap,
-            "source": pipe.source,
-            "target": pipe.target,
-            "table": pipe.table,
-            "master": cluster.master,
-            "config": cluster.settings,
-            "copies": copies,
-            "shuffled": shuffled,
-        }
-        service = Service(pipe, driver_process(Path(__file__).with_name("homes_service.py"), None, arguments))
+    with Hosts(tmp_path / "cluster", workers=2) as cluster:
+        arguments = arguments_of(pipe, cluster, copies, shuffled=shuffled)
+        service = Service(pipe, driver_process(SERVICE, None, arguments))
         standby = PARTITIONS * (copies - 1)
         service.feed_until(lambda: service.copies["hosts"] == 2 and service.copies["standby"] == standby, "two hosts")
 
@@ -156,16 +159,74 @@ def test_hosts_are_lost_and_join(
         assert (service.copies["waiting"], service.copies["lacking"]) == (0, 0)
 
         # The driver is killed. The next one finds the copies where they are.
-        service.process.kill()
-        service.process.wait(30)
+        service.kill()
         pipe.fill(100)
-        service = Service(pipe, driver_process(Path(__file__).with_name("homes_service.py"), None, arguments))
+        service = Service(pipe, driver_process(SERVICE, None, arguments))
         service.feed_until(lambda: service.copies["hosts"] == 2, "the homes of before")
         service.feed_batches(2)
-        ends = independent.end_offsets(pipe.bootstrap, pipe.source)
-        wait_until(
-            lambda: independent.committed_offsets(pipe.bootstrap, pipe.flow) == ends, WAIT_S, "all records", poll_s=0.2
-        )
-        os.kill(service.process.pid, signal.SIGTERM)
-        assert service.process.wait(60) == 0, "".join(service.lines)[-5000:]
+        service.end()
     pipe.check(local=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed, copies", [("task", 1), ("task", 2), ("driver", 1), ("driver", 2)])
+def test_killed_while_a_copy_is_restored(
+    make_state_pipe: Any, driver_process: Any, tmp_path: Path, killed: str, copies: int
+) -> None:
+    """With one copy, batches wait for the restore; with two, it is beside them."""
+    pipe = make_state_pipe(partitions=PARTITIONS)
+    pipe.fill(600)
+    standby = PARTITIONS * (copies - 1)
+    with Hosts(tmp_path / "cluster", workers=2) as cluster:
+        arguments = arguments_of(pipe, cluster, copies)
+        service = Service(pipe, driver_process(SERVICE, None, arguments))
+        service.feed_until(lambda: service.copies["hosts"] == 2 and service.copies["standby"] == standby, "two hosts")
+        service.feed_batches(3)
+        service.kill()
+        cluster.lose_disk(cluster.workers[0])
+        restoring, go_on = tmp_path / "restoring", tmp_path / "go-on"
+        happens = {"action": "kill"} if killed == "task" else {"action": "pause", "seconds": 60, "until": str(go_on)}
+        rule = faults.value_of({"step": hooks.RESTORE, "where": "task", "once_file": str(restoring), **happens})
+        service = Service(pipe, driver_process(SERVICE, rule, arguments))
+        wait_until(restoring.exists, WAIT_S, lambda: f"a restore; {''.join(service.lines)[-3000:]}")
+        if killed == "driver":
+            service.kill()
+            service = Service(pipe, driver_process(SERVICE, None, arguments))
+            go_on.touch()  # what is left of the task goes on beside the next restore
+        service.feed_until(
+            lambda: service.copies["hosts"] == 2 and service.copies["standby"] == standby, "all copies are there again"
+        )
+        service.feed_batches(2)
+        service.end()
+        found = Findings()
+        check_hosts(pipe.bootstrap, pipe.flow, cluster.states, found)
+    assert found.host_copies == PARTITIONS * copies
+    assert (found.others, found.examples) == ({}, [])
+    pipe.check(local=False)
+
+
+@pytest.mark.long
+def test_a_standby_copy_that_is_behind_and_says_it_is_not_is_found_out(
+    make_state_pipe: Any, driver_process: Any, tmp_path: Path
+) -> None:
+    """The mutant does not read the last changes, and is taken over from."""
+    pipe = make_state_pipe(partitions=PARTITIONS)
+    pipe.fill(600)
+    with Mutants(tmp_path / "cluster", workers=2) as cluster:
+        config = {**cluster.settings, "spark.python.daemon.module": "homes_mutant"}
+        service = Service(
+            pipe, driver_process(SERVICE, None, {**arguments_of(pipe, cluster, copies=2), "config": config})
+        )
+        service.feed_until(
+            lambda: service.copies["hosts"] == 2 and service.copies["standby"] == PARTITIONS, "standby copies"
+        )
+        service.feed_batches(10)
+        cluster.lose(cluster.workers[0])
+        service.feed_until(lambda: service.copies["hosts"] == 1, "the host that is left")
+        service.feed_batches(2)
+        service.end()
+        found = Findings()
+        check_hosts(pipe.bootstrap, pipe.flow, cluster.states, found)
+    assert found.others[history.STATE] > 0
+    with pytest.raises(AssertionError):
+        pipe.check(local=False)

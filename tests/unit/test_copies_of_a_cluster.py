@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from onceflow import hooks
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.step import homes as homes_module
 from onceflow.driver.step import table_homes
@@ -32,6 +33,7 @@ from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.task import preparing
 from onceflow.task.state_run import StateRun
+from onceflow.testing import faults
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:
@@ -556,6 +558,27 @@ def test_partitions_that_are_ready_go_on_while_others_are_restored(
     flow.slices()
     assert flow.homes.waiting("table") == set()
     assert flow.run(KEYS) == 0
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_restore_that_dies_is_continued(
+    service: Any, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    """Records were read, and nobody has written them into the copy."""
+    flow = service(copies=copies)
+    flow.run(KEYS)
+    flow.slices()
+    cluster.leave("a", disk=True)
+    flow.now += 60
+    monkeypatch.setenv(hooks.VARIABLE, faults.fault(hooks.RESTORE, "raise", where="task", flow="flow"))
+    faults._fired.clear()
+    with pytest.raises(faults.InjectedFaultError):  # Spark would run the task again, and then raise an error of its own
+        flow.run(KEYS)
+        flow.slices()
+    assert flow.run(KEYS) == 0
+    flow.slices()
+    facts = flow.homes.facts("table")
+    assert (facts.waiting, facts.lacking, facts.standby) == (0, 0, PARTITIONS * (copies - 1))
     assert flow.stored() == flow.counted
 
 

@@ -20,8 +20,8 @@ LEAVES_IN_ORDER = {
     "spark.storage.decommission.enabled": "true",
     "spark.storage.decommission.shuffleBlocks.enabled": "true",
 }
-# An executor that hangs is given up after this time, and may go on later beside the one that replaces it.
-_GIVEN_UP = {
+#: An executor that hangs is given up after this time, and may go on later beside the one that replaces it.
+GIVEN_UP = {
     "spark.network.timeout": "12s",
     "spark.network.timeoutInterval": "2s",
     "spark.executor.heartbeatInterval": "2s",
@@ -37,7 +37,7 @@ class Hosts(SparkCluster):
 
     @property
     def settings(self) -> dict[str, str]:
-        return {**super().settings, **LEAVES_IN_ORDER, **_GIVEN_UP}
+        return {**super().settings, **LEAVES_IN_ORDER}
 
     def environment(self, name: str) -> dict[str, str]:
         rack = "even" if name[-1] in "02468" else "odd"
@@ -55,6 +55,10 @@ class Hosts(SparkCluster):
     def partitions(self, name: str) -> set[int]:
         """The partitions that a host has a copy of. Where there are several tables: of any of them."""
         return {int(path.parent.name) for path in self.state(name).rglob("data.mdb")}
+
+    def copies(self) -> int:
+        """How many copies there are on all hosts that are there."""
+        return sum(len(self.partitions(name)) for name in self.workers)
 
     def lose_disk(self, name: str) -> None:
         """All local copies of a host are gone."""

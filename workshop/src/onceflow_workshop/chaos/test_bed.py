@@ -24,7 +24,7 @@ from onceflow_workshop.chaos.commands import Commands
 from onceflow_workshop.chaos.driver_process import Driver
 from onceflow_workshop.chaos.feeder import Feeder
 from onceflow_workshop.chaos.flows import COPY, JOINER, LEDGER, PLAIN, SORTER, TOTALS, UNLOGGED, Choices, Names
-from onceflow_workshop.chaos.hosts import Hosts
+from onceflow_workshop.chaos.hosts import GIVEN_UP, Hosts
 from onceflow_workshop.chaos.replacement import Replacement
 from onceflow_workshop.chaos.servers import Servers
 from onceflow_workshop.chaos.spark_cluster import SparkCluster
@@ -163,6 +163,13 @@ def rebooting_hosts(names: Names) -> dict[str, str]:
     }
 
 
+def _settings(cluster: SparkCluster | None, names: Names) -> dict[str, str]:
+    """Settings of Spark."""
+    if cluster is None:
+        return {}
+    return {**cluster.settings, **rebooting_hosts(names), **(GIVEN_UP if isinstance(cluster, Hosts) else {})}
+
+
 def _engines(setup: Setup, engines: Sequence[str]) -> Sequence[str]:
     """What flows of a setup start with. Where the driver runs them, hosts have nothing to do."""
     return [*engines, *[each for each in engines if each == TASKS] * 3] if setup.own_hosts else engines
@@ -213,7 +220,7 @@ def open_test_bed(setup: Setup, folder: Path, *, engines: Sequence[str] = ENGINE
             setup.flows,
             proxies.bootstrap_servers,
             "local[2]" if spark_cluster is None else spark_cluster.master,
-            {} if spark_cluster is None else {**spark_cluster.settings, **rebooting_hosts(names)},
+            _settings(spark_cluster, names),
             engines=_engines(setup, engines),
             rng=random.Random(f"{seed} engines"),
         )
