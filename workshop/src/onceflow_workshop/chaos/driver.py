@@ -32,6 +32,7 @@ def main() -> None:
     """Run the driver. Its argument is JSON, from ``driver_process.Driver``."""
     given = json.loads(sys.argv[1])
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("onceflow.state").setLevel(logging.INFO)  # where local copies are, and what is read for them
     names = flows.Names(given["prefix"], Path(given["folder"]), given["dsn"], given["versions"], given["copied"])
     choices = flows.Choices(**given["choices"])
     _shift_clock(names.clock)
