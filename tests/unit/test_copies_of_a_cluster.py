@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyspark.errors import PySparkException
 
 from onceflow import hooks
 from onceflow.client.settings import ClientSettings
@@ -120,6 +121,17 @@ class FakeCluster:
         pass
 
     def described(self, text: str) -> None:
+        pass
+
+    has_given_up = False
+
+    def begin(self, executors: Sequence[str]) -> None:
+        pass
+
+    def end(self) -> None:
+        self.has_given_up = False
+
+    def close(self) -> None:
         pass
 
     def cancel(self) -> None:
@@ -558,6 +570,23 @@ def test_partitions_that_are_ready_go_on_while_others_are_restored(
     flow.slices()
     assert flow.homes.waiting("table") == set()
     assert flow.run(KEYS) == 0
+
+
+def test_a_job_that_waits_for_an_executor_that_is_gone_is_planned_again(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    flow.run(KEYS)
+    cancelled = PySparkException("Job 7 cancelled")
+    with pytest.raises(PySparkException, match="Job 7"), flow.homes.placed():  # somebody stops the query
+        raise cancelled
+    for _ in range(homes_module._MISSES + 1):
+        cluster.has_given_up = True
+        with pytest.raises(MisplacedError) as caught, flow.homes.placed():
+            raise cancelled
+        assert flow.homes.failed(caught.value)
+        assert not cluster.has_given_up
+    before = dict(flow.at.plan.homes)
+    assert flow.run(KEYS) == 0
+    assert flow.at.plan.homes == before, "no host is avoided for it"
 
 
 @pytest.mark.parametrize("copies", [1, 2])

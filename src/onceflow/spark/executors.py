@@ -71,6 +71,19 @@ class Executors:
         tasks = _items(self._context.statusStore().taskList(stage, 0, _TASKS_MAX))
         return {int(each.index()): str(each.executorId()) for each in tasks if str(each.status()) == "SUCCESS"}
 
+    def begun(self) -> list[tuple[int, frozenset[int]]]:
+        """Of each stage that runs: how many tasks it has, and the numbers of those that run or are done."""
+        self._await_listeners()
+        tracker, store = self._context.statusTracker(), self._context.statusStore()
+        found = []
+        for stage in tracker.getActiveStageIds():
+            info = tracker.getStageInfo(stage)
+            if info.isDefined():
+                tasks = _items(store.taskList(stage, info.get().currentAttemptId(), _TASKS_MAX))
+                begun = frozenset(int(each.index()) for each in tasks if str(each.status()) in ("RUNNING", "SUCCESS"))
+                found.append((int(info.get().numTasks()), begun))
+        return found
+
     def _look(self) -> None:
         self._await_listeners()
         for each in _items(self._context.statusStore().executorList(True)):

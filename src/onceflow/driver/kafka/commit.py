@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 from pyspark.sql import DataFrame
@@ -279,7 +280,8 @@ class BatchCommit:
 
     def _write(self, rows: Rows, attempt: Attempt) -> list[Part]:
         """Produce every row, and collect what was acknowledged."""
-        with self._calls.errors():
+        placed = nullcontext() if self._state is None else self._state.placed()
+        with self._calls.errors(), placed:
             return self._writer.write(rows, attempt)
 
     def _ahead(self, rows: Rows, attempt: Attempt) -> Companion | None:

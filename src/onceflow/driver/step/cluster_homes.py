@@ -12,6 +12,7 @@ from onceflow.driver.step.homes import Homes
 from onceflow.driver.step.table_homes import TableHomes, group_count
 from onceflow.driver.step.table_state import TableState
 from onceflow.planning.process import Step
+from onceflow.spark.awaited_executors import AwaitedExecutors
 from onceflow.spark.executors import Executor, Executors
 from onceflow.spark.placed_jobs import PlacedJobs
 
@@ -33,6 +34,7 @@ class SparkCluster:
         self._spark = spark
         self._jobs = jobs
         self._executors = Executors(spark)
+        self._awaited = AwaitedExecutors(spark, self._executors, flow)
         self._group = f"onceflow-copies-{flow}"
 
     def ids(self) -> dict[str, bool]:
@@ -42,7 +44,8 @@ class SparkCluster:
         return self._executors.of(ids)
 
     def run(self, executors: Sequence[str], task: Callable[[Iterable[int]], Iterable[_T]]) -> list[_T]:
-        return self._jobs.run(executors, task)
+        with self._awaited.during(executors):
+            return self._jobs.run(executors, task)
 
     def ran_in(self, stage: int) -> dict[int, str]:
         return self._executors.ran_in(stage)
@@ -52,6 +55,19 @@ class SparkCluster:
 
     def described(self, text: str) -> None:
         self._spark.sparkContext.setJobGroup(self._group, text)
+
+    def begin(self, executors: Sequence[str]) -> None:
+        self._awaited.begin(executors)
+
+    @property
+    def has_given_up(self) -> bool:
+        return self._awaited.has_given_up
+
+    def end(self) -> None:
+        self._awaited.end()
+
+    def close(self) -> None:
+        self._awaited.close()
 
     def cancel(self) -> None:
         self._spark.sparkContext.cancelJobGroup(self._group)

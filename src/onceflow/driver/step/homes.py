@@ -80,6 +80,23 @@ class Cluster(Protocol):
         """Say what the jobs of this thread are for."""
         ...
 
+    def begin(self, executors: Sequence[str]) -> None:
+        """A job of a batch, in this thread, will have a task for each of these executors."""
+        ...
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether that job was cancelled, because a task has waited for an executor that is gone."""
+        ...
+
+    def end(self) -> None:
+        """It is over."""
+        ...
+
+    def close(self) -> None:
+        """Watch jobs no longer."""
+        ...
+
     def cancel(self) -> None:
         """Cancel the jobs of other threads that `described` their jobs."""
         ...
@@ -196,7 +213,27 @@ class Homes:
     def tasks(self, table: str, touched: Collection[int], rows: int, cores: int) -> HomeTasks:
         """See `TableHomes.tasks`."""
         with self._lock:
-            return self.tables[table].tasks(self._of_table(table), touched, rows, cores)
+            found = self.tables[table].tasks(self._of_table(table), touched, rows, cores)
+        self._cluster.begin(found.executors)
+        return found
+
+    @contextlib.contextmanager
+    def placed(self) -> Iterator[None]:
+        """The tasks of a batch run in here.
+
+        Raises:
+            MisplacedError: an executor is gone that one of them has waited for.
+        """
+        try:
+            yield
+        except SPARK_ERRORS as error:
+            if not self._cluster.has_given_up:
+                raise
+            raise MisplacedError(
+                "An executor is gone before a task has begun whose local copies it has",
+                flow=self._flow,
+                next_step="none: the batch is planned again",
+            ) from error
 
     def facts(self, table: str) -> CopyFacts:
         """Where the copies of a table are now. It may be called in any thread."""
@@ -212,6 +249,7 @@ class Homes:
     def ended(self) -> None:
         """The attempt of a batch is over."""
         self._busy_since = None
+        self._cluster.end()
         self._wake.set()
 
     def failed(self, problem: BaseException) -> bool:
@@ -220,9 +258,9 @@ class Homes:
         self._ids = {}  # look again, whatever was known
         if not isinstance(problem, MisplacedError):
             return False
-        self._misses += 1
+        self._misses += bool(problem.wanted)
         self._missed += 1
-        if self._misses >= _MISSES and problem.wanted:
+        if self._misses >= _MISSES:
             log.warning(
                 "flow %s: Spark has run tasks %d times elsewhere than at %s, where their local copies are; for the "
                 "next %.0f s their partitions have other homes. Its executors may be busy with other jobs: raise "
@@ -237,6 +275,7 @@ class Homes:
         """End what runs beside the batches."""
         self._closed = True
         self._wake.set()
+        self._cluster.close()
         if self._thread is not None:
             self._cluster.cancel()
             self._thread.join(timeout=10.0)

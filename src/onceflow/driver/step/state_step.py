@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -423,6 +423,10 @@ class StateStep:
         self._stages, self._done = None, {}
         misplaced = self._homes is not None and self._homes.homes.failed(problem)
         return any(news) or misplaced
+
+    def placed(self) -> AbstractContextManager[None]:
+        """The tasks of an attempt run in here, see `Homes.placed`."""
+        return nullcontext() if self._homes is None else self._homes.homes.placed()
 
     def settle(self, *, changed: bool = False) -> None:
         """Apply pending changes of committed batches, if the stores are on this machine: when the flow ends, or when
