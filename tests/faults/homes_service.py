@@ -10,6 +10,7 @@ from typing import Any
 import ledger
 
 import onceflow
+from onceflow import hooks
 
 
 def main() -> None:
@@ -22,7 +23,13 @@ def main() -> None:
     if given["shuffled"]:
         rows = rows.where("value IS NOT NULL")
     query = flow.write(rows, topic=given["target"], trigger="200 milliseconds", engine="tasks").start()
+    hooks.observe(says_when_a_batch_begins)
     onceflow.serve(query, more=told)
+
+
+def says_when_a_batch_begins(step: str, *, batch: int | None, **facts: Any) -> None:
+    if step == "begin":
+        print(f"begin {batch}", flush=True)
 
 
 def told(query: Any) -> dict[str, Any]:

@@ -44,6 +44,12 @@ class Service:
                 self.batches.append(json.JSONDecoder().raw_decode(line)[0])
 
     @property
+    def is_in_batch(self) -> bool:
+        """Whether a batch has begun, and is not committed yet."""
+        told = [line for line in self.lines if line.startswith(("begin ", "{"))]
+        return bool(told) and told[-1].startswith("begin ")
+
+    @property
     def last(self) -> dict[str, Any]:
         return self.batches[-1]
 
@@ -202,6 +208,29 @@ def test_killed_while_a_copy_is_restored(
         check_hosts(pipe.bootstrap, pipe.flow, cluster.states, found)
     assert found.host_copies == PARTITIONS * copies
     assert (found.others, found.examples) == ({}, [])
+    pipe.check(local=False)
+
+
+@pytest.mark.long
+def test_tasks_do_not_wait_for_an_executor_that_is_gone(
+    make_state_pipe: Any, driver_process: Any, tmp_path: Path
+) -> None:
+    """The executors are busy with standby copies when a batch begins, and one of them is lost."""
+    pipe = make_state_pipe(partitions=PARTITIONS)
+    pipe.fill(600)
+    with Hosts(tmp_path / "cluster", workers=2) as cluster:
+        busy, go_on = [tmp_path / "busy", tmp_path / "busy too"], tmp_path / "go-on"
+        rule = {"step": hooks.RESTORE, "where": "task", "action": "pause", "seconds": 200, "until": str(go_on)}
+        rules = faults.value_of(*({**rule, "once_file": str(each)} for each in busy))
+        service = Service(pipe, driver_process(SERVICE, rules, arguments_of(pipe, cluster, copies=2)))
+        service.feed_until(lambda: all(each.exists() for each in busy), "executors that are busy")
+        service.feed_until(lambda: service.is_in_batch, "a batch begins")
+        cluster.lose(cluster.workers[0])
+        go_on.touch()
+        said = "An executor is gone before a task has begun"
+        wait_until(lambda: said in "".join(service.lines), WAIT_S, lambda: "".join(service.lines)[-5000:])
+        service.feed_batches(2)
+        service.end()
     pipe.check(local=False)
 
 
