@@ -89,7 +89,7 @@ SETUPS = {
         Setup("three-nodes", nodes=3, flows=(COPY, PLAIN, LEDGER, external.DELTA)),
         Setup("one-copy", nodes=3, copies=1),
         Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER, external.DELTA), rate=1_000),
-        Setup("hosts", workers=3, own_hosts=True, flows=(LEDGER, SORTER, JOINER), rate=1_000, partitions=6),
+        Setup("hosts", workers=3, own_hosts=True, flows=(LEDGER, SORTER, JOINER), rate=300, partitions=6),
         Setup("forgetful", flows=(COPY, LEDGER, external.POSTGRES), properties=_FORGETS),
         Setup("checkpoint", flows=(COPY, TOTALS)),
         Setup("no-changelog", flows=(COPY, UNLOGGED)),
