@@ -598,7 +598,7 @@ def test_a_restore_that_dies_is_continued(
     flow.run(KEYS)
     flow.slices()
     cluster.leave("a", disk=True)
-    flow.slices()
+    flow.homes.waiting("table")  # looks
     flow.now += 60  # it is not waited for any longer
     monkeypatch.setenv(hooks.VARIABLE, faults.fault(hooks.RESTORE, "raise", where="task", flow="flow"))
     faults._fired.clear()
