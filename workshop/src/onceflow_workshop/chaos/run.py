@@ -30,7 +30,7 @@ from onceflow_workshop.chaos.topic_changes import has_letters, replay
 from onceflow_workshop.chaos.verify import Findings, check_state, verify, verify_answers
 from onceflow_workshop.demos.display import Display, print_result
 
-FIRST_COMMIT_S = 120.0
+FIRST_COMMIT_S = 180.0
 # A broker may have to come back, a transaction may have to time out, and Spark may have to start.
 RECOVERY_S = 180.0
 DRAIN_S = 240.0
