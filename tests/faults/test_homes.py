@@ -202,7 +202,7 @@ def test_killed_while_a_copy_is_restored(
         service.feed_until(
             lambda: service.copies["hosts"] == 2 and service.copies["standby"] == standby, "all copies are there again"
         )
-        service.feed_batches(2)
+        service.feed_until(lambda: cluster.copies() == PARTITIONS * copies, "no superfluous copies")
         service.end()
         found = Findings()
         check_hosts(pipe.bootstrap, pipe.flow, cluster.states, found)
