@@ -42,7 +42,7 @@ def host_joins(bed: TestBed, rng: random.Random) -> str:
 
 
 def host_leaves(bed: TestBed, rng: random.Random) -> str:
-    """A host is decommissioned: it hands over its partitions, and is gone."""
+    """A host is decommissioned: its executors end their tasks, and it is gone."""
     hosts = _hosts(bed)
     new = f", after {hosts.add_worker()} has come" if len(hosts.workers) <= _FEWEST else ""
     name = rng.choice(hosts.workers)
