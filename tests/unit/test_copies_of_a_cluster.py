@@ -359,6 +359,27 @@ def test_a_standby_copy_goes_on_without_a_restore(service: Any, cluster: FakeClu
     assert flow.stored() == flow.counted
 
 
+def test_standby_copies_of_every_table_are_kept(service: Any, cluster: FakeCluster) -> None:
+    flow = service(copies=2)
+    topics = TableTopics("other", "other-internal", "id-o", "id-oi", PARTITIONS, 86_400_000, 1_000_000)
+    ends = {name: dict.fromkeys(range(PARTITIONS), 0) for name in topics.ids}
+    progress = Progress("flow", 0, {}, {}, changelogs=ends, time_ms=0)
+    spec = ProcessSpec("flow", "flow", Count(), topics, LmdbStore)
+    state = TableState(spec, progress, source_partitions=[], lateness_ms=None, idle_s=30)
+    tables = {"table": flow.at, "other": TableHomes(state, PARTITIONS, 2)}
+    flow.homes = Homes(tables, cluster, flow="flow", clock=lambda: flow.now)
+    for _ in range(3):
+        flow.run(KEYS)
+        for partition in range(PARTITIONS):
+            flow.kafka.committed.setdefault(("other", partition), []).extend([(b"k", b"{}"), None])
+            state._table_ends[partition] += 2
+        flow.now += 3.0
+        assert flow.homes.slice()
+        facts = [flow.homes.facts(name) for name in tables]
+        assert [each.standby_lacking for each in facts] == [0, 0]
+    assert [each.standby for each in facts] == [PARTITIONS, PARTITIONS]
+
+
 def test_a_standby_copy_is_read_in_the_pauses_only(service: Any, cluster: FakeCluster) -> None:
     flow = service(copies=2)
     flow.run(KEYS)

@@ -518,16 +518,16 @@ class Homes:
             log.info("flow %s: local copies of table %s were not brought up: %s", self._flow, table.name, error)
             self._ids = {}
             return False
-        return self._note(table, reports)
+        return self._note(table, reports, beside=limit_s is not None)
 
-    def _note(self, table: TableHomes, reports: Iterable[CopyReport]) -> bool:
+    def _note(self, table: TableHomes, reports: Iterable[CopyReport], *, beside: bool) -> bool:
         failure: OnceflowError | None = None
         worked = False
         with self._lock:
             for report in reports:
                 for done in report.prepared:
                     table.reached(done.partition, report.location, done.ends)
-                table.table.prepared(report.prepared)
+                table.table.prepared(report.prepared, beside=beside)
                 for partition in report.removed:
                     table.removed(partition, report.location)
                 worked = worked or bool(report.prepared or report.removed)
@@ -570,8 +570,13 @@ class Homes:
         now = self._clock()
         if self._closed:
             return False
-        if self._busy_since is None:
+        busy_since = self._busy_since
+        if busy_since is None:
             self._look()
+        pause = busy_since is None or now - max(self._slice_at, busy_since) >= _STARVED_S
+        standbys = now - self._standby_at >= _STANDBY_EVERY_S
+        if standbys:
+            self._standby_at = now
         worked = False
         for table in self.tables.values():
             if not table.is_restored:
@@ -579,7 +584,7 @@ class Homes:
             with self._lock:
                 if self._busy_since is None:
                     table.assign(self._hosts(table.name))
-                lacking, surplus, has_homes = self._due(table, now)
+                lacking, surplus, has_homes = self._due(table, standbys=standbys, pause=pause)
             if not lacking and not surplus:
                 continue
             self._slice_at = now
@@ -587,20 +592,25 @@ class Homes:
             worked = self._run_copies(table, lacking, limit_s, surplus) or worked
         return worked
 
-    def _due(self, table: TableHomes, now: float) -> tuple[dict[str, list[int]], dict[str, list[int]], bool]:
+    def _due(
+        self, table: TableHomes, *, standbys: bool, pause: bool
+    ) -> tuple[dict[str, list[int]], dict[str, list[int]], bool]:
         """What is to be done now for a table: which copies are brought up and removed, by location, and whether that is
-        where batches run."""
+        where batches run.
+
+        Args:
+            standbys: also standby copies. pause: also where batches run.
+        """
         is_urgent = self._busy_since is None or not table.waits  # else the batch itself restores them
         urgent = table.missing(table.homes_of(table.plan.waiting)) if is_urgent else {}
         lacking = table.missing(table.plan.restores)
-        if now - self._standby_at >= _STANDBY_EVERY_S:
-            self._standby_at = now
+        if standbys:
             kept = table.plan.copies_beside() - table.plan.restores
             for location, partitions in table.missing(kept).items():
                 lacking.setdefault(location, []).extend(partitions)
         surplus = table.surplus_at(self._of_table(table.name).hosts.keys())
         homes = set(table.plan.homes.values())
-        if self._busy_since is not None and now - max(self._slice_at, self._busy_since) < _STARVED_S:
+        if not pause:
             lacking = {location: each for location, each in lacking.items() if location not in homes}
             surplus = {location: each for location, each in surplus.items() if location not in homes}
         for location, partitions in urgent.items():  # records wait for these
