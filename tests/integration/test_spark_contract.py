@@ -400,8 +400,10 @@ def test_tasks_prefer_the_executors_that_are_named_for_them(onceflow_spark: Any)
     names = ["executor_a_0", "executor_b_1", "executor_a_2"]
 
     def preferred(rdd: Any) -> list[list[str]]:
-        found = [rdd.preferredLocations(partition) for partition in rdd.partitions()]
-        return [[str(each.apply(n)) for n in range(each.size())] for each in found]
+        """As Spark's scheduler asks, which looks through what does not shuffle."""
+        context = onceflow_spark.sparkContext._jsc.sc()
+        found = [context.getPreferredLocs(rdd, n) for n in range(rdd.getNumPartitions())]
+        return [[str(each.apply(n).toString()) for n in range(each.size())] for each in found]
 
     numbered = jobs.numbered(names).mapPartitions(lambda numbers: numbers)
     assert preferred(numbered._jrdd.rdd()) == [[name] for name in names]

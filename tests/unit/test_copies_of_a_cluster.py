@@ -164,7 +164,9 @@ class Service:
         progress = Progress("flow", self.batch, {}, {}, changelogs=ends, time_ms=0, producer_id=9, producer_epoch=0)
         self.table = TableState(self.spec, progress, source_partitions=[], lateness_ms=None, idle_s=30)
         self.at = TableHomes(self.table, PARTITIONS, self.copies, self.waits)
-        self.homes = Homes({"table": self.at}, self.cluster, flow="flow", clock=lambda: self.now)
+        self.homes = Homes(
+            {"table": self.at}, self.cluster, flow="flow", clock=lambda: self.now, sleep=lambda each: self.sleep(each)
+        )
 
     def run(self, keys: Sequence[str], touched: Collection[int] | None = None) -> int:
         """A batch. Returns how many records of the table it has read within its transaction.
@@ -264,7 +266,6 @@ def service(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         made = Service(cluster, **more)
         monkeypatch.setattr(preparing, "CommittedReader", lambda _: made.kafka)
         monkeypatch.setattr(preparing, "worker_cluster", lambda _: None)
-        monkeypatch.setattr(homes_module.time, "sleep", made.sleep)
         return made
 
     return make
@@ -464,7 +465,7 @@ def test_the_driver_waits_for_a_host_as_long_as_a_restore_would_take(
         if len(waited) == 20:
             cluster.come("d2", host="host-d", folder="at-d")
 
-    monkeypatch.setattr(homes_module.time, "sleep", sleep)
+    flow.sleep = sleep
     assert flow.run(KEYS) == 0
     assert 0 < sum(waited) < 10
     assert (flow.at.plan.homes, flow.kafka.read_records) == (before, read)
@@ -491,7 +492,6 @@ def test_a_start_waits_for_the_executors_that_have_the_copies(service: Any, clus
             cluster.come(name)
 
     flow.sleep = sleep_and_come
-    homes_module.time.sleep = sleep_and_come  # the fixture puts it back
     began, read = flow.now, flow.kafka.read_records
     assert flow.run(KEYS) == 0
     assert 0 < flow.now - began < 3

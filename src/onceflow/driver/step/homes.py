@@ -123,6 +123,7 @@ class Homes:
         tables: by their names.
         cluster: the executors.
         clock: monotonic seconds.
+        sleep: waits for so many of them.
     """
 
     def __init__(
@@ -132,11 +133,13 @@ class Homes:
         *,
         flow: str,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.tables = dict(tables)
         self._cluster = cluster
         self._flow = flow
         self._clock = clock
+        self._sleep = sleep
         self._lock = threading.RLock()
         self._copying = threading.Condition()
         self._in_use: set[str] = set()  # locations where a job brings copies up now
@@ -398,13 +401,13 @@ class Homes:
                 )
             self._cluster.run_anywhere()
             self._look()
-            time.sleep(_TURN_S)
+            self._sleep(_TURN_S)
 
     def _await_hosts(self, tables: Collection[TableHomes]) -> None:
         """Wait for hosts that are gone, or at a start have not come yet, as long as a restore of what only they can
         have would take."""
         while (wait_s := self._wait_s(tables)) > 0 and not self._closed:
-            time.sleep(min(_TURN_S, wait_s))
+            self._sleep(min(_TURN_S, wait_s))
             self._look()
 
     def _wait_s(self, tables: Collection[TableHomes]) -> float:
@@ -563,7 +566,7 @@ class Homes:
             except Exception as error:  # nothing is lost: the batches bring up what they need
                 if not self._closed:  # else its jobs were cancelled
                     log.warning("flow %s: local copies were not brought up beside the batches: %s", self._flow, error)
-                    time.sleep(_LOOK_EVERY_S)
+                    self._sleep(_LOOK_EVERY_S)
 
     def slice(self) -> bool:
         """Bring copies up for a short time. Returns whether something was done."""
