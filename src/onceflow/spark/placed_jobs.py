@@ -16,6 +16,7 @@ from pyspark import RDD
 from pyspark.serializers import CPickleSerializer
 from pyspark.sql import DataFrame, SparkSession
 
+from onceflow.spark import jvm
 from onceflow.spark.java_functions import JavaFunctions
 
 _T = TypeVar("_T")
@@ -91,9 +92,10 @@ class PlacedJobs:
         """A ``PartitionCoalescer`` that returns these groups. Spark wants one that can be serialized."""
         make = self._make
         always = make.ignoring(make.bound(make.identity(_OBJECT), 0, groups), 0, _OBJECT, _METHOD, f"[L{_OBJECT};")
-        interfaces = make.array(
-            [make.java_class(_COALESCER), make.java_class("java.io.Serializable")], "java.lang.Class"
-        )
+        # Scala 2.12 has an interface of its own for it.
+        own = "scala.Serializable"
+        serializable = own if jvm.has_class(self._spark._jvm, own) else "java.io.Serializable"
+        interfaces = make.array([make.java_class(each) for each in (_COALESCER, serializable)], "java.lang.Class")
         loader = make.java_class(_COALESCER).getClassLoader()
         proxy = make.function("java.lang.reflect.Proxy", "newProxyInstance")
         return proxy(loader, interfaces, make.as_interface(always, _HANDLER))
