@@ -116,7 +116,7 @@ def arguments_of(pipe: Any, cluster: Hosts, copies: int, *, shuffled: bool = Fal
 @pytest.mark.parametrize(
     "copies, shuffled",
     [
-        pytest.param(2, False, id="two copies"),
+        pytest.param(2, False, id="two copies", marks=pytest.mark.short_form),
         pytest.param(1, False, id="one copy", marks=pytest.mark.long),
         pytest.param(2, True, id="two copies, behind a shuffle", marks=pytest.mark.long),
     ],
