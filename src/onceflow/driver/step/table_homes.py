@@ -8,8 +8,9 @@ from math import gcd
 
 from onceflow.driver.step.table_state import TableState
 from onceflow.messages import Owners
+from onceflow.planning import placement
 from onceflow.planning.homes import ACCEPTABLE_LAG, Assignment, StateHost, assign, tasks_of
-from onceflow.planning.placement import TASK_ROWS, HomeTasks
+from onceflow.planning.placement import HomeTasks
 from onceflow.state.table_facts import CopyFacts
 
 # So many groups for each host, if the partition counts allow it: else the shares of hosts would be too unequal.
@@ -209,7 +210,7 @@ class TableHomes:
             rows: how many rows the job may get. cores: how many tasks run at once.
         """
         groups = touched or range(self.groups)
-        wanted = max(1, min(cores, round(rows / TASK_ROWS + 0.5)))
+        wanted = max(1, min(cores, round(rows / placement.TASK_ROWS + 0.5)))
         tasks = tasks_of(self.plan.homes, executors.names, groups, wanted)
         by_group = [-1] * self.groups
         for number, task in enumerate(tasks):
