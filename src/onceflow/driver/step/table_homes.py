@@ -161,11 +161,14 @@ class TableHomes:
     def orphans(self, locations: Collection[str]) -> tuple[set[str], int]:
         """Homes that are not among these locations and that no level copy can replace; how many records a restore of
         their groups would have to read. Before the first assignment, the home of each group is ''."""
+        homes = self.plan.homes
+        if homes and all(home in locations for home in homes.values()):
+            return set(), 0  # as before almost every batch
         lags, committed = self.lags(locations), self.table.committed()
         gone: set[str] = set()
         records = 0
         for group in range(self.groups):
-            home = self.plan.homes.get(group, "")
+            home = homes.get(group, "")
             if home in locations:
                 continue
             least = min((lags.get((group, at), _NEVER) for at in locations), default=_NEVER)
