@@ -15,6 +15,7 @@ from onceflow.driver.step.table_state import TableState
 from onceflow.errors import OptionError
 from onceflow.planning.direct_plan import DirectPlan
 from onceflow.planning.direct_query import direct_plan
+from onceflow.planning.engine import DRIVER
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
 from onceflow.planning.placement import QueryShape, StepShape
 from onceflow.planning.process import Step
@@ -115,7 +116,7 @@ def divide(
     transactions = options.guarantee == EXACTLY_ONCE
     tables = _tables(tree, used, progress, source_partitions, transactions=transactions)
     homes = None
-    if not shape.local:
+    if not shape.local and options.engine != DRIVER:  # else the state is where the driver is
         counts = [len(partitions) for partitions in source_partitions.values()]
         homes = homes_of(df.sparkSession, tables, used, sources=counts, output=output_partitions, flow=flow)
     state = StateStep(query, shape, tables, cores=current_cores(df.sparkSession), homes=homes)

@@ -88,6 +88,9 @@ def homes_of(
         tables, steps: by table.
         sources: partition counts of the topics that are read. output: that of the output topic; None: rows name theirs.
     """
+    on_disk = {name: table for name, table in tables.items() if table.spec.store.on_disk}
+    if not on_disk:
+        return None
     jobs = PlacedJobs(spark)
     cluster = SparkCluster(spark, jobs, flow)
     hosts = len(cluster.ids())
@@ -96,7 +99,6 @@ def homes_of(
         name: TableHomes(
             table, group_count(table.partitions, read, written, hosts), steps[name].copies, steps[name].waits
         )
-        for name, table in tables.items()
-        if table.spec.store.on_disk
+        for name, table in on_disk.items()
     }
-    return ClusterHomes(Homes(found, cluster, flow=flow), jobs) if found else None
+    return ClusterHomes(Homes(found, cluster, flow=flow), jobs)
