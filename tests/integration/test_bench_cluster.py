@@ -11,25 +11,14 @@ from typing import Any
 
 import pytest
 
+from onceflow.testing.processes import with_argument
+
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(600)]
 
 RECORDS = 30_000
 COMMAND = [sys.executable, "-m", "onceflow.cli.main", "bench", "cluster", "--workers", "2", "--partitions", "4"]
 COMMAND += ["--accounts", "2000", "--rate", "200", "--seconds", "6", "--warm-seconds", "3", "--backlog", str(RECORDS)]
 PHASES = ["executor", "host"]
-
-
-def running(folder: str) -> list[str]:
-    """Processes with this in their arguments."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            arguments = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if folder in arguments:
-            found.append(arguments)
-    return found
 
 
 def test_phases_and_a_backlog(tmp_path: Path) -> None:
@@ -61,5 +50,5 @@ def test_phases_and_a_backlog(tmp_path: Path) -> None:
     assert rows[2]["seconds"] > 0
     batches = (tmp_path / "kept" / "batches.jsonl").read_text().splitlines()
     assert sum(json.loads(line)["records"] for line in batches) > 2 * RECORDS
-    assert not running(str(scratch))
+    assert not with_argument(str(scratch))
     assert list(scratch.glob("onceflow-*/cluster")) == []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from onceflow.testing.processes import with_argument
 from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -23,19 +24,6 @@ KINDS = ["one key", "one key, max_staleness", "100 keys", "range, streamed"]
 def started(tmp_path: Path, records_per_second: int) -> Any:
     command = [*COMMAND, "--output", str(tmp_path / "found.jsonl"), "--records-per-second", str(records_per_second)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def running(folder: str) -> list[str]:
-    """Processes with this in their arguments."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            arguments = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if folder in arguments:
-            found.append(arguments)
-    return found
 
 
 @pytest.mark.long
@@ -80,7 +68,7 @@ def end_it(bench: Any, tmp_path: Path) -> None:
         line = bench.stderr.readline()
         assert line, "".join(lines)
         lines.append(line)
-    for arguments in running("bench-serve"):
+    for arguments in with_argument("bench-serve"):
         if "--state-dir" in arguments:
             folder = arguments.split("--state-dir ")[1].split("/onceflow-")[1].split("/")[0]
     assert folder
@@ -88,6 +76,8 @@ def end_it(bench: Any, tmp_path: Path) -> None:
     output, errors = bench.communicate(timeout=60)
     assert (bench.returncode, output) == (130, "")
     assert errors.splitlines()[-1] == "onceflow: interrupted"
-    wait_until(lambda: not running(f"/onceflow-{folder}/"), 10, lambda: str(running(f"/onceflow-{folder}/")))
+    wait_until(
+        lambda: not with_argument(f"/onceflow-{folder}/"), 10, lambda: str(with_argument(f"/onceflow-{folder}/"))
+    )
     found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     assert [result["bench"] for result in found] == ["serve_floor"] * 2 + ["serve_one_idle"] * 4

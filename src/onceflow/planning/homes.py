@@ -65,10 +65,6 @@ class Assignment:
         kept = {(group, location) for group, locations in self.standbys.items() for location in locations}
         return kept | self.restores
 
-    def groups_at(self, location: str) -> list[int]:
-        """The groups that have their home there."""
-        return [group for group, home in self.homes.items() if home == location]
-
 
 Lags = Mapping[tuple[int, str], int]
 """How many records the copies lack, by group and location. There is no copy without an entry."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from onceflow.errors import OnceflowError
 from onceflow.messages import PrepareOrder
@@ -106,7 +106,7 @@ class CopyReport:
     location: str
     prepared: tuple[Prepared, ...] = ()
     removed: tuple[int, ...] = ()
-    error: OnceflowError | None = field(default=None)
+    error: OnceflowError | None = None
 
 
 class CopyTask:
