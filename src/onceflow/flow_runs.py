@@ -93,7 +93,10 @@ class FlowRuns:
                 startup.takeover.when_taken_over(run.sink.taken_over_by)
                 engine = run.start()
                 reason = run.report.engine_reason
-                self._running = query = FlowQuery(engine, run.sink, ended, run.until, times, run.report, reason)
+                standbys = startup.takeover.standbys
+                self._running = query = FlowQuery(
+                    engine, run.sink, ended, run.until, times, run.report, reason, standbys
+                )
                 query.log_start()
                 engine.when_ended(lambda: self._ended(query, startup))
                 interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, query)

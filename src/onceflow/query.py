@@ -56,6 +56,7 @@ class FlowQuery(EngineHandle):
         source_times: Callable[[], SourceTimes] | None = None,
         report: StartReport | None = None,
         engine_reason: str = "",
+        standbys: Callable[[], int | None] = lambda: None,
     ) -> None:
         super().__init__(engine)
         self.engine_reason = engine_reason
@@ -64,6 +65,7 @@ class FlowQuery(EngineHandle):
         self._on_stop = on_stop
         self.since_ms = clock_ms()
         self._source_times = source_times
+        self._standbys = standbys
         self._release_lock = threading.Lock()
         self._awaiting = threading.Lock()
         self._released = False
@@ -297,6 +299,12 @@ class FlowQuery(EngineHandle):
     def tables(self) -> list[TableFacts]:
         """What this run knows of the flow's tables: rows, bytes, what is due, and how much was restored."""
         return self._sink.tables()
+
+    @property
+    def standbys(self) -> int | None:
+        """How many other drivers stand by for this one, as heard every 5 seconds. None: this is not known, or the flow
+        was not made with ``standby=True``."""
+        return self._standbys()
 
     def source_times(self) -> SourceTimes:
         """Looks up when records of its sources were written. The caller closes it."""

@@ -1,4 +1,9 @@
-"""Executors that come late and leave: every batch takes the cluster as it is then, and none is aborted for it."""
+"""Executors that come late and leave: every batch takes the cluster as it is then.
+
+No batch is aborted for an executor that comes, nor for one that ends its tasks and leaves. With dynamic allocation,
+tasks wait for executors, or Spark would not add any. Those that have not begun when their executor leaves cannot run
+elsewhere, where no copy of their state is: that one batch is run again.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +130,9 @@ def test_executors_come_late_and_leave(
         service.feed_until(lambda: _has_read(pipe, ends), "all records", 240, feed=False)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, "".join(service.lines)[-5000:]
-    assert set(attempts.values()) == {1}, [line for line in service.lines if "aborted" in line or "Lost" in line]
+    aborted = [line for line in service.lines if "aborted" in line]
+    assert len(aborted) == sum(attempts.values()) - len(attempts) <= (1 if dynamic else 0), aborted
+    assert all("An executor is gone before a task has begun" in line for line in aborted), aborted
     sent, seen = len(pipe.sent), len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True))
     if seen < sent:  # what came after the last batch
         pipe.run()

@@ -18,6 +18,7 @@ from onceflow.cli.status_text import details
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
+from onceflow.driver.standby import standbys
 from onceflow.driver.standby.heartbeats import read_tail
 from onceflow.errors import FencedError, OptionError, UnknownTopicError
 from onceflow.testing import independent
@@ -92,8 +93,9 @@ def copies(onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., 
 
 
 def test_a_standby_takes_over_when_the_active_driver_is_stopped(
-    copies: Copies, capfd: pytest.CaptureFixture[str]
+    copies: Copies, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(standbys, "EVERY_S", 1.2)  # a standby is heard every second
     copies.fill(10)
     first = copies.start()
     first.processAllAvailable()
@@ -104,6 +106,7 @@ def test_a_standby_takes_over_when_the_active_driver_is_stopped(
     copies.fill(10)
     first.processAllAvailable()
     thread.join(2.0)
+    wait_until(lambda: first.standbys == 1, 30, lambda: f"{first.standbys} standbys")
     assert found == [], "it waits as long as the active driver beats"
     first.stop()
     thread.join(30)

@@ -266,6 +266,7 @@ def service(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         made = Service(cluster, **more)
         monkeypatch.setattr(preparing, "CommittedReader", lambda _: made.kafka)
         monkeypatch.setattr(preparing, "worker_cluster", lambda _: None)
+        monkeypatch.setattr(homes_module, "_SLICE_S", 10.0)  # of real time: a slow machine does less in 0.2 s
         return made
 
     return make
@@ -661,6 +662,46 @@ def test_what_is_said_of_the_copies(service: Any, cluster: FakeCluster) -> None:
     lost = flow.homes.facts("table")
     assert (lost.hosts, lost.lacking, lost.waiting) == (2, 0, 0)
     assert lost.moved >= PARTITIONS // 2
+
+
+def test_a_restore_that_batches_wait_for_shows_how_far_it_is(
+    service: Any, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "onceflow.state")
+    flow = service()
+    flow.run(KEYS)
+    monkeypatch.setattr(homes_module, "_LONG_SLICE_S", 0.0)  # it ends after each partition, or a part of it
+    for name in "ab":
+        cluster.leave(name, disk=True)
+    shown = []
+    run = cluster.run
+
+    def seen(*job: Any) -> list[Any]:
+        found = run(*job)
+        shown.append(flow.homes.facts("table"))
+        flow.now += 4.0
+        return found
+
+    monkeypatch.setattr(cluster, "run", seen)
+    assert flow.run(KEYS) == 0
+    lacking = [each.lacking for each in shown]
+    assert len(lacking) > 3
+    assert lacking == sorted(lacking, reverse=True)
+    assert flow.homes.facts("table").lacking == 0
+    assert max(each.restored_per_s for each in shown) > 0
+    told = [each.message for each in caplog.records if "are read a second" in each.message]
+    assert 2 <= len(told) < len(lacking), "it is told every ten seconds"
+    flow.now += 60.0
+    assert flow.homes.facts("table").restored_per_s == 0
+    assert flow.stored() == flow.counted
+
+
+def test_what_standby_copies_read_is_no_restore(service: Any, cluster: FakeCluster) -> None:
+    flow = service(copies=2)
+    for _ in range(3):
+        flow.run(KEYS)
+        flow.slices()
+        assert flow.homes.facts("table").restored_per_s == 0
 
 
 @pytest.mark.parametrize(

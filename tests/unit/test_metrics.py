@@ -76,6 +76,7 @@ class Query:
         self.progress = Progress(f"prefix-{flow}", 3, {}, {}, 5, producer_id=17, producer_epoch=2)
         self.transaction_timeout_s: float | None = 60.0
         self.tables: list[TableFacts] = []
+        self.standbys: int | None = None
         self.times = Times()
         self.hangs = threading.Event()
         self.hangs.set()
@@ -238,6 +239,20 @@ def test_tables_are_shown_while_their_query_runs(endpoint: onceflow.MetricsEndpo
     assert ("onceflow_transaction_timeout_seconds", "f") not in scrape(endpoint)
     query.is_over = True
     assert not [name for name in scrape(endpoint) if "waiting" in name]
+
+
+def test_standbys_are_shown_while_their_number_is_known(endpoint: onceflow.MetricsEndpoint) -> None:
+    query, other = Query().start(), Query("other").start()
+    query.standbys = 2
+    found = scrape(endpoint)
+    assert found["onceflow_standby_drivers", "f"] == 2
+    assert ("onceflow_standby_drivers", "other") not in found
+    query.standbys, other.standbys = None, 0
+    found = scrape(endpoint)
+    assert ("onceflow_standby_drivers", "f") not in found
+    assert found["onceflow_standby_drivers", "other"] == 0
+    other.is_over = True
+    assert ("onceflow_standby_drivers", "other") not in scrape(endpoint)
 
 
 def test_restores_are_counted(endpoint: onceflow.MetricsEndpoint) -> None:

@@ -165,13 +165,13 @@ def _local(table: DriverTable) -> list[Any]:
     return [name, opened, *rows, _known(table.nbytes), table.restored, *_next_timers(table.next_timer_ms)]
 
 
-_COPIES = ["COPIES ON THE CLUSTER", "HOSTS", "WAITING", "LACKING", "STANDBY", "STANDBY LACKING", "MOVED"]
+_COPIES = ["COPIES ON THE CLUSTER", "HOSTS", "WAITING", "LACKING", "READ/S", "STANDBY", "STANDBY LACKING", "MOVED"]
 
 
 def _copies(table: DriverTable) -> list[Any]:
     """How many partitions wait for a restore, how many records copies lack, and so on: see `CopyFacts`."""
     found = table.copies or {}
-    names = ("hosts", "waiting", "lacking", "standby", "standby_lacking", "moved")
+    names = ("hosts", "waiting", "lacking", "restored_per_s", "standby", "standby_lacking", "moved")
     return [shown(table.table), *(_known(found.get(name)) for name in names)]
 
 

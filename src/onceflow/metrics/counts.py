@@ -92,6 +92,7 @@ METRICS: Mapping[str, Metric] = {
     "onceflow_last_batch": Metric(GAUGE, _FLOW, "Number of the last committed batch"),
     "onceflow_last_commit_timestamp_seconds": Metric(GAUGE, _FLOW, "When the last batch was committed, Unix time"),
     "onceflow_transaction_timeout_seconds": Metric(GAUGE, _FLOW, "After how many seconds the broker aborts a batch"),
+    "onceflow_standby_drivers": Metric(GAUGE, _FLOW, "Other drivers that stand by, if this one has standby=True"),
     "onceflow_up": Metric(GAUGE, _FLOW, "1 while the query runs, else 0"),
     "onceflow_ready": Metric(GAUGE, _FLOW, "1 when the query has begun to commit, or there is nothing to read"),
 }

@@ -39,6 +39,10 @@ def _timeout(watch: FlowWatch) -> Values:
     return {(flow,): seconds for flow, seconds in watch.transaction_timeouts().items()}
 
 
+def _standbys(watch: FlowWatch) -> Values:
+    return {(flow,): float(count) for flow, count in watch.standbys().items()}
+
+
 def _of_tables(value: Callable[[TableFacts], Mapping[Labels, float]]) -> Callable[[FlowWatch], Values]:
     """``value`` gives what a table has, by the labels behind flow and table."""
 
@@ -83,6 +87,7 @@ _LOOK: Mapping[str, Callable[[FlowWatch], Values]] = {
     "onceflow_up": _up,
     "onceflow_ready": _ready,
     "onceflow_source_lag": _lag,
+    "onceflow_standby_drivers": _standbys,
     "onceflow_transaction_timeout_seconds": _timeout,
     "onceflow_table_rows": _of_tables(_rows),
     "onceflow_table_bytes": _of_tables(_bytes),

@@ -117,6 +117,11 @@ class WatchedQuery(Protocol):
         """What it knows of the tables of the flow."""
         ...
 
+    @property
+    def standbys(self) -> int | None:
+        """How many other drivers stand by for this one; None: not known."""
+        ...
+
     def source_times(self) -> Times:
         """Looks up when records of its sources were written."""
         ...
@@ -189,6 +194,11 @@ class FlowWatch:
     def tables(self) -> dict[str, Sequence[TableFacts]]:
         """What the newest query of each flow knows of its tables, unless it has ended. Spark is not asked."""
         return {flow: query.tables for flow, query in self.queries() if not query.is_over}
+
+    def standbys(self) -> dict[str, int]:
+        """How many other drivers stand by for each flow that runs, if that is known. Spark is not asked."""
+        known = {flow: query.standbys for flow, query in self.queries() if not query.is_over}
+        return {flow: count for flow, count in known.items() if count is not None}
 
     def queries(self) -> list[tuple[str, WatchedQuery]]:
         """The newest query of each flow, by the name of the flow."""

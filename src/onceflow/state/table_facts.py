@@ -17,6 +17,7 @@ class CopyFacts:
         standby: standby copies that lack at most a few thousand records.
         standby_lacking: records that standby copies lack.
         moved: how many partitions have got another home in this run, each time counted.
+        restored_per_s: records that have lately been read in a second for copies which are homes, or will be; 0: none.
     """
 
     hosts: int
@@ -25,6 +26,7 @@ class CopyFacts:
     standby: int
     standby_lacking: int
     moved: int
+    restored_per_s: int = 0
 
 
 @dataclass(frozen=True)

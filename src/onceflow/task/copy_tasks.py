@@ -81,14 +81,14 @@ class CopyOrder:
         locations: where each task shall run.
         partitions: of each task, in this order.
         surplus: partitions whose copies each task removes.
-        limit_s: how long a task may take; what is not done then is left. None: as long as it takes.
+        limit_s: how long a task may take; what is not done then is left.
     """
 
     prepare: PrepareOrder
     locations: tuple[str, ...]
     partitions: tuple[tuple[int, ...], ...]
-    surplus: tuple[tuple[int, ...], ...] = ()
-    limit_s: float | None = None
+    surplus: tuple[tuple[int, ...], ...]
+    limit_s: float
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class CopyTask:
         location = spec.location()
         if location != order.locations[number]:
             return CopyReport(number, location)
-        removed = tuple(_removed(spec, order.surplus[number] if order.surplus else ()))
-        until = None if order.limit_s is None else time.monotonic() + order.limit_s
-        prepare = PrepareTask(order.prepare, is_over=None if until is None else lambda: time.monotonic() > until)
+        removed = tuple(_removed(spec, order.surplus[number]))
+        until = time.monotonic() + order.limit_s
+        prepare = PrepareTask(order.prepare, is_over=lambda: time.monotonic() > until)
         done: list[Prepared] = []
         for partition in order.partitions[number]:
-            if until is not None and done and time.monotonic() > until:
+            if done and time.monotonic() > until:
                 break
             found = prepare(partition)
             if isinstance(found, OnceflowError):

@@ -24,6 +24,7 @@ from onceflow.driver.standby.door import Door, network
 from onceflow.driver.standby.heartbeats import ensure_topic
 from onceflow.driver.standby.process_lock import ProcessLock, remove_left
 from onceflow.driver.standby.pulse import Pulse
+from onceflow.driver.standby.standbys import Standbys
 from onceflow.driver.standby.wait import Rehearsed, Wait
 from onceflow.errors import FencedError
 from onceflow.protocol.heartbeats import STANDBY, Heartbeat
@@ -83,6 +84,7 @@ class Standby:
             # Heartbeats end with this object, also if nobody closes it.
             self._finalizer = weakref.finalize(self, held.close)
             Wait(cluster, self._names, self.driver, held.pulse, deadline, warm, rehearsal).run()
+            held.standbys.start()
             self._held = held
         except BaseException:
             self._finalizer()
@@ -94,6 +96,11 @@ class Standby:
         """Call this, in any thread, if another driver is found to be active in place of this one."""
         if self._held is not None:
             self._held.pulse.when_taken_over(call)
+
+    @property
+    def others(self) -> int | None:
+        """How many other drivers stand by, seen every few seconds; None: not known."""
+        return None if self._held is None else self._held.standbys.count
 
     def close(self) -> None:
         """This driver has ended: another one may take over at once."""
@@ -122,6 +129,7 @@ class _Held:
             self.door.address,
         )
         self.pulse = Pulse(cluster, first, flow=flow)
+        self.standbys = Standbys(Cluster(settings, refused_s=None), first, flow=flow)
         try:
             cluster.connect(deadline)
             self.pulse.say(STANDBY, deadline)
@@ -132,5 +140,6 @@ class _Held:
 
     def close(self) -> None:
         self.pulse.close()
+        self.standbys.close()
         self.door.close()
         self.lock.release()

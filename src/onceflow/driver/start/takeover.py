@@ -166,6 +166,10 @@ class Takeover:
         if self.standby is not None:
             self.standby.when_taken_over(call)
 
+    def standbys(self) -> int | None:
+        """How many other drivers stand by; None: not known, or this one is not one of several."""
+        return None if self.standby is None else self.standby.others
+
     def stand_down(self) -> None:
         """The query has ended, for whatever reason: a standby may take over, although this process may live on."""
         if self.standby is not None:

@@ -51,6 +51,7 @@ _STARVED_S = 2.0  # batches without a pause: then copies get a slice beside them
 _MISSES, _AVOIDED_S = 10, 60.0
 _MISSED_MAX = 50  # in one batch; what exceeds it counts as failed attempts
 _START_S = 60.0  # for the first executor
+_TELL_EVERY_S = 10.0
 
 
 class Cluster(Protocol):
@@ -241,7 +242,7 @@ class Homes:
     def facts(self, table: str) -> CopyFacts:
         """Where the copies of a table are now. It may be called in any thread."""
         with self._lock:
-            return self.tables[table].facts()
+            return self.tables[table].facts(self._clock())
 
     def on_commit(self, table: str, reports: Iterable[StateReport]) -> None:
         """A batch is committed, with these reports about a table."""
@@ -430,20 +431,18 @@ class Homes:
     # ---- copies --------------------------------------------------------------------------------------
 
     def _bring_up(self, table: TableHomes, groups: Collection[int]) -> None:
-        """Bring the homes of groups of a table up to what is committed, however long that takes."""
+        """Bring the homes of groups of a table up to what is committed, however long that takes. After each slice, what
+        is still lacking is known."""
         if not table.is_restored:
             return
-        tried = 0
+        tried, told_at = 0, self._clock() - _TELL_EVERY_S
         while lacking := table.missing(table.homes_of(groups)):
             waiting = table.plan.waiting & {*groups}
-            if waiting:
-                log.info(
-                    "flow %s: table %s waits until %s of %d are restored",
-                    *(self._flow, table.name, counted(len(waiting), "group"), table.groups),
-                )
-            self._run_copies(table, lacking, None)
-            tried += 1
-            if tried > _MISSES:
+            if waiting and self._clock() - told_at >= _TELL_EVERY_S:
+                told_at = self._clock()
+                self._tell_waiting(table, len(waiting))
+            tried = 0 if self._run_copies(table, lacking, _LONG_SLICE_S, waits=True) else tried + 1
+            if tried > _MISSES or self._closed:
                 raise BatchAbortedError(
                     f"Local copies of table {table.name} cannot be brought up where they are needed",
                     flow=self._flow,
@@ -456,25 +455,36 @@ class Homes:
                 with self._lock:
                     table.assign(self._hosts(table.name))
 
+    def _tell_waiting(self, table: TableHomes, waiting: int) -> None:
+        with self._lock:
+            facts = table.facts(self._clock())
+        log.info(
+            "flow %s: table %s waits until %s of %d are restored: %d records are left, %d are read a second",
+            *(self._flow, table.name, counted(waiting, "group"), table.groups, facts.lacking, facts.restored_per_s),
+        )
+
     def _run_copies(
         self,
         table: TableHomes,
         lacking: Mapping[str, Sequence[int]],
-        limit_s: float | None,
+        limit_s: float,
         surplus: Mapping[str, Sequence[int]] | None = None,
+        *,
+        waits: bool = False,
     ) -> bool:
         """Bring copies up, by location, and remove others. Returns whether anything was done.
 
         Args:
-            limit_s: None: however long it takes, where nothing else brings up copies; else what is in use is left out.
+            limit_s: how long it may take; what is not done then is left.
+            waits: until nothing else brings up copies there; else what is in use is left out.
 
         Raises:
             OnceflowError: a copy could not be brought up.
         """
         names = self._of_table(table.name).names
         surplus = surplus or {}
-        with self._using({*lacking, *surplus} & names.keys(), waits=limit_s is None) as free:
-            return self._run_at(table, names, free, lacking, surplus, limit_s)
+        with self._using({*lacking, *surplus} & names.keys(), waits=waits) as free:
+            return self._run_at(table, names, free, lacking, surplus, limit_s, beside=not waits)
 
     @contextlib.contextmanager
     def _using(self, locations: set[str], *, waits: bool) -> Iterator[set[str]]:
@@ -498,7 +508,9 @@ class Homes:
         free: Collection[str],
         lacking: Mapping[str, Sequence[int]],
         surplus: Mapping[str, Sequence[int]],
-        limit_s: float | None,
+        limit_s: float,
+        *,
+        beside: bool,
     ) -> bool:
         executors: list[str] = []
         locations: list[str] = []
@@ -521,7 +533,7 @@ class Homes:
             log.info("flow %s: local copies of table %s were not brought up: %s", self._flow, table.name, error)
             self._ids = {}
             return False
-        return self._note(table, reports, beside=limit_s is not None)
+        return self._note(table, reports, beside=beside)
 
     def _note(self, table: TableHomes, reports: Iterable[CopyReport], *, beside: bool) -> bool:
         failure: OnceflowError | None = None
@@ -530,6 +542,7 @@ class Homes:
             for report in reports:
                 for done in report.prepared:
                     table.reached(done.partition, report.location, done.ends)
+                    table.restored(done, self._clock())
                 table.table.prepared(report.prepared, beside=beside)
                 for partition in report.removed:
                     table.removed(partition, report.location)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -11,11 +12,13 @@ from onceflow.messages import Owners
 from onceflow.planning import placement
 from onceflow.planning.homes import ACCEPTABLE_LAG, Assignment, StateHost, assign, tasks_of
 from onceflow.planning.placement import HomeTasks
+from onceflow.state.prepare import Prepared
 from onceflow.state.table_facts import CopyFacts
 
 # So many groups for each host, if the partition counts allow it: else the shares of hosts would be too unequal.
 _GROUPS_PER_HOST = 2
 _GROUPS_MIN = 8
+_RATE_OVER_S, _PIECES_MAX = 15.0, 10_000
 _NEVER = 1 << 60  # records that a copy lacks which cannot be brought up
 
 
@@ -49,6 +52,8 @@ class TableHomes:
         self._ends: dict[tuple[int, str], tuple[int, int]] = {}
         self.plan = Assignment(waiting=frozenset(range(groups)))
         self._moved = 0
+        # When each piece of a restore was done (monotonic), how long it took, and how many records were read.
+        self._read: deque[tuple[float, float, int]] = deque(maxlen=_PIECES_MAX)
         self._assigned_to: frozenset[StateHost] = frozenset()  # the hosts that the plan is for
         self._has_changed = True  # copies have, since then
 
@@ -85,6 +90,24 @@ class TableHomes:
         """A copy goes up to these offsets of the two topics."""
         self._has_changed = True
         self._ends[partition, location] = ends
+
+    def restored(self, done: Prepared, now: float) -> None:
+        """A copy was brought up, at least in part. What standby copies read does not count: they always do.
+
+        Args:
+            now: monotonic seconds.
+        """
+        pair = done.partition % self.groups, done.location
+        if done.records and (self.plan.homes.get(pair[0]) == pair[1] or pair in self.plan.restores):
+            self._read.append((now, done.seconds, done.records))
+
+    def _restored_per_s(self, now: float) -> int:
+        while self._read and self._read[0][0] < now - _RATE_OVER_S:
+            self._read.popleft()
+        if not self._read:
+            return 0
+        ended, seconds, _ = self._read[0]
+        return round(sum(records for _, _, records in self._read) / max(now - ended + seconds, 1.0))
 
     def removed(self, partition: int, location: str) -> None:
         """A copy was removed."""
@@ -178,8 +201,12 @@ class TableHomes:
                 records += min(least, everything) if self.is_restored else _NEVER
         return gone, records
 
-    def facts(self) -> CopyFacts:
-        """What is known of the copies now."""
+    def facts(self, now: float) -> CopyFacts:
+        """What is known of the copies now.
+
+        Args:
+            now: monotonic seconds.
+        """
         plan = self.plan
         there = {host.location for host in self._assigned_to if not host.away}
         lags = self.lags(there)
@@ -193,6 +220,7 @@ class TableHomes:
             standby=each * sum(lags.get(pair, _NEVER) <= ACCEPTABLE_LAG for pair in beside),
             standby_lacking=self._lacking(beside, lags),
             moved=self.moves,
+            restored_per_s=self._restored_per_s(now),
         )
 
     def _lacking(self, pairs: Iterable[tuple[int, str]], lags: Mapping[tuple[int, str], int]) -> int:
