@@ -189,7 +189,7 @@ def measure(servers: str, folder: Path, kills: int, drivers: int, *, stops: bool
         pair.close()
         watcher.close()
         cluster.close()
-    _check(watcher, feeder.count)
+    check(watcher, feeder.count)
     return took
 
 
@@ -214,7 +214,7 @@ def _ready(cluster: Cluster, flow: str, pair: Pair, watcher: Watcher) -> int:
     return found
 
 
-def _check(watcher: Watcher, count: int) -> None:
+def check(watcher: Watcher, count: int) -> None:
     """Every record was counted exactly once, and in order."""
     seen = sorted((key, value[1], value[0]) for _, key, value in watcher.seen)
     want = sorted((f"key-{n % _KEYS}".encode(), n // _KEYS + 1, str(n // _KEYS)) for n in range(count))
