@@ -232,7 +232,7 @@ class Service:
     def slices(self, most: int = 50) -> int:
         """What runs beside the batches, until nothing is left to do. Returns how often it has worked."""
         for done in range(most):
-            self.now += 1.1
+            self.now += 4.1  # standby copies follow at least so often
             if not self.homes.slice():
                 return done
         raise AssertionError("it does not come to an end")
@@ -375,7 +375,7 @@ def test_standby_copies_of_every_table_are_kept(service: Any, cluster: FakeClust
         for partition in range(PARTITIONS):
             flow.kafka.committed.setdefault(("other", partition), []).extend([(b"k", b"{}"), None])
             state._table_ends[partition] += 2
-        flow.now += 3.0
+        flow.now += 4.1
         assert flow.homes.slice()
         facts = [flow.homes.facts(name) for name in tables]
         assert [each.standby_lacking for each in facts] == [0, 0]
@@ -395,6 +395,24 @@ def test_a_standby_copy_is_read_in_the_pauses_only(service: Any, cluster: FakeCl
     flow.now += 1.0  # it takes long: copies may not fall behind for ever
     assert flow.homes.slice()
     flow.homes.ended()
+
+
+@pytest.mark.parametrize("lacks_max, after_s", [(10**6, 4.0), (5, 1.0)], ids=["few", "many"])
+def test_standby_copies_that_lack_much_are_read_sooner(
+    service: Any, monkeypatch: pytest.MonkeyPatch, lacks_max: int, after_s: float
+) -> None:
+    monkeypatch.setattr(homes_module, "_STANDBY_LACKS_MAX", lacks_max)
+    flow = service(copies=2)
+    flow.run(KEYS)
+    flow.slices()
+    flow.run(KEYS)
+    assert flow.homes.slice()
+    begin = flow.now
+    flow.run(KEYS)
+    while flow.homes.facts("table").standby_lacking:
+        assert not flow.homes.slice() or flow.homes.facts("table").standby_lacking == 0
+        flow.now += 0.25
+    assert after_s <= flow.now - begin <= after_s + 1.0
 
 
 @pytest.mark.parametrize("copies", [1, 2])

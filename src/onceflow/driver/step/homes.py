@@ -45,7 +45,9 @@ _AWAITED_S, _RESTORED_PER_S = 10.0, 100_000
 _COMING_S = 3.0
 # How long copies are brought up at a time: where batches run, the next one may wait for it.
 _SLICE_S, _LONG_SLICE_S = 0.2, 5.0
-_STANDBY_EVERY_S = 1.0
+# Standby copies follow so often. Each time, all their stores are opened: so only as often as is needed for them to lack
+# less than a fraction of a second takes to read.
+_STANDBY_EVERY_S, _STANDBY_AT_LEAST_EVERY_S, _STANDBY_LACKS_MAX = 1.0, 4.0, 20_000
 _STARVED_S = 2.0  # batches without a pause: then copies get a slice beside them
 # Tasks that run elsewhere, one after the other, until their host is avoided for a time.
 _MISSES, _AVOIDED_S = 10, 60.0
@@ -590,23 +592,31 @@ class Homes:
         if busy_since is None:
             self._look()
         pause = busy_since is None or now - max(self._slice_at, busy_since) >= _STARVED_S
-        standbys = now - self._standby_at >= _STANDBY_EVERY_S
-        if standbys:
-            self._standby_at = now
         worked = False
-        for table in self.tables.values():
-            if not table.is_restored:
-                continue
+        restored = [table for table in self.tables.values() if table.is_restored]
+        with self._lock:
+            for table in restored if self._busy_since is None else ():
+                table.assign(self._hosts(table.name))
+            standbys = self._is_standby_due(now)
+        for table in restored:
             with self._lock:
-                if self._busy_since is None:
-                    table.assign(self._hosts(table.name))
                 lacking, surplus, has_homes = self._due(table, standbys=standbys, pause=pause)
             if not lacking and not surplus:
                 continue
             self._slice_at = now
             limit_s = _SLICE_S if has_homes else _LONG_SLICE_S
             worked = self._run_copies(table, lacking, limit_s, surplus) or worked
+        if standbys and (pause or worked):
+            self._standby_at = now
         return worked
+
+    def _is_standby_due(self, now: float) -> bool:
+        """Whether standby copies are brought up now."""
+        since = now - self._standby_at
+        if since < _STANDBY_EVERY_S:
+            return False
+        lacking = sum(table.standby_lacking() for table in self.tables.values())
+        return lacking > (_STANDBY_LACKS_MAX if since < _STANDBY_AT_LEAST_EVERY_S else 0)
 
     def _due(
         self, table: TableHomes, *, standbys: bool, pause: bool

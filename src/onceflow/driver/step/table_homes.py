@@ -201,6 +201,16 @@ class TableHomes:
                 records += min(least, everything) if self.is_restored else _NEVER
         return gone, records
 
+    def standby_lacking(self) -> int:
+        """How many records the standby copies lack."""
+        there = {host.location for host in self._assigned_to if not host.away}
+        return self._lacking(self._standbys(there), self.lags(there))
+
+    def _standbys(self, there: Collection[str]) -> set[tuple[int, str]]:
+        """The standby copies at these locations, as groups and locations."""
+        plan = self.plan
+        return {pair for pair in plan.copies_beside() - {*plan.homes.items(), *plan.restores} if pair[1] in there}
+
     def facts(self, now: float) -> CopyFacts:
         """What is known of the copies now.
 
@@ -211,7 +221,7 @@ class TableHomes:
         there = {host.location for host in self._assigned_to if not host.away}
         lags = self.lags(there)
         wanted = {pair for pair in {*plan.homes.items(), *plan.restores} if pair[1] in there}
-        beside = {pair for pair in plan.copies_beside() - wanted if pair[1] in there}
+        beside = self._standbys(there)
         each = self.table.partitions // self.groups
         return CopyFacts(
             hosts=len(set(plan.homes.values())),

@@ -216,7 +216,7 @@ class TableState:
         """Note local copies that are up to date, without a committed batch. Returns whether any of them is new.
 
         Args:
-            beside: whether they were brought up beside batches. Standby copies are, every second.
+            beside: whether they were brought up beside batches. Standby copies are, every few seconds.
         """
         known = len(self._verified)
         for each in found:
