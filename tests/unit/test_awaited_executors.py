@@ -30,8 +30,8 @@ class Spark:
     def cancelJobsWithTag(self, tag: str) -> None:
         self.cancelled.append(tag)
 
-    def ids(self) -> dict[str, bool]:
-        return dict.fromkeys(self.there, True)
+    def registered(self) -> frozenset[str]:
+        return frozenset(self.there)
 
     def begun(self) -> list[tuple[int, frozenset[int]]]:
         return self.stages

@@ -95,7 +95,7 @@ class AwaitedExecutors:
             wanted = {tag: list(jobs) for tag, jobs in self._wanted.items() if tag not in self._given_up}
         if not wanted:
             return frozenset()
-        there = self._executors.ids().keys()
+        there = self._executors.registered()
         gone = frozenset(each for jobs in wanted.values() for job in jobs for each in job if each not in there)
         if surely := gone & gone_before:
             begun = self._executors.begun()

@@ -54,10 +54,13 @@ class Executors:
         self._cores_per_task = max(1, int(context.conf().get("spark.task.cpus", "1")))
         self._known: dict[str, tuple[str, int]] = {}
 
+    def registered(self) -> frozenset[str]:
+        """The ids of the registered executors. This is one call of the JVM."""
+        return frozenset(str(self._backend.getExecutorIds().mkString("\n")).split())
+
     def ids(self) -> dict[str, bool]:
         """The registered executors, and whether each takes new tasks."""
-        found = str(self._backend.getExecutorIds().mkString("\n")).split()
-        return {name: bool(self._backend.isExecutorActive(name)) for name in found}
+        return {name: bool(self._backend.isExecutorActive(name)) for name in self.registered()}
 
     def of(self, ids: dict[str, bool]) -> list[Executor]:
         """What is known of these executors, which `ids` has returned. One that has just come or left may be missing."""
