@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.client.settings import ClientSettings
-from onceflow.errors import BatchAbortedError, OnceflowError
+from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OnceflowError
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.compression import PRODUCER
 from onceflow.protocol.names import OwnTopics, TopicPartition
@@ -225,6 +225,12 @@ class StateOrder:
             return sorted(self.due)
         return sorted(p for p in self.due if self.owners.task_of(p) == task)
 
+    def of_host(self, problem: OnceflowError, task: int) -> OnceflowError:
+        """The error of a task, as the driver needs it: another host may do what this one cannot."""
+        if isinstance(problem, EnvironmentUnusableError) and self.locations and task >= 0:
+            return UnusableHostError.of(problem, self.locations[task])
+        return problem
+
     def check_location(self, task: int, location: str) -> None:
         """Check that a task runs where its local copies are.
 
@@ -310,7 +316,7 @@ class TaskInfo:
     stage: int = -1
 
 
-_WANTED = "they are at "
+_WANTED, _AT = "they are at ", "; at "
 
 #: Code of a task that runs in the driver.
 DRIVER = TaskInfo("driver", -1, 0)
@@ -396,6 +402,27 @@ class MisplacedError(BatchAbortedError):
     @property
     def wanted(self) -> str:
         return self.detail.removeprefix(_WANTED) if self.detail.startswith(_WANTED) else ""
+
+
+class UnusableHostError(MisplacedError):
+    """Internal: a task cannot use the state folder of its host. The batch is planned again, without that host.
+
+    Attributes:
+        location: see `ProcessSpec.location`.
+    """
+
+    @classmethod
+    def of(cls, problem: EnvironmentUnusableError, location: str) -> UnusableHostError:
+        """The error for a problem at a location."""
+        return cls(problem.what, **{**problem.fields(), "detail": f"{problem.detail}{_AT}{location}"})
+
+    @property
+    def location(self) -> str:
+        return self.detail.rpartition(_AT)[2]
+
+    def problem(self) -> EnvironmentUnusableError:
+        """What the task has met."""
+        return EnvironmentUnusableError(self.what, **{**self.fields(), "detail": self.detail.rpartition(_AT)[0]})
 
 
 #: The schema of rows that are reports, for Spark (as ``mapInArrow`` declares it) and for Arrow.

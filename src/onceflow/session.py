@@ -236,6 +236,7 @@ def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, st
     if cores is None:
         if connector and not _brings_connector(user):
             paths["spark.jars"] = ",".join(filter(None, [user.get("spark.jars"), *map(str, connector)]))
+            paths |= _archive_of_a_cluster(user)
     else:
         # Tasks run in the driver's JVM. Jars of spark.jars would be copied first, each with a process that changes its
         # mode; their classes could not come from the archive; and they would be loaded too late for the file system.
@@ -248,6 +249,18 @@ def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, st
         if options:
             paths["spark.driver.extraJavaOptions"] = options
     return paths
+
+
+def _archive_of_a_cluster(user: Mapping[str, str]) -> dict[str, str]:
+    """What lets the driver of a cluster use the archive of classes: the class path of a local master, for which it was
+    made."""
+    options = user.get("spark.driver.extraJavaOptions", "")
+    with_archive = class_archive.with_archive(options)
+    if with_archive == options or user.get("spark.driver.extraClassPath"):
+        return {}
+    connector = os.pathsep.join(map(str, jars.spark_connector_jars()))
+    with_archive = jvm_options.for_cores(with_archive, os.cpu_count() or 1)
+    return {"spark.driver.extraClassPath": connector, "spark.driver.extraJavaOptions": with_archive}
 
 
 def _get_or_create(settings: Mapping[str, str]) -> SparkSession:

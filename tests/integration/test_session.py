@@ -23,6 +23,7 @@ from onceflow.session import (
     parse_defaults,
     submit_settings,
 )
+from onceflow.spark import class_archive
 from onceflow.spark.class_archive import archive_path, with_archive
 from onceflow.spark.master import local_cores
 
@@ -243,6 +244,23 @@ def test_with_a_local_master_the_connector_is_on_the_class_path_of_the_driver() 
     assert all(LOCAL_FS_MODULE in Path(jar).name for jar in users["spark.driver.extraClassPath"].split(":"))
     on_cluster = _class_paths({"spark.master": "spark://host:7077", "spark.jars": "x.jar"}, found)
     assert on_cluster["spark.jars"].split(",") == ["x.jar", *map(str, found)]
+
+
+def test_the_driver_of_a_cluster_has_the_class_path_that_its_archive_is_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    archive = tmp_path / "archive.jsa"
+    monkeypatch.setattr(class_archive, "archive_path", lambda: archive)
+    master, connector = {"spark.master": "spark://host:7077"}, jars.cluster_jars()
+    assert _class_paths(master, connector).keys() == {"spark.jars"}, "there is no archive"
+    archive.touch()
+    settings = _class_paths(master, connector)
+    local = _class_paths({"spark.master": "local[2]"}, jars.spark_connector_jars())
+    assert settings["spark.driver.extraClassPath"] == local["spark.driver.extraClassPath"]
+    assert f"-XX:SharedArchiveFile={archive}" in settings["spark.driver.extraJavaOptions"]
+    assert not [jar for jar in settings["spark.jars"].split(",") if LOCAL_FS_MODULE in jar]
+    for own in ({"spark.driver.extraClassPath": "own.jar"}, {"spark.driver.extraJavaOptions": "-Xshare:off"}):
+        assert _class_paths(master | own, connector).keys() == {"spark.jars"}, "it would not fit"
 
 
 @pytest.mark.short_form

@@ -22,8 +22,8 @@ from onceflow.driver.step import table_homes
 from onceflow.driver.step.homes import Homes, Owner
 from onceflow.driver.step.table_homes import TableHomes, group_count
 from onceflow.driver.step.table_state import TableState
-from onceflow.errors import BatchAbortedError, OnceflowError
-from onceflow.messages import MisplacedError, StateOrder
+from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OnceflowError
+from onceflow.messages import MisplacedError, StateOrder, UnusableHostError
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import Progress
@@ -213,6 +213,8 @@ class Service:
                         run.feed_placed(rows, placed[mine])
                     run.finish()
                     found = run.leave_pending(self.kafka.acknowledged())
+                except OnceflowError as problem:
+                    raise order.of_host(problem, number) from None
                 finally:
                     run.close()
             reports += found
@@ -542,6 +544,74 @@ def test_a_task_elsewhere_fails_the_attempt_and_its_host_is_avoided_in_the_end(
     assert not flow.homes.failed(BatchAbortedError("another one"))
     cluster.lands.clear()
     assert flow.stored() == flow.counted
+
+
+def spoil(folder: Path) -> None:
+    """Nobody can use it as a folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.touch()
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_host_whose_disk_fails_is_avoided(
+    service: Any, cluster: FakeCluster, copies: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    flow = service(copies=copies)
+    flow.run(KEYS)
+    flow.slices()
+    spoil(cluster.folders["a"])
+    with pytest.raises(UnusableHostError) as caught:
+        flow.run(KEYS)
+    flow.kafka.open = {}
+    assert flow.homes.failed(caught.value)
+    assert flow.run(KEYS) == 0
+    assert "partitions have no home at" in caplog.text
+    assert not any(home.endswith("at-a") for home in flow.at.plan.homes.values())
+    flow.slices()
+    flow.now += 70.0  # it is tried again
+    flow.slices()
+    flow.run(KEYS)
+    assert not any(home.endswith("at-a") for home in flow.at.plan.homes.values())
+    cluster.folders["a"].unlink()
+    flow.now += 70.0
+    for _ in range(2):
+        flow.run(KEYS)
+        flow.slices()
+    assert any(home.endswith("at-a") for home in flow.at.plan.homes.values())
+    assert flow.stored() == flow.counted
+
+
+def test_a_host_whose_disk_cannot_be_used_at_the_start_is_avoided(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    flow.run(KEYS)
+    flow.restart()
+    spoil(cluster.folders["a"])
+    assert flow.run(KEYS) == 0
+    assert not any(home.endswith("at-a") for home in flow.at.plan.homes.values())
+    assert flow.stored() == flow.counted
+
+
+def test_without_any_host_that_can_be_used_the_error_is_that_of_a_disk(service: Any, cluster: FakeCluster) -> None:
+    flow = service()
+    flow.run(KEYS)
+    for folder in cluster.folders.values():
+        spoil(folder)
+    found: list[BaseException] = []
+    while not any(isinstance(each, EnvironmentUnusableError) for each in found):
+        assert len(found) < 10
+        try:
+            flow.run(KEYS)
+        except UnusableHostError as error:
+            flow.kafka.open = {}
+            found.append(error)
+            try:
+                flow.homes.failed(error)
+            except EnvironmentUnusableError as last:
+                found.append(last)
+        except EnvironmentUnusableError as last:
+            found.append(last)
+    assert "The local state cannot be opened" in str(found[-1])
+    assert "; at " not in str(found[-1])
 
 
 def test_a_slow_restore_is_continued_in_slices(

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from onceflow.spark.executors import Executors
+from onceflow.spark.jvm import SPARK_GONE
 
 log = logging.getLogger("onceflow.state")
 
@@ -61,7 +62,8 @@ class AwaitedExecutors:
             known = self._wanted.pop(tag, None)
             self._given_up.discard(tag)
         if known is not None and not self._closed.is_set():
-            self._context.removeJobTag(tag)
+            with suppress(*SPARK_GONE):  # whoever needs Spark notices
+                self._context.removeJobTag(tag)
 
     @contextmanager
     def during(self, preferences: Sequence[str]) -> Iterator[None]:

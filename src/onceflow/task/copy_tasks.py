@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from onceflow.errors import OnceflowError
+from onceflow.errors import EnvironmentUnusableError, OnceflowError
 from onceflow.messages import PrepareOrder
 from onceflow.state.local.catch_up import BEHIND
 from onceflow.state.local.opening import remove_store
 from onceflow.state.prepare import Prepared, held
 from onceflow.state.spec import ProcessSpec
+from onceflow.state.stores.base import unusable
 from onceflow.task.preparing import PrepareTask
 
 #: Names the rack or zone of a host, in the environment of its executors.
@@ -67,7 +68,10 @@ class LookTask:
 def _copies(order: PrepareOrder) -> dict[int, tuple[int, int]]:
     found = {}
     for partition in range(order.spec.topics.partitions):
-        ends = held(order.spec, order.moment, partition)
+        try:
+            ends = held(order.spec, order.moment, partition)
+        except EnvironmentUnusableError:  # a restore there says so
+            return {}
         if ends is not None:
             found[partition] = ends
     return found
@@ -124,8 +128,11 @@ class CopyTask:
         location = spec.location()
         if location != order.locations[number]:
             return CopyReport(number, location)
-        removed = tuple(_removed(spec, order.surplus[number]))
         until = time.monotonic() + order.limit_s
+        try:
+            removed = tuple(_removed(spec, order.surplus[number]))
+        except OnceflowError as problem:
+            return CopyReport(number, location, error=problem)
         prepare = PrepareTask(order.prepare, is_over=lambda: time.monotonic() > until)
         done: list[Prepared] = []
         for partition in order.partitions[number]:
@@ -142,5 +149,9 @@ class CopyTask:
 
 def _removed(spec: ProcessSpec, partitions: Iterable[int]) -> Iterator[int]:
     for partition in partitions:
-        remove_store(spec.folder(partition), spec.store)
+        folder = spec.folder(partition)
+        try:
+            remove_store(folder, spec.store)
+        except OSError as refused:
+            raise unusable(folder, "The local state cannot be removed", refused) from refused
         yield partition

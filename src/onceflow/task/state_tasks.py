@@ -187,7 +187,7 @@ class StateWork:
             run.finish()
             yield from self._take()
         except OnceflowError as problem:
-            self._error = problem.locate(flow=order.write.flow, batch=order.write.batch)
+            self._fails(problem)
 
     def finish(self) -> None:
         """Wait until all is acknowledged, and `settle`. For a step whose writer is its own."""
@@ -199,7 +199,12 @@ class StateWork:
             if info.where == "task":  # the driver announces the step itself
                 hooks.at("write", where="task", flow=write.flow, batch=write.batch, task=info.task)
         except OnceflowError as problem:
-            self._error = problem.locate(flow=write.flow, batch=write.batch)
+            self._fails(problem)
+
+    def _fails(self, problem: OnceflowError) -> None:
+        write = self._order.write
+        problem = self._order.of_host(problem, self._info.task)
+        self._error = problem.locate(flow=write.flow, batch=write.batch)
 
     def settle(self, acknowledged: Mapping[TopicPartition, Acknowledged]) -> None:
         """Leave the changes in the stores as pending: everything is acknowledged.

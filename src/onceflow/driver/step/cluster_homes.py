@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from onceflow.driver.step.table_state import TableState
 from onceflow.planning.process import Step
 from onceflow.spark.awaited_executors import AwaitedExecutors
 from onceflow.spark.executors import Executor, Executors
+from onceflow.spark.jvm import SPARK_GONE
 from onceflow.spark.placed_jobs import PlacedJobs
 
 _T = TypeVar("_T")
@@ -70,7 +72,8 @@ class SparkCluster:
         self._awaited.close()
 
     def cancel(self) -> None:
-        self._spark.sparkContext.cancelJobGroup(self._group)
+        with suppress(*SPARK_GONE):  # then there are no jobs
+            self._spark.sparkContext.cancelJobGroup(self._group)
 
 
 def homes_of(

@@ -19,9 +19,10 @@ from typing import Protocol, TypeVar
 
 from onceflow import hooks
 from onceflow.client.settings import ClientSettings
+from onceflow.driver.batch.errors import in_short
 from onceflow.driver.step.table_homes import StateExecutors, TableHomes
-from onceflow.errors import BatchAbortedError, OnceflowError, counted
-from onceflow.messages import MisplacedError, PrepareOrder
+from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OnceflowError, counted
+from onceflow.messages import MisplacedError, PrepareOrder, UnusableHostError
 from onceflow.planning.homes import StateHost
 from onceflow.planning.placement import HomeTasks
 from onceflow.protocol.batches import ProducerIdAndEpoch
@@ -259,11 +260,18 @@ class Homes:
         self._wake.set()
 
     def failed(self, problem: BaseException) -> bool:
-        """An attempt has failed. Returns whether it is not counted: a task was not where its copies are."""
+        """An attempt has failed. Returns whether it is not counted: a task was not where its copies are, or its host is
+        avoided from now on.
+
+        Raises:
+            EnvironmentUnusableError: a host cannot be used, and there is no other one.
+        """
         self.ended()
         self._ids = {}  # look again, whatever was known
         if not isinstance(problem, MisplacedError):
             return False
+        if isinstance(problem, UnusableHostError) and not self._avoids(problem.location, problem.problem()):
+            raise problem.problem()
         self._misses += bool(problem.wanted)
         self._missed += 1
         if self._misses >= _MISSES:
@@ -276,6 +284,22 @@ class Homes:
             self._avoided[problem.wanted] = self._clock() + _AVOIDED_S
             self._misses = 0
         return self._missed <= _MISSED_MAX
+
+    def _avoids(self, location: str, problem: OnceflowError) -> bool:
+        """A host cannot be used, for want of space, say: its partitions get other homes for a time. Returns False if
+        there is no other host."""
+        with self._lock:
+            if any(self._of_table(name).hosts.keys() <= {location} for name in self.tables):
+                return False
+            self._avoided[location] = self._clock() + _AVOIDED_S
+            for table in self.tables.values():
+                table.found(location, {})
+            self._ids = {}
+        log.warning(
+            "flow %s: for the next %.0f s, partitions have no home at %s: %s",
+            *(self._flow, _AVOIDED_S, location, in_short(problem)),
+        )
+        return True
 
     def close(self) -> None:
         """End what runs beside the batches."""
@@ -549,7 +573,10 @@ class Homes:
                 for partition in report.removed:
                     table.removed(partition, report.location)
                 worked = worked or bool(report.prepared or report.removed)
-                failure = failure or report.error
+                error = report.error
+                if isinstance(error, EnvironmentUnusableError) and self._avoids(report.location, error):
+                    continue
+                failure = failure or error
         if failure is not None:
             raise failure
         return worked

@@ -28,6 +28,7 @@ from onceflow_workshop.chaos import external
 from onceflow_workshop.chaos.driver_process import DriverProcess
 from onceflow_workshop.chaos.flows import LEDGER, OPERATORS, UNLOGGED
 from onceflow_workshop.chaos.host_faults import (
+    disk_unusable,
     driver_killed_in_restore,
     executor_hangs,
     has_hosts,
@@ -422,6 +423,7 @@ FAULT_KINDS: dict[str, Fault] = {
     "host decommissioned": Fault(host_leaves, has_hosts, weight=4),
     "host away": Fault(host_away, has_hosts, weight=4),
     "executor hangs": Fault(executor_hangs, has_hosts, weight=6),
+    "state folder unusable": Fault(disk_unusable, has_hosts, weight=4),
     "task dies while it restores": Fault(restore_killed, has_hosts, weight=4),
     "driver killed while copies are restored": Fault(driver_killed_in_restore, has_hosts, weight=4),
     "idle until forgotten": Fault(idle, lambda setup: bool(setup.properties), weight=6),

@@ -72,6 +72,21 @@ def executor_hangs(bed: TestBed, rng: random.Random) -> str:
     return f"SIGSTOP to the {what} of {name}, {seconds:.1f} s"
 
 
+def disk_unusable(bed: TestBed, rng: random.Random) -> str:
+    """The state folder of a host cannot be used for a while. Its old copies come back, or do not."""
+    hosts = _hosts(bed)
+    end = time.monotonic() + _RESTORE_S
+    while not all(hosts.python_workers(name) for name in hosts.workers):  # a flow without any usable host would end
+        if time.monotonic() > end:
+            return "no state folder was touched: not all hosts have worked"
+        time.sleep(0.2)
+    name, seconds, keeps = rng.choice(hosts.workers), rng.uniform(1, 12), rng.random() < 0.5
+    hosts.spoil_disk(name)
+    time.sleep(seconds)
+    hosts.mend_disk(name, keep=keeps)
+    return f"state folder of {name} unusable for {seconds:.1f} s" + ("" if keeps else ", and empty then")
+
+
 def restore_killed(bed: TestBed, rng: random.Random) -> str:
     """A Python worker is killed while it restores a copy."""
     name, mark = _begin_restore(bed, rng, "kill")

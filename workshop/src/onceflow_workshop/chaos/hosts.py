@@ -64,6 +64,24 @@ class Hosts(SparkCluster):
         """All local copies of a host are gone."""
         shutil.rmtree(self.state(name), ignore_errors=True)
 
+    def spoil_disk(self, name: str) -> None:
+        """The state folder of a host cannot be used: something else is in its place."""
+        state = self.state(name)
+        if state.exists():
+            state.rename(self._aside(name))
+        state.touch()
+
+    def mend_disk(self, name: str, *, keep: bool) -> None:
+        """It can be used again. ``keep``: with the copies that it had."""
+        self.state(name).unlink()
+        if keep and self._aside(name).exists():
+            self._aside(name).rename(self.state(name))
+        else:
+            shutil.rmtree(self._aside(name), ignore_errors=True)
+
+    def _aside(self, name: str) -> Path:
+        return self.folder / f"spoilt-{name}"
+
     def lose(self, name: str) -> None:
         """A host is gone, with its disk."""
         self.kill_worker(name)
