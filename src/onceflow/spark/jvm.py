@@ -18,8 +18,8 @@ from onceflow.spark import versions
 
 #: The errors by which PySpark reports a failure of Spark.
 SPARK_ERRORS: tuple[type[Exception], ...] = (PySparkException, Py4JError)
-#: What a call of a SparkContext raises when it was stopped, here (then pyspark forgets its Java object) or by the master,
-#: or when the JVM has ended.
+#: What a call of a SparkContext raises when it was stopped, here (pyspark forgets its Java object) or by the master, or
+#: when the JVM has ended.
 SPARK_GONE: tuple[type[Exception], ...] = (*SPARK_ERRORS, ConnectionError, AttributeError)
 #: Version of the state store's checkpoints; from 2 on, state files have unique ids that Spark's commit log names.
 STATE_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
