@@ -178,7 +178,7 @@ class Flow:
             self._runs.check_readable(topic)
             queries.check_connector(self._spark, self.name)
             takeover = self._runs.startup.takeover
-            takeover.await_turn(Rehearsal(self._spark, self._settings, given, self.name))
+            takeover.await_turn(topic, Rehearsal(self._spark, self._settings, given, self.name))
             offsets = takeover.add_source(given)
             ends = takeover.until.get(topic)
         options_of_source = source_options(given, offsets, self.name)

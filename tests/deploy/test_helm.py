@@ -104,13 +104,46 @@ def test_default_values_are_the_manifest() -> None:
         (["--set", f"image={IMAGE}", "--set", "state.size=1Gi"], "state.storageClass is missing"),
         (["--set", f"image={IMAGE}", "--set", "replicas=2"], "at '/replicas'"),
         (["--set", f"image={IMAGE}", "--set", "executors.instance=2"], "'instance' not allowed"),
+        (["--set", f"image={IMAGE}", "--set-json", 'secretFiles={"kafka.tls": "/etc/tls"}'], "'kafka.tls'"),
+        (["--set", f"image={IMAGE}", "--set", "env.ONCEFLOW_STATE_DIR=/data"], "the state folder is state.mountPath"),
+        (["--set", f"image={IMAGE}", "--set", "env.POD_IP=a"], "POD_IP is set by the chart itself"),
+        (["--set", f"image={IMAGE}", "--set", "metrics.port=4040"], "at '/metrics/port'"),
+        (["--set", f"image={IMAGE}", "--set", "driver=null"], "driver"),
+        (["--set", f"image={IMAGE}", "--set", "executors.cores=null"], "at '/executors'"),
+        (
+            ["--set", f"image={IMAGE}", "--set", "env.A=b", "--set-json", 'secretEnv={"A": {"secret":"s","key":"k"}}'],
+            "A is in env and in secretEnv",
+        ),
     ],
-    ids=["no image", "no storage class", "two drivers", "misspelt"],
+    ids=[
+        *("no image", "no storage class", "two drivers", "misspelt", "secret with dots", "state folder in env"),
+        *("variable of the chart", "port of Spark", "no driver", "no cores", "twice"),
+    ],
 )
 def test_what_cannot_be_is_refused(arguments: list[str], said: str) -> None:
     done = helm("template", "balances", str(CHART), *arguments)
     assert done.returncode != 0
     assert said in done.stderr
+
+
+def test_what_is_null_is_left_out() -> None:
+    found = comparable(
+        rendered("--set", f"image={IMAGE}", "--set", "probes.readiness=null", "--set", "driver.resources=null")
+    )
+    container = driver(found)
+    assert "livenessProbe" in container
+    assert not {"readinessProbe", "resources"} & container.keys()
+
+
+def test_state_is_on_its_volume() -> None:
+    """Another path is that of the volume, and the one that onceflow uses."""
+    values = ["--set", f"image={IMAGE}", "--set", "state.size=1Gi,state.storageClass=fast,state.mountPath=/data"]
+    container = driver({document["kind"]: document for document in rendered(*values)})
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert env["ONCEFLOW_STATE_DIR"] == "/data"
+    settings = submit_settings(str(env["PYSPARK_SUBMIT_ARGS"]))
+    assert settings["spark.executorEnv.ONCEFLOW_STATE_DIR"] == "/data"
+    assert settings["spark.kubernetes.executor.volumes.persistentVolumeClaim.state.mount.path"] == "/data"
 
 
 def test_every_value_is_used(tmp_path: Path) -> None:
@@ -135,7 +168,7 @@ def test_every_value_is_used(tmp_path: Path) -> None:
     assert pod["tolerations"] == EVERY_VALUE["tolerations"]
     assert {volume["name"]: volume for volume in pod["volumes"]} == {
         "executor": {"name": "executor", "configMap": {"name": found["ConfigMap"]["metadata"]["name"]}},
-        "kafka-tls": {"name": "kafka-tls", "secret": {"secretName": "kafka-tls"}},
+        "kafka-tls-volume": {"name": "kafka-tls-volume", "secret": {"secretName": "kafka-tls"}},
     }
     container = driver(found)
     assert (container["image"], container["imagePullPolicy"]) == (EVERY_VALUE["image"], "Always")
@@ -145,7 +178,7 @@ def test_every_value_is_used(tmp_path: Path) -> None:
     assert container["startupProbe"]["failureThreshold"] == 120
     assert {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]} == {
         "executor": "/opt/executor",
-        "kafka-tls": "/etc/kafka",
+        "kafka-tls-volume": "/etc/kafka",
     }
     env = {entry["name"]: entry for entry in container["env"]}
     assert env["GREETING"]["value"] == EVERY_VALUE["env"]["GREETING"]

@@ -141,6 +141,17 @@ def test_a_driver_that_was_silent_ends_when_its_standby_has_taken_over(copies: C
     third.join(30)
 
 
+def test_a_standby_whose_source_is_missing_does_not_wait(copies: Copies) -> None:
+    first = copies.start()
+    other = onceflow.Flow(copies.name, copies.spark, bootstrap_servers=copies.servers, standby=True)
+    with pytest.raises(UnknownTopicError, match="'misspelt' does not exist"):
+        other.read("misspelt")
+    assert copies.roles() == ["active"]
+    copies.fill(5)
+    first.processAllAvailable()
+    copies.check()
+
+
 def test_a_query_that_fails_hands_over_although_its_process_lives(copies: Copies) -> None:
     first = copies.start()
     thread, found = copies.waiting()

@@ -49,6 +49,19 @@ def test_a_processor_without_process_is_refused(processor: Any, hint: str) -> No
     assert hint in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["copies", "partitions", "max_timers_per_batch"])
+@pytest.mark.parametrize("value", [0, -1, "2", "", 1.5, 2.0, float("nan"), True, b"2", [2]])
+def test_numbers_that_are_none_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match="is not a whole number of at least 1"):
+        check_options(replace(OPTIONS, **{name: value}), Right(), flow="f", sources=["s"], tables=[])
+
+
+def test_there_is_always_a_copy() -> None:
+    given: Any = {"copies": None}
+    with pytest.raises(OptionError, match="copies=None is not a whole number"):
+        check_options(replace(OPTIONS, **given), Right(), flow="f", sources=["s"], tables=[])
+
+
 def test_a_processor_may_inherit_process() -> None:
     assert check_options(OPTIONS, Inherits(), flow="f", sources=["s"], tables=[])
 

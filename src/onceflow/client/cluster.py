@@ -22,6 +22,7 @@ __all__ = ["GROUP", "TRANSACTION", "Cluster", "ConnectionFailedError", "TopicInf
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
 # Error codes of one topic.
 # A broker that has just started, or does not know a new topic yet, responds that the topic does not exist.
+_OWN = "__onceflow_"  # how the names of topics begin that onceflow makes
 _UNKNOWN_ATTEMPTS, UNKNOWN_TOPIC_S = 3, 10.0
 
 
@@ -239,6 +240,9 @@ def unknown_topic(name: str, why: str = "") -> UnknownTopicError:
     """The error for a topic that does not exist. `client.topics.missing` adds more information to it."""
     if why:
         return UnknownTopicError(f"Topic {name!r} does not exist: {why}", topic=name, next_step="check the name")
+    if name.startswith(_OWN):
+        step = "none, if it was deleted: a flow that starts creates it; or check the DESCRIBE permission"
+        return UnknownTopicError(f"Topic {name!r} does not exist", topic=name, next_step=step)
     return UnknownTopicError(
         f"Topic {name!r} does not exist",
         topic=name,

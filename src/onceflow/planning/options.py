@@ -27,12 +27,17 @@ def check_whole(name: str, value: Any, least: int, none_means: str, flow: str) -
     Raises:
         OptionError: it is something else, or less than ``least``.
     """
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+    if value is not None and not is_whole(value, least):
         raise OptionError(
             f"{name}={value!r} is not a whole number of at least {least}",
             flow=flow,
             next_step=f"give such a number, None for {none_means}, or leave it out",
         )
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Whether it is a whole number, and not less than ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_known(name: str, value: Any, known: Sequence[str], flow: str) -> None:

@@ -13,6 +13,7 @@ from onceflow.errors import OptionError
 from onceflow.options.column_names import did_you_mean
 from onceflow.options.durations import duration_ms
 from onceflow.planning.dead_letter_limit import check_limit
+from onceflow.planning.options import check_whole, is_whole
 from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor, overrides
@@ -267,11 +268,10 @@ def _check_dead_letters(options: StepOptions, processor: Processor | ColumnProce
 
 
 def _check_numbers(options: StepOptions, flow: str) -> None:
-    if options.partitions is not None and options.partitions < 1:
-        raise OptionError(f"partitions={options.partitions} is too few", flow=flow, next_step="give at least 1")
-    if options.copies < 1:
+    check_whole("partitions", options.partitions, 1, "as many as the sources have", flow)
+    if not is_whole(options.copies, 1):
         raise OptionError(
-            f"copies={options.copies} is too few",
+            f"copies={options.copies!r} is not a whole number of at least 1",
             flow=flow,
             next_step="give 1: each partition has a local copy on one host; or 2: on two of them",
         )
@@ -282,12 +282,7 @@ def _check_numbers(options: StepOptions, flow: str) -> None:
             detail="standby copies are read from the changelog, and stay on the disks of their hosts",
             next_step="leave copies= out, or changelog=False and store= as well",
         )
-    if options.max_timers_per_batch is not None and options.max_timers_per_batch < 1:
-        raise OptionError(
-            f"max_timers_per_batch={options.max_timers_per_batch} is too few",
-            flow=flow,
-            next_step="give at least 1, or None to fire all due timers in one batch",
-        )
+    check_whole("max_timers_per_batch", options.max_timers_per_batch, 1, "all due timers in one batch", flow)
 
 
 def _check_durations(options: StepOptions, processor: Processor | ColumnProcessor, flow: str) -> None:

@@ -7,6 +7,7 @@ return a `StateReport` for every partition of the table that they have worked on
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,7 +75,7 @@ class ProcessSpec:
     def location(self) -> str:
         """Identity of the host since its last start, and its state folder: executors of one host may have different
         folders."""
-        return f"{host_identity()}:{self._state_dir()}"
+        return f"{host_identity()}:{os.path.realpath(self._state_dir())}"
 
     def _state_dir(self) -> Path:
         return default_state_dir() if self.state_dir is None else self.state_dir

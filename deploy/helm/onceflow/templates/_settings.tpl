@@ -47,6 +47,9 @@
 {{- $_ := set $all "spark.kubernetes.allocation.executor.timeout" "60s" }}
 {{- end }}
 {{- end }}
+{{- if ne .Values.state.mountPath "/var/lib/onceflow" }}
+{{- $_ := set $all "spark.executorEnv.ONCEFLOW_STATE_DIR" .Values.state.mountPath }}
+{{- end }}
 {{- range $name, $value := .Values.env }}
 {{- $_ := set $all (print "spark.executorEnv." $name) $value }}
 {{- end }}

@@ -133,15 +133,19 @@ class StatusReader:
 
     def _standbys(self, status: FlowStatus, there: Mapping[str, TopicInfo], deadline: Deadline) -> None:
         soon = Deadline(deadline.capped(_COORDINATOR_S), f"reading heartbeats of {status.flow}")
-        found = answered(
-            status,
-            f"topic {HEARTBEATS_TOPIC}",
-            lambda: permitted(
+        try:
+            found = answered(
                 status,
-                f"READ on topic {HEARTBEATS_TOPIC}",
-                lambda: standby_drivers(self._cluster, there, status.flow, self._clock(), soon),
-            ),
-        )
+                f"topic {HEARTBEATS_TOPIC}",
+                lambda: permitted(
+                    status,
+                    f"READ on topic {HEARTBEATS_TOPIC}",
+                    lambda: standby_drivers(self._cluster, there, status.flow, self._clock(), soon),
+                ),
+            )
+        except OnceflowError as problem:  # the flow may have no standby at all
+            status.warnings.append(f"its standbys are not known: {problem.what}. {problem.next_step}")
+            return
         status.standbys = found or []
         status.warnings += standby_warnings(status.standbys)
 

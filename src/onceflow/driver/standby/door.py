@@ -62,7 +62,7 @@ class Door:
     def __init__(self, host: str, driver: str, *, flow: str) -> None:
         try:
             self._socket = _listening(host)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name that is too long
             raise OptionError(
                 f"This driver cannot listen on standby_host={host!r}", flow=flow, detail=str(error), next_step=_STEP
             ) from error
@@ -220,6 +220,8 @@ def _listening(host: str) -> socket.socket:
     Raises:
         OSError: this machine has no such address, or it is none to connect to.
     """
+    if not host:
+        raise OSError("it is empty")
     family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
         raise OSError("it means all addresses, and others have to connect to one")

@@ -14,7 +14,7 @@ from onceflow.client.produce import Producer
 from onceflow.client.topics import create_own_topic, find_topic
 from onceflow.clock import clock_ms
 from onceflow.driver.record.progress_log import PROGRESS_PARTITIONS, partition_of
-from onceflow.errors import DataLossError, UnknownTopicError
+from onceflow.errors import DataLossError, ProgressConflictError, UnknownTopicError, counted
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.heartbeats import HEARTBEATS_TOPIC, Heartbeat, decode, encode
 
@@ -40,8 +40,9 @@ def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
 
     Raises:
         PermissionDeniedError: this principal may not see it; or it is missing and may not be created.
+        ProgressConflictError: it has too few partitions.
     """
-    return find_topic(cluster, HEARTBEATS_TOPIC, "READ", deadline) or create_own_topic(
+    info = find_topic(cluster, HEARTBEATS_TOPIC, "READ", deadline) or create_own_topic(
         cluster,
         HEARTBEATS_TOPIC,
         "topic of heartbeats",
@@ -50,6 +51,24 @@ def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
         deadline=deadline,
         policy="delete",
     )
+    check_partitions(info)
+    return info
+
+
+def check_partitions(info: TopicInfo) -> None:
+    """Refuse a topic of heartbeats that somebody has made with too few partitions.
+
+    Raises:
+        ProgressConflictError: it has.
+    """
+    if info.partitions < PROGRESS_PARTITIONS:
+        raise ProgressConflictError(
+            f"The topic of heartbeats {HEARTBEATS_TOPIC} has {counted(info.partitions, 'partition')}, but needs "
+            f"{PROGRESS_PARTITIONS}",
+            topic=HEARTBEATS_TOPIC,
+            next_step="delete it: a driver with standby=True that starts makes it anew. Or add partitions: "
+            f"kafka-topics.sh --alter --topic {HEARTBEATS_TOPIC} --partitions {PROGRESS_PARTITIONS}",
+        )
 
 
 def write(cluster: Cluster, heartbeat: Heartbeat, deadline: Deadline) -> int:

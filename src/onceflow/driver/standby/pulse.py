@@ -19,7 +19,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.clock import clock_ms
 from onceflow.driver.standby import heartbeats
 from onceflow.driver.standby.silence import BEAT_EVERY_S, DEAD_AFTER_S
-from onceflow.errors import FencedError, OnceflowError
+from onceflow.errors import FencedError, OnceflowError, UnknownTopicError
 from onceflow.logs import log_context
 from onceflow.protocol.heartbeats import ACTIVE, ENDED, Heartbeat
 
@@ -131,6 +131,9 @@ class Pulse:
             self._write(deadline)
         except Exception as problem:  # whatever it is: a thread that ends would be taken for a driver that has died
             log.debug("flow %s: no heartbeat", self._flow, exc_info=problem)
+            if isinstance(problem, UnknownTopicError):  # somebody has deleted it
+                with contextlib.suppress(OnceflowError):
+                    heartbeats.ensure_topic(self._cluster, Deadline(_WRITE_S, "creating the topic of heartbeats"))
             if self._now.role == ACTIVE and now - self._warned_at > _WARN_EVERY_S:
                 self._warned_at = now
                 log.warning(

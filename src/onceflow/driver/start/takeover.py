@@ -144,20 +144,23 @@ class Takeover:
             raise
         self._session = session
 
-    def await_turn(self, rehearsal: Rehearsed | None = None) -> None:
+    def await_turn(self, source: str | None = None, rehearsal: Rehearsed | None = None) -> None:
         """Wait until no other driver of the flow is active, if this one is one of several. It has no limit.
 
         Args:
+            source: a topic that it will read; None: not known. A standby that cannot read it would take nothing over.
             rehearsal: of what follows in this start; begun if it has to wait.
 
         Raises:
-            OnceflowError: see `Standby.await_turn`.
+            OnceflowError: see `Standby.await_turn`; or there is no such topic.
         """
         if self.standby is None:
             return
 
         with located(flow=self.flow), log_context.within(flow=self.flow):
             self.connect(self.deadline())
+            if source is not None:
+                find_topics(self.session.cluster, {source: "source"}, self.deadline())
             interactive.stop_earlier(self.settings.bootstrap_servers, self.names.transactional_id)
             self.standby.await_turn(self.deadline, self._warm, rehearsal)
 
