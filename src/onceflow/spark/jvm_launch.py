@@ -19,9 +19,9 @@ from onceflow.spark import jvm_options, versions
 
 _MODULES = ("onceflow.flow", "onceflow.spark.row_program")
 # From Spark 4 on, pyspark imports these itself. It asks pyspark.testing.utils, which imports pandas, about every
-# argument of a call, and IPython for the line of user code that has made a column. With Spark 3.5 it does not, and the
-# first one would import pandas-on-Spark, which changes how pyarrow treats time zones.
-_MODULES_OF_SPARK_4 = ("pyspark.testing.utils", "IPython")
+# argument of a call, and IPython and ipykernel for the line of user code that has made a column. With Spark 3.5 it does
+# not, and the first one would import pandas-on-Spark, which changes how pyarrow treats time zones.
+_MODULES_OF_SPARK_4 = ("pyspark.testing.utils", "IPython", "ipykernel")
 
 _LAUNCHER = "SPARK_LAUNCHER_OPTS"
 
