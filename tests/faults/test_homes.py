@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from onceflow import hooks
+from onceflow.host.identity import host_identity
 from onceflow.testing import faults, independent
 from onceflow.testing.waiting import wait_until
 from onceflow_workshop.chaos.hosts import Hosts
@@ -208,6 +209,31 @@ def test_killed_while_a_copy_is_restored(
         check_hosts(pipe.bootstrap, pipe.flow, cluster.states, found)
     assert found.host_copies == PARTITIONS * copies
     assert (found.others, found.examples) == ({}, [])
+    pipe.check(local=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_host_whose_state_folder_cannot_be_used(
+    make_state_pipe: Any, driver_process: Any, tmp_path: Path, copies: int
+) -> None:
+    """Its executors live. The other host takes over, and when the folder can be used again, the work is shared."""
+    pipe = make_state_pipe(partitions=PARTITIONS)
+    pipe.fill(600)
+    standby = PARTITIONS * (copies - 1)
+    with Hosts(tmp_path / "cluster", workers=2) as cluster:
+        service = Service(pipe, driver_process(SERVICE, None, arguments_of(pipe, cluster, copies)))
+        service.feed_until(lambda: service.copies["hosts"] == 2 and service.copies["standby"] == standby, "two hosts")
+        cluster.spoil_disk(cluster.workers[0])
+        service.feed_until(lambda: service.copies["hosts"] == 1, "the host that is left")
+        service.feed_batches(3)
+        assert f"have no home at {host_identity()}:{cluster.state(cluster.workers[0])}: " in "".join(service.lines)
+        cluster.mend_disk(cluster.workers[0], keep=True)
+        service.feed_until(
+            lambda: service.copies["hosts"] == 2 and service.copies["standby"] == standby, "both hosts again"
+        )
+        service.feed_batches(2)
+        service.end()
     pipe.check(local=False)
 
 
