@@ -141,6 +141,14 @@ def test_a_driver_that_was_silent_ends_when_its_standby_has_taken_over(copies: C
     third.join(30)
 
 
+def test_a_copy_without_standby_is_warned(copies: Copies, caplog: pytest.LogCaptureFixture) -> None:
+    """It fences the active driver, whose standby takes over from it again."""
+    copies.start()
+    copies.start(standby=False)
+    assert f"flow {copies.name}: process {os.getpid()} on" in caplog.text
+    assert "this driver is without it" in caplog.text
+
+
 def test_a_standby_whose_source_is_missing_does_not_wait(copies: Copies) -> None:
     first = copies.start()
     other = onceflow.Flow(copies.name, copies.spark, bootstrap_servers=copies.servers, standby=True)

@@ -784,6 +784,34 @@ def test_a_restore_that_batches_wait_for_shows_how_far_it_is(
     assert flow.stored() == flow.counted
 
 
+def test_standby_copies_without_a_place_are_told_and_lack_everything(
+    service: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several state folders on one machine, as Spark names it, are no protection."""
+    cluster = FakeCluster(tmp_path / "one")
+    cluster.come("a", host="same")
+    cluster.come("b", host="same")
+    flow = service(copies=2)
+    flow.cluster = cluster
+    flow.restart()
+    flow.run(KEYS)
+    flow.slices()
+    facts = flow.homes.facts("table")
+    everything = sum(map(sum, flow.table.committed().values()))
+    assert (facts.hosts, facts.standby, facts.standby_lacking) == (2, 0, everything)
+    assert "have no place" not in caplog.text, "others may come"
+    for _ in range(3):
+        flow.now += 31.0
+        flow.run(KEYS)
+    assert caplog.text.count("8 standby copies have no place") == 1
+    assert "executors on same only" in caplog.text
+    cluster.come("c", host="other")
+    flow.run(KEYS)
+    flow.slices()
+    facts = flow.homes.facts("table")
+    assert (facts.standby, facts.standby_lacking) == (PARTITIONS, 0)
+
+
 def test_what_standby_copies_read_is_no_restore(service: Any, cluster: FakeCluster) -> None:
     flow = service(copies=2)
     for _ in range(3):

@@ -67,6 +67,18 @@ def test_all_have_to_be_dead() -> None:
     assert after(silence, 2.0, since=1.0) is Turn.TAKES_OVER
 
 
+def test_the_driver_that_was_active_last_is_the_one_that_is_named() -> None:
+    """A driver that was killed long ago, and whose place another one took, is not the cause."""
+    silence = heard(beat("killed"))
+    silence.gone("killed", "its lock is free")
+    silence.heard(Heartbeat("flow", "next", ACTIVE, "host", 8, 1), 0.1)
+    assert silence.decide(0.1).why == "process 8 on host is active"
+    silence.heard(Heartbeat("flow", "next", ENDED, "host", 8, 1), 0.2)
+    assert silence.decide(0.2).why == "no driver is active"
+    silence.heard(beat("killed"), 0.3)
+    assert silence.decide(0.3).turn is Turn.WAITS, "it lives"
+
+
 def test_a_process_that_has_ended_is_dead_at_once() -> None:
     silence = heard(beat("a"), beat("b"))
     silence.gone("a", "its lock is free")
@@ -147,12 +159,12 @@ def test_a_dead_driver_was_silent_for_long_enough_while_it_was_watched(pauses: l
 
 
 def test_records_that_are_no_heartbeats_are_ignored() -> None:
-    known = Heartbeat("flow", "id", ACTIVE, "host", 7, 8, "network", "[::1]:9", warm=True)
+    known = Heartbeat("flow", "id", ACTIVE, "host", 7, 8, "network", "[::1]:9", warm=True, reads="topic")
     assert decode(*encode(known)) == known
     key = b"flow"
     no_driver, no_role = b'{"role":"active"}', b'{"role":"king","driver":"id"}'
     for value in (None, b"", b"{", b"[]", b"1", b"null", b"\xff", no_driver, no_role):
         assert decode(key, value) is None
     assert decode(b"\xff", b'{"role":"active","driver":"id"}') is None
-    later = b'{"role":"active","driver":"id","pid":"x","since_ms":null,"more":{"of":"it"},"door":5}'
+    later = b'{"role":"active","driver":"id","pid":"x","since_ms":null,"more":{"of":"it"},"door":5,"reads":[1]}'
     assert decode(key, later) == Heartbeat("flow", "id", ACTIVE, "", 0, 0)

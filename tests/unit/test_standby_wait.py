@@ -96,7 +96,7 @@ def made(patch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def standby(world: World, driver: str, rehearsal: Any = None) -> tuple[Wait, Pulse]:
+def standby(world: World, driver: str, rehearsal: Any = None, reads: str = "") -> tuple[Wait, Pulse]:
     pulse = Pulse(world, driver)
     pulse.say(STANDBY, Deadline(1, "test"))
     found: Any = pulse
@@ -108,6 +108,7 @@ def standby(world: World, driver: str, rehearsal: Any = None) -> tuple[Wait, Pul
         lambda: Deadline(1, "test"),
         lambda deadline: None,
         rehearsal,
+        reads=reads,
     )
     return wait, pulse
 
@@ -129,6 +130,22 @@ def test_the_first_one_takes_over_at_once(world: World) -> None:
     wait, pulse = standby(world, "a")
     assert wait.step()
     assert pulse.role == ACTIVE
+
+
+@pytest.mark.parametrize(
+    "active, own, warns", [("a", "b", True), ("a", "a", False), ("", "b", False), ("a", "", False)]
+)
+def test_a_standby_that_reads_another_topic_says_so(
+    world: World, caplog: pytest.LogCaptureFixture, active: str, own: str, warns: bool
+) -> None:
+    """A wrong deployment of the second copy would show only when it takes over."""
+    world.log.append(Heartbeat("flow", "active", ACTIVE, "host", 7, 1, reads=active))
+    wait, _ = standby(world, "b", reads=own)
+    for _ in range(3):
+        assert not wait.step()
+    said = [each for each in caplog.messages if "is it the same program?" in each]
+    assert len(said) == warns
+    assert all("reads topic b first" in each and "process 7 on host, reads a" in each for each in said)
 
 
 def test_a_standby_waits_as_long_as_the_other_one_beats(world: World) -> None:

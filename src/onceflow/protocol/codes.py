@@ -254,7 +254,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
     (47, "INVALID_PRODUCER_EPOCH", Verdict.FENCED, FencedError,
      ("a newer epoch of this transactional id exists: another driver of the flow has started, or Kafka has "
       "aborted the transaction of this one"),
-     "run one driver per flow; stop this one, or give it another flow name."),
+     "a flow has one driver: stop one of the two. Or let one wait for the other: give standby=True to both."),
     (48, "INVALID_TXN_STATE", Verdict.TIMED_OUT, TransactionTimeoutError,
      "the transaction has ended already: it timed out, or was ended before",
      "make batches smaller or raise transaction_timeout; the batch is run again."),
@@ -337,7 +337,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
     (90, "PRODUCER_FENCED", Verdict.FENCED, FencedError,
      ("a newer driver of the flow has taken over the transactional id, or the broker ended a transaction "
       "that was open too long"),
-     "run one driver per flow; stop this one, or give it another flow name."),
+     "a flow has one driver: stop one of the two. Or let one wait for the other: give standby=True to both."),
     (91, "RESOURCE_NOT_FOUND", _FATAL, OptionError,
      "the requested resource does not exist",
      "check the name."),

@@ -33,6 +33,7 @@ class Heartbeat:
         network: identity of its network; whoever has the same one reaches it on the loopback address. "": not known.
         door: ``host:port`` on which it lets others know that its process lives; "": nowhere.
         warm: whether a standby has prepared what it needs to take over soon.
+        reads: the topic that its program reads first; "": not known.
     """
 
     flow: str
@@ -44,6 +45,7 @@ class Heartbeat:
     network: str = ""
     door: str = ""
     warm: bool = False
+    reads: str = ""
 
     @property
     def process(self) -> str:
@@ -77,6 +79,7 @@ def decode(key: bytes | None, value: bytes | None) -> Heartbeat | None:
         _text(content, "network"),
         _text(content, "door"),
         content.get("warm") is True,
+        _text(content, "reads"),
     )
 
 

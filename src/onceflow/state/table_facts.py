@@ -15,7 +15,7 @@ class CopyFacts:
         waiting: partitions whose home is not level. Batches wait until it is restored.
         lacking: records that copies lack which are homes, or will be.
         standby: standby copies that lack at most a few thousand records.
-        standby_lacking: records that standby copies lack.
+        standby_lacking: records that standby copies lack; all records of those that have no place.
         moved: how many partitions have got another home in this run, each time counted.
         restored_per_s: records that have lately been read in a second for copies which are homes, or will be; 0: none.
     """

@@ -116,9 +116,13 @@ class StatusReader:
             return statuses
         known = {key.decode(errors="replace"): (key, *place) for key, place in found.items()}
         hidden = {name: self.unseen.get(partition_of(prefix + name.removeprefix(prefix)), "") for name in flows}
+        uncommitted: dict[str, FlowStatus] = {}
         for name in flows:
             if name not in known and prefix + name not in known and not hidden[name]:
-                raise unknown_flow(name, known)
+                starting = self._starting(prefix + name.removeprefix(prefix), there, deadline)
+                if starting is None:
+                    raise unknown_flow(name, known)
+                uncommitted[starting.flow] = starting
         chosen = [name if name in known else prefix + name for name in flows] or sorted(
             name for name, (key, _, record) in known.items() if name.startswith(prefix) and not _is_over(key, record)
         )
@@ -126,10 +130,18 @@ class StatusReader:
         statuses = [
             self._flow(name, *known[name], there, settings, deadline) if name in known else self.hidden(name, deadline)
             for name in dict.fromkeys(chosen)
+            if name not in uncommitted
         ]
         for status in statuses if flows else ():
             self._standbys(status, there, deadline)
-        return statuses
+        return [*statuses, *uncommitted.values()]
+
+    def _starting(self, name: str, there: Mapping[str, TopicInfo], deadline: Deadline) -> FlowStatus | None:
+        """A flow that has no progress, but drivers with standby=True that are heard."""
+        status = FlowStatus(name)
+        self._standbys(status, there, deadline)
+        status.warnings.insert(0, "nothing is committed yet: it is being started for the first time")
+        return status if status.standbys else None
 
     def _standbys(self, status: FlowStatus, there: Mapping[str, TopicInfo], deadline: Deadline) -> None:
         soon = Deadline(deadline.capped(_COORDINATOR_S), f"reading heartbeats of {status.flow}")

@@ -164,13 +164,20 @@ def fenced(flow: str, when: str, detail: str) -> FencedError:
         f"A newer driver of flow {flow!r} has taken over, {when}",
         flow=flow,
         detail=detail,
-        next_step="find out who has started the flow twice, or has run a command that stops it, such as "
-        "`onceflow reset`: a flow has one driver. Nothing was lost or written twice",
+        next_step="with standby=True, start this driver again: it becomes the standby. Otherwise find out who has "
+        "started the flow twice, or has run a command that stops it, such as `onceflow reset`: a flow has one driver. "
+        "Nothing was lost or written twice",
     )
 
 
 def timed_out(open_s: float, limit_s: float) -> TransactionTimeoutError:
     """The broker has aborted the transaction."""
+    if open_s < limit_s / 2:  # the timeout was not the cause
+        return TransactionTimeoutError(
+            f"The transaction was ended by somebody else, {open_s:.1f} s after it had begun",
+            next_step="nothing is lost, the batch runs again; if it repeats, find out who else starts the flow, or "
+            "runs `onceflow transactions abort`",
+        )
     return TransactionTimeoutError(
         f"The broker had ended the transaction: it was open for {open_s:.1f} s, its timeout is {limit_s:g} s",
         next_step="nothing is lost, the batch runs again; if it repeats, lower max_records_per_batch of Flow.read "

@@ -14,14 +14,15 @@ from onceflow.client.produce import Producer
 from onceflow.client.topics import create_own_topic, find_topic
 from onceflow.clock import clock_ms
 from onceflow.driver.record.progress_log import PROGRESS_PARTITIONS, partition_of
-from onceflow.errors import DataLossError, ProgressConflictError, UnknownTopicError, counted
+from onceflow.errors import DataLossError, OnceflowError, ProgressConflictError, UnknownTopicError, counted
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
-from onceflow.protocol.heartbeats import HEARTBEATS_TOPIC, Heartbeat, decode, encode
+from onceflow.protocol.heartbeats import ENDED, HEARTBEATS_TOPIC, Heartbeat, decode, encode
 
 #: So many offsets before the end are read to learn what was before: more than a minute of ten flows.
 TAIL = 2_000
 # What a standby knows is at most this old, plus the time between two looks.
 _WAIT_MS = 100
+_LATELY_MS = 5_000
 _CONFIGS = {
     "retention.ms": "3600000",
     "segment.ms": "600000",
@@ -107,6 +108,19 @@ def read_tail(
             if isinstance(record, LogRecord) and (each := _of_flow(flow, record.key, record.value)) is not None:
                 found.append((each, record.timestamp_ms))
     return found, end, start == begin
+
+
+def heard_lately(cluster: Cluster, flow: str, deadline: Deadline) -> list[Heartbeat]:
+    """The drivers of a flow that live, by their heartbeats and the clock of this machine: for a warning. Empty if this
+    cannot be known."""
+    try:
+        cluster.topics([HEARTBEATS_TOPIC], deadline, once=True)
+        found, _, _ = read_tail(cluster, flow, deadline)
+    except OnceflowError:  # there is no such topic, or it may not be read
+        return []
+    last = {heartbeat.driver: (heartbeat, at_ms) for heartbeat, at_ms in found}
+    since_ms = clock_ms() - _LATELY_MS
+    return [heartbeat for heartbeat, at_ms in last.values() if heartbeat.role != ENDED and at_ms > since_ms]
 
 
 class Follower:

@@ -114,6 +114,8 @@ class Silence:
             seen = self._knows_past or self._read_until - self._observed_since >= DEAD_AFTER_S
             return Decision(Turn.TAKES_OVER if seen else Turn.WAITS, None, "no driver is active")
         alive = [each for each in self._known.values() if not self._is_dead(each)]
+        if alive:  # those that are dead were active before these; if one of them speaks again, it is known again
+            self._known = {each.heartbeat.driver: each for each in alive}
         last = (alive or list(self._known.values()))[-1]
         who = last.heartbeat.process
         if not alive:

@@ -59,7 +59,12 @@ class Standby:
         self._finalizer: Callable[[], object] = lambda: None
 
     def await_turn(
-        self, deadline: Callable[[], Deadline], warm: Callable[[Deadline], None], rehearsal: Rehearsed | None = None
+        self,
+        deadline: Callable[[], Deadline],
+        warm: Callable[[Deadline], None],
+        rehearsal: Rehearsed | None = None,
+        *,
+        reads: str = "",
     ) -> None:
         """Wait until no other driver is active. This one is active then, and says so until it is closed.
 
@@ -69,6 +74,7 @@ class Standby:
             deadline: makes one for the requests of a start.
             warm: connects to what a start needs; called again and again.
             rehearsal: begun if it has to wait.
+            reads: the topic that this program reads first; "": not known.
 
         Raises:
             OptionError: this machine has no such address as was given.
@@ -80,10 +86,10 @@ class Standby:
         cluster = Cluster(self._settings, refused_s=self._refused_s)
         try:
             ensure_topic(cluster, deadline())
-            held = _Held(self._names, self._settings, self._options, self.driver, deadline())
+            held = _Held(self._names, self._settings, self._options, self.driver, reads, deadline())
             # Heartbeats end with this object, also if nobody closes it.
             self._finalizer = weakref.finalize(self, held.close)
-            Wait(cluster, self._names, self.driver, held.pulse, deadline, warm, rehearsal).run()
+            Wait(cluster, self._names, self.driver, held.pulse, deadline, warm, rehearsal, reads=reads).run()
             held.standbys.start()
             self._held = held
         except BaseException:
@@ -111,7 +117,13 @@ class _Held:
     """By which others know that this driver lives: its lock, its door and its heartbeats."""
 
     def __init__(
-        self, names: Names, settings: ClientSettings, options: StandbyOptions, driver: str, deadline: Deadline
+        self,
+        names: Names,
+        settings: ClientSettings,
+        options: StandbyOptions,
+        driver: str,
+        reads: str,
+        deadline: Deadline,
     ) -> None:
         flow = names.flow
         self.door = Door(options.host, driver, flow=flow)
@@ -127,6 +139,7 @@ class _Held:
             clock_ms(),
             network(),
             self.door.address,
+            reads=reads,
         )
         self.pulse = Pulse(cluster, first, flow=flow)
         self.standbys = Standbys(Cluster(settings, refused_s=None), first, flow=flow)

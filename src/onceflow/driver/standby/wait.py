@@ -56,7 +56,10 @@ class Wait:
         deadline: Callable[[], Deadline],
         warm: Callable[[Deadline], None],
         rehearsal: Rehearsed | None,
+        *,
+        reads: str = "",
     ) -> None:
+        self._reads = reads
         self._rehearsal = rehearsal
         self._cluster = cluster
         self._names = names
@@ -171,6 +174,13 @@ class Wait:
     def _tell(self, decision: Decision) -> None:
         """Say what is waited for, when it changes."""
         told = decision.turn, decision.why
+        active = decision.active
+        if told != self._told and active is not None and active.reads != self._reads and active.reads and self._reads:
+            log.warning(
+                "flow %s: stands by, but this program reads topic %s first, and that of the active driver, %s, reads "
+                "%s: is it the same program?",
+                *(self._names.flow, self._reads, active.process, active.reads),
+            )
         if told == self._told or decision.turn is Turn.TAKES_OVER:
             return
         self._told = told

@@ -25,6 +25,7 @@ from onceflow.driver.record import handover, progress_log
 from onceflow.driver.record.committed_progress import CommittedProgress
 from onceflow.driver.record.offset_log import Sources
 from onceflow.driver.record.session import DriverSession
+from onceflow.driver.standby.heartbeats import heard_lately
 from onceflow.driver.standby.standby import Standby
 from onceflow.driver.standby.wait import Rehearsed
 from onceflow.driver.start.source_offsets import end_of_read, look_at
@@ -41,6 +42,7 @@ log = logging.getLogger("onceflow")
 #: How long a start may take, in seconds.
 START_SECONDS = 60.0
 
+_HEARTBEATS_S = 2.0
 _SIMILAR_S = 3.0  # how long a start looks for flows of a similar name
 #: What names of versions end with.
 _VERSION = re.compile(r"[-_.]?(v?\d+|next|new|copy|fork|test|beta|green|blue)$")
@@ -162,7 +164,7 @@ class Takeover:
             if source is not None:
                 find_topics(self.session.cluster, {source: "source"}, self.deadline())
             interactive.stop_earlier(self.settings.bootstrap_servers, self.names.transactional_id)
-            self.standby.await_turn(self.deadline, self._warm, rehearsal)
+            self.standby.await_turn(self.deadline, self._warm, rehearsal, reads=source or "")
 
     def when_taken_over(self, call: Callable[[FencedError], None]) -> None:
         """Call this, in any thread, when a standby is found to be active in place of this driver."""
@@ -200,6 +202,8 @@ class Takeover:
         interactive.stop_earlier(self.settings.bootstrap_servers, self.names.transactional_id)
         started = time.monotonic()
         progress_log.ensure_topic(session.cluster, deadline)
+        if self.standby is None:
+            self._warn_of_standbys(deadline)
         session.init(deadline)
         self.driver = DriverProcess(socket.gethostname(), os.getpid(), clock_ms())
         try:
@@ -214,6 +218,16 @@ class Takeover:
             self._progress = found
         hooks.at("init", where="driver", flow=self.flow, seconds=time.monotonic() - started)
         return self._progress
+
+    def _warn_of_standbys(self, deadline: Deadline) -> None:
+        soon = Deadline(deadline.capped(_HEARTBEATS_S), f"reading heartbeats of flow {self.flow}")
+        others = heard_lately(self.session.cluster, self.names.progress_key, soon)
+        if others:
+            log.warning(
+                "flow %s: %s runs it or stands by, with standby=True, and this driver is without it: it takes over "
+                "now, and they will take over from it. Stop one kind of them, or give standby=True to all",
+                *(self.flow, ", ".join(each.process for each in others)),
+            )
 
     def _check_not_moved(self, found: Progress | None) -> None:
         """Check that what this start has decided still holds, after older drivers were fenced again.

@@ -54,7 +54,7 @@ _STARVED_S = 2.0  # batches without a pause: then copies get a slice beside them
 _MISSES, _AVOIDED_S = 10, 60.0
 _MISSED_MAX = 50  # in one batch; what exceeds it counts as failed attempts
 _START_S = 60.0  # for the first executor
-_TELL_EVERY_S = 10.0
+_TELL_EVERY_S, _UNPLACED_S = 10.0, 30.0
 
 
 class Cluster(Protocol):
@@ -157,6 +157,7 @@ class Homes:
         # By table and location: hosts that have lost their executors, and when.
         self._away: dict[tuple[str, str], tuple[StateHost, float]] = {}
         self._avoided: dict[str, float] = {}  # location: until when
+        self._unplaced_since: dict[str, float] = {}  # by table: since when standby copies have no place
         self._misses = self._missed = 0  # since the last commit: of one host, and of all
         self._owner: Owner | None = None
         self._busy_since: float | None = None
@@ -214,6 +215,7 @@ class Homes:
         with self._lock:
             for table in self.tables.values():
                 table.assign(self._hosts(table.name))
+                self._tell_unplaced(table)
         for name, table in self.tables.items():
             self._bring_up(table, touched.get(name, range(table.groups)))
 
@@ -480,6 +482,21 @@ class Homes:
                 self._look()
                 with self._lock:
                     table.assign(self._hosts(table.name))
+
+    def _tell_unplaced(self, table: TableHomes) -> None:
+        """Warn when standby copies have had no place for some time. At a start, executors come one after the other."""
+        if not table.unplaced:
+            self._unplaced_since.pop(table.name, None)
+            return
+        since = self._unplaced_since.setdefault(table.name, self._clock())
+        if self._clock() - since >= _UNPLACED_S:
+            self._unplaced_since[table.name] = float("inf")  # once
+            machines = sorted({host.host for host in self._of_table(table.name).hosts.values()})
+            log.warning(
+                "flow %s: table %s: %d standby copies have no place. They are kept on other machines than the homes, "
+                "and Spark has executors on %s only. Add machines, or leave copies= out",
+                *(self._flow, table.name, table.unplaced, ", ".join(machines)),
+            )
 
     def _tell_waiting(self, table: TableHomes, waiting: int) -> None:
         with self._lock:

@@ -206,6 +206,27 @@ class TableHomes:
         there = {host.location for host in self._assigned_to if not host.away}
         return self._lacking(self._standbys(there), self.lags(there))
 
+    @property
+    def unplaced(self) -> int:
+        """How many standby copies of partitions have no place, because there are too few machines."""
+        return sum(self._unplaced().values()) * (self.table.partitions // self.groups)
+
+    def _unplaced(self) -> dict[int, int]:
+        """The same by group, before the first assignment none."""
+        if self._copies == 1 or not self.plan.homes:
+            return {}
+        wanted = self._copies - 1
+        return {group: wanted - len(self.plan.standbys.get(group, ())) for group in range(self.groups)}
+
+    def _unplaced_records(self) -> int:
+        """What those copies lack: everything."""
+        committed = self.table.committed()
+        return sum(
+            count * sum(sum(committed[partition]) for partition in self.partitions(group))
+            for group, count in self._unplaced().items()
+            if count
+        )
+
     def _standbys(self, there: Collection[str]) -> set[tuple[int, str]]:
         """The standby copies at these locations, as groups and locations."""
         plan = self.plan
@@ -228,7 +249,7 @@ class TableHomes:
             waiting=len(plan.waiting) * each if plan.homes else 0,
             lacking=self._lacking(wanted, lags),
             standby=each * sum(lags.get(pair, _NEVER) <= ACCEPTABLE_LAG for pair in beside),
-            standby_lacking=self._lacking(beside, lags),
+            standby_lacking=self._lacking(beside, lags) + self._unplaced_records(),
             moved=self.moves,
             restored_per_s=self._restored_per_s(now),
         )
