@@ -399,6 +399,19 @@ def test_a_standby_copy_is_read_in_the_pauses_only(service: Any, cluster: FakeCl
     flow.homes.ended()
 
 
+def test_standby_copies_of_an_earlier_driver_are_verified_beside_the_batches(service: Any) -> None:
+    """They lack nothing. But whoever takes over would verify them while records wait."""
+    flow = service(copies=2)
+    flow.run(KEYS)
+    flow.slices()
+    flow.restart()
+    flow.run([])
+    flow.slices()
+    kept = [(group, at) for group, locations in flow.at.plan.standbys.items() for at in locations]
+    assert len(kept) == PARTITIONS
+    assert all(flow.table.is_verified(partition, at) for group, at in kept for partition in flow.at.partitions(group))
+
+
 @pytest.mark.parametrize("lacks_max, after_s", [(10**6, 4.0), (5, 1.0)], ids=["few", "many"])
 def test_standby_copies_that_lack_much_are_read_sooner(
     service: Any, monkeypatch: pytest.MonkeyPatch, lacks_max: int, after_s: float

@@ -650,17 +650,18 @@ class Homes:
             self._slice_at = now
             limit_s = _SLICE_S if has_homes else _LONG_SLICE_S
             worked = self._run_copies(table, lacking, limit_s, surplus) or worked
-        if standbys and (pause or worked):
+        if standbys and worked:
             self._standby_at = now
         return worked
 
     def _is_standby_due(self, now: float) -> bool:
         """Whether standby copies are brought up now."""
         since = now - self._standby_at
+        if since >= _STANDBY_AT_LEAST_EVERY_S:
+            return True  # they may lack nothing, and have to be verified
         if since < _STANDBY_EVERY_S:
             return False
-        lacking = sum(table.standby_lacking() for table in self.tables.values())
-        return lacking > (_STANDBY_LACKS_MAX if since < _STANDBY_AT_LEAST_EVERY_S else 0)
+        return sum(table.standby_lacking() for table in self.tables.values()) > _STANDBY_LACKS_MAX
 
     def _due(
         self, table: TableHomes, *, standbys: bool, pause: bool
