@@ -4,6 +4,9 @@
 The active one is killed with its JVM, again and again; what was killed is started again and becomes the standby. An
 independent read_committed consumer notes when records of the other process arrive, and checks at the end that every
 record was counted exactly once.
+
+With ``--drivers 1`` nobody stands by: the killed driver is started again at once, as a supervisor does it. With
+``--workers 2`` the flow runs on a standalone cluster of so many workers.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from onceflow.errors import FencedError, OnceflowError
 from onceflow.protocol.heartbeats import ACTIVE, STANDBY
 from onceflow.testing.broker import create_topic, running_broker
 from onceflow.testing.waiting import wait_until
+from onceflow_workshop.chaos.hosts import Hosts
+from onceflow_workshop.chaos.spark_cluster import SparkCluster
 
 PARTITIONS = 4
 _KEYS = 40
@@ -149,17 +154,22 @@ def roles(cluster: Cluster, flow: str) -> dict[int, str]:
     return {each.pid: each.role if each.role != STANDBY or each.warm else "" for each, _ in found}
 
 
-def measure(servers: str, folder: Path, kills: int, drivers: int, *, stops: bool) -> list[float]:
+def measure(
+    servers: str, folder: Path, kills: int, drivers: int, *, stops: bool, cluster_of: SparkCluster | None = None
+) -> list[float]:
     """Seconds from each kill to the next commit.
 
     Args:
         drivers: how many there are. stops: the active one is stopped (SIGSTOP), and goes on later.
+        cluster_of: where the flow runs; None: in the drivers.
 
     Raises:
         AssertionError: records were lost or doubled.
     """
-    given = {"servers": servers, "flow": f"bench-standby-{os.getpid()}", "folder": str(folder)}
+    given: dict[str, Any] = {"servers": servers, "flow": f"bench-standby-{os.getpid()}", "folder": str(folder)}
     given |= {"source": f"{given['flow']}-in", "target": f"{given['flow']}-out"}
+    if cluster_of is not None:
+        given |= {"master": cluster_of.master, "config": cluster_of.settings}
     for topic in (given["source"], given["target"]):
         create_topic(servers, topic, PARTITIONS, {})
     cluster = Cluster(ClientSettings(servers, {}))
@@ -172,6 +182,8 @@ def measure(servers: str, folder: Path, kills: int, drivers: int, *, stops: bool
             active = _ready(cluster, given["flow"], pair, watcher)
             killed_at = time.monotonic()
             (pair.stop if stops else pair.kill)(active)
+            if drivers == 1:
+                pair.start()
             others = [pid for pid in pair.running if pid != active]
 
             def found(others: list[int] = others, killed_at: float = killed_at) -> float:
@@ -181,7 +193,8 @@ def measure(servers: str, folder: Path, kills: int, drivers: int, *, stops: bool
             if stops:
                 pair.go_on(active)
             print(f"{number + 1}: {took[-1] * 1000:.0f} ms", flush=True)
-            pair.start()
+            if drivers > 1:
+                pair.start()
         feeder.close()
         wait_until(lambda: len(watcher.seen) >= feeder.count, _WAIT_S, lambda: f"{len(watcher.seen)} of {feeder.count}")
         time.sleep(1.0)  # so that doubled records have time to come
@@ -228,6 +241,7 @@ def _rows(took: list[float]) -> Iterator[str]:
         ("least", ordered[0]),
         ("median", statistics.median(ordered)),
         ("90 %", ordered[int(0.9 * (len(ordered) - 1))]),
+        ("95 %", ordered[int(0.95 * (len(ordered) - 1))]),
         ("most", ordered[-1]),
     ):
         yield f"{name:>8} {value * 1000:6.0f} ms"
@@ -238,13 +252,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--drivers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=0, help="of a standalone cluster; 0: the drivers do the work")
     parser.add_argument("--stops", action="store_true", help="SIGSTOP in place of SIGKILL")
     choices = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="onceflow-standby-") as folder,
         running_broker(Path(folder, "broker")) as servers,
+        Hosts(Path(folder, "cluster"), choices.workers) if choices.workers else contextlib.nullcontext() as cluster,
     ):
-        took = measure(servers, Path(folder), choices.kills, choices.drivers, stops=choices.stops)
+        took = measure(servers, Path(folder), choices.kills, choices.drivers, stops=choices.stops, cluster_of=cluster)
     print("\n".join(_rows(took)))
 
 

@@ -1,7 +1,8 @@
 """The driver whose take-over is measured: it counts the records of each key, and says which process has counted.
 
 ``python -m onceflow_workshop.bench.standby_service JSON`` runs until SIGTERM. The JSON has ``servers``, ``flow``,
-``source``, ``target`` and ``folder`` (for all local files), and optionally ``host`` (``standby_host=``).
+``source``, ``target`` and ``folder`` (for all local files), and optionally ``host`` (``standby_host=``), and ``master``
+with ``config`` of a cluster.
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ def main() -> None:
     folder = Path(given["folder"])
     spark = onceflow.session(
         app_name=given["flow"],
-        master="local[2]",
-        config={"spark.driver.memory": "700m", "spark.sql.warehouse.dir": str(folder / "warehouse")},
+        master=given.get("master", "local[2]"),
+        config={
+            "spark.driver.memory": "700m",
+            "spark.sql.warehouse.dir": str(folder / "warehouse"),
+            **given.get("config", {}),
+        },
     )
     flow = onceflow.Flow(
         given["flow"],
@@ -49,8 +54,11 @@ def main() -> None:
         standby_host=given.get("host", "127.0.0.1"),
     )
     records = flow.read(given["source"])
-    rows = flow.process(records, Counts(), table=f"{given['flow']}-table", state_dir=folder / "state")
-    onceflow.serve(flow.write(rows, topic=given["target"], trigger="50 milliseconds", engine="driver"))
+    on_cluster = "master" in given
+    state_dir = None if on_cluster else folder / "state"
+    rows = flow.process(records, Counts(), table=f"{given['flow']}-table", state_dir=state_dir)
+    engine = "tasks" if on_cluster else "driver"
+    onceflow.serve(flow.write(rows, topic=given["target"], trigger="50 milliseconds", engine=engine))
 
 
 if __name__ == "__main__":
