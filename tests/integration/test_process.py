@@ -386,13 +386,13 @@ def test_versions(make_state_pipe: Any) -> None:
         ({"on_error": "skip"}, "is unknown"),
         ({"on_error": "dead-letter"}, "go together"),
         ({"late_topic": "x"}, "go together"),
-        ({"partitions": 0}, "too few"),
+        ({"partitions": 0}, "not a whole number of at least 1"),
         ({"store": "x"}, "is unknown"),
         ({"retention": "soon"}, "is not a duration"),
         ({"retention": "0 s"}, "must be positive"),
         ({"idle_timeout": "x"}, "is not a duration"),
         ({"idle_timeout": None}, "cannot be left out"),
-        ({"max_timers_per_batch": 0}, "too few"),
+        ({"max_timers_per_batch": 0}, "not a whole number of at least 1"),
     ],
 )
 def test_wrong_options(make_state_pipe: Any, options: dict[str, Any], message: str) -> None:

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +35,8 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     calls: list[float] = []
-    monkeypatch.setattr(faults.time, "sleep", calls.append)
+    # Not time.sleep itself: threads that other tests have left sleep, too.
+    monkeypatch.setattr(faults, "time", SimpleNamespace(sleep=calls.append, monotonic=time.monotonic))
     return calls
 
 
@@ -213,7 +216,7 @@ def test_pause_until_there_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         if len(sleeps) == 3:
             file.touch()
 
-    monkeypatch.setattr(faults.time, "sleep", sleep)
+    monkeypatch.setattr(faults, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     rules(monkeypatch, {"step": "progress", "action": "pause", "seconds": 60, "until": str(file)})
     assert not fires()
     assert len(sleeps) == 3

@@ -78,6 +78,7 @@ class Start:
         )
         monkeypatch.setattr(module, "commit_progress", self._commit)
         monkeypatch.setattr(module, "warn_of_similar", lambda *_: None)
+        monkeypatch.setattr(module, "heard_lately", lambda *_: [])
         self.startup = Startup(Names("orders"), ClientSettings("localhost:9092", {}), refused_s=15.0)
         self.takeover = self.startup.takeover
 

@@ -13,7 +13,6 @@ from onceflow.state.local.catch_up import BEHIND
 from onceflow.state.local.opening import remove_store
 from onceflow.state.prepare import Prepared, held
 from onceflow.state.spec import ProcessSpec
-from onceflow.state.stores.base import unusable
 from onceflow.task.preparing import PrepareTask
 
 #: Names the rack or zone of a host, in the environment of its executors.
@@ -149,9 +148,5 @@ class CopyTask:
 
 def _removed(spec: ProcessSpec, partitions: Iterable[int]) -> Iterator[int]:
     for partition in partitions:
-        folder = spec.folder(partition)
-        try:
-            remove_store(folder, spec.store)
-        except OSError as refused:
-            raise unusable(folder, "The local state cannot be removed", refused) from refused
+        remove_store(spec.folder(partition), spec.store)
         yield partition

@@ -32,6 +32,9 @@
 {{- with .Values.executors.podTemplate }}
 {{- $_ := set $all "spark.kubernetes.executor.podTemplateFile" "/opt/executor/pod.yaml" }}
 {{- end }}
+{{- if ne .Values.state.mountPath "/var/lib/onceflow" }}
+{{- $_ := set $all "spark.executorEnv.ONCEFLOW_STATE_DIR" .Values.state.mountPath }}
+{{- end }}
 {{- with .Values.state }}
 {{- if .size }}
 {{- $claim := "spark.kubernetes.executor.volumes.persistentVolumeClaim.state" }}
@@ -46,9 +49,6 @@
 {{- /* How old a volume must be before another executor may take it over. */}}
 {{- $_ := set $all "spark.kubernetes.allocation.executor.timeout" "60s" }}
 {{- end }}
-{{- end }}
-{{- if ne .Values.state.mountPath "/var/lib/onceflow" }}
-{{- $_ := set $all "spark.executorEnv.ONCEFLOW_STATE_DIR" .Values.state.mountPath }}
 {{- end }}
 {{- range $name, $value := .Values.env }}
 {{- $_ := set $all (print "spark.executorEnv." $name) $value }}

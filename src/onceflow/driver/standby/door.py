@@ -89,8 +89,8 @@ class Door:
                 for key, _ in selector.select(_TURN_S):
                     if key.fileobj is self._socket:
                         self._accept(selector)
-                    elif isinstance(key.fileobj, socket.socket):
-                        self._read(selector, key.fileobj)
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._callers:
+                        self._read(selector, key.fileobj)  # else it was dropped just now
         for each in (*self._callers, self._socket):
             each.close()
 

@@ -174,9 +174,16 @@ def open_store(folder: Path, opener: type[Store], *, verify: bool) -> Store:
 
 
 def remove_store(folder: Path, opener: type[Store]) -> None:
-    """Delete the data of a store, even if they are damaged."""
-    opener.remove(folder)
-    (folder / VERIFYING).unlink(missing_ok=True)
+    """Delete the data of a store, even if they are damaged.
+
+    Raises:
+        EnvironmentUnusableError: the folder cannot be used.
+    """
+    try:
+        opener.remove(folder)
+        (folder / VERIFYING).unlink(missing_ok=True)
+    except OSError as refused:
+        raise unusable(folder, "The local state cannot be removed", refused) from refused
 
 
 def found_in(folder: Path, opener: type[Store]) -> tuple[bool, bool]:
