@@ -20,9 +20,9 @@ from onceflow.protocol.codes import Code
 __all__ = ["GROUP", "TRANSACTION", "Cluster", "ConnectionFailedError", "TopicInfo", "unknown_topic"]
 
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
+_OWN = "__onceflow_"  # how the names of topics begin that onceflow makes
 # Error codes of one topic.
 # A broker that has just started, or does not know a new topic yet, responds that the topic does not exist.
-_OWN = "__onceflow_"  # how the names of topics begin that onceflow makes
 _UNKNOWN_ATTEMPTS, UNKNOWN_TOPIC_S = 3, 10.0
 
 

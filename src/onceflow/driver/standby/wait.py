@@ -174,16 +174,16 @@ class Wait:
     def _tell(self, decision: Decision) -> None:
         """Say what is waited for, when it changes."""
         told = decision.turn, decision.why
+        if told == self._told or decision.turn is Turn.TAKES_OVER:
+            return
+        self._told = told
         active = decision.active
-        if told != self._told and active is not None and active.reads != self._reads and active.reads and self._reads:
+        if active is not None and active.reads and self._reads and active.reads != self._reads:
             log.warning(
                 "flow %s: stands by, but this program reads topic %s first, and that of the active driver, %s, reads "
                 "%s: is it the same program?",
                 *(self._names.flow, self._reads, active.process, active.reads),
             )
-        if told == self._told or decision.turn is Turn.TAKES_OVER:
-            return
-        self._told = told
         if decision.turn is Turn.UNKNOWN:
             log.warning("flow %s: stands by, but %s", self._names.flow, decision.why)
         elif decision.active is not None:

@@ -204,7 +204,8 @@ class TableHomes:
     def standby_lacking(self) -> int:
         """How many records the standby copies lack."""
         there = {host.location for host in self._assigned_to if not host.away}
-        return self._lacking(self._standbys(there), self.lags(there))
+        pairs = self._standbys(there)
+        return self._lacking(pairs, self.lags(there)) if pairs else 0
 
     @property
     def unplaced(self) -> int:
