@@ -3,6 +3,7 @@ runs tasks in this process, Kafka by lists; the stores are real."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -66,6 +67,7 @@ class FakeCluster:
         self.lands: dict[str, str] = {}  # executor: where its tasks run in its place
         self.jobs: list[tuple[str, list[str]]] = []
         self._ran: dict[int, str] = {}
+        self.asked = 0
 
     def come(self, name: str, *, host: str = "", rack: str = "", folder: str = "") -> None:
         self.executors[name] = Executor(name, host or f"host-{name}", 1)
@@ -117,8 +119,8 @@ class FakeCluster:
     def ran_in(self, stage: int) -> dict[int, str]:
         return self._ran
 
-    def run_anywhere(self) -> None:
-        pass
+    def ask(self) -> None:
+        self.asked += 1
 
     def described(self, text: str) -> None:
         pass
@@ -531,6 +533,24 @@ def test_a_start_waits_for_the_executors_that_have_the_copies(service: Any, clus
     assert 0 < flow.now - began < 3
     assert flow.kafka.read_records - read <= 2 * len(KEYS)
     assert flow.stored() == flow.counted
+
+
+def test_a_start_without_executors_says_what_it_waits_for_and_ends(
+    service: Any, cluster: FakeCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = service()
+    for name in "abcd":
+        cluster.leave(name)
+    with caplog.at_level(logging.INFO), pytest.raises(BatchAbortedError, match="has no executor 60 s after flow flow"):
+        there.run(["k"])
+    said = [each.getMessage() for each in caplog.records if "first executor" in each.getMessage()]
+    assert said[0].endswith("(0 s)")
+    assert 5 <= len(said) <= 7
+    assert cluster.asked
+
+    monkeypatch.setattr(there, "sleep", lambda _: cluster.come("e"))  # while the next attempt waits
+    there.run(["k"])
+    assert there.counted["k"] == 101
 
 
 def test_a_task_elsewhere_fails_the_attempt_and_its_host_is_avoided_in_the_end(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from onceflow.driver.step.table_state import TableState
 from onceflow.planning.process import Step
 from onceflow.spark.awaited_executors import AwaitedExecutors
 from onceflow.spark.executors import Executor, Executors
-from onceflow.spark.jvm import SPARK_GONE
+from onceflow.spark.jvm import SPARK_ERRORS, SPARK_GONE
 from onceflow.spark.placed_jobs import PlacedJobs
 
 _T = TypeVar("_T")
@@ -38,6 +39,7 @@ class SparkCluster:
         self._executors = Executors(spark)
         self._awaited = AwaitedExecutors(spark, self._executors, flow)
         self._group = f"onceflow-copies-{flow}"
+        self._asking: threading.Thread | None = None
 
     def ids(self) -> dict[str, bool]:
         return self._executors.ids()
@@ -52,8 +54,16 @@ class SparkCluster:
     def ran_in(self, stage: int) -> dict[int, str]:
         return self._executors.ran_in(stage)
 
-    def run_anywhere(self) -> None:
-        self._spark.sparkContext.parallelize(range(1), 1).count()
+    def ask(self) -> None:
+        # Spark has a job wait for as long as there is no executor.
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._run_anywhere, name="asks for an executor", daemon=True)
+            self._asking.start()
+
+    def _run_anywhere(self) -> None:
+        with suppress(*SPARK_ERRORS):  # whoever has asked looks whether there is an executor
+            self.described("Asks for an executor")
+            self._spark.sparkContext.parallelize(range(1), 1).count()
 
     def described(self, text: str) -> None:
         self._spark.sparkContext.setJobGroup(self._group, text)

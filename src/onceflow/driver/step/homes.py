@@ -76,8 +76,8 @@ class Cluster(Protocol):
         """In which executor each task of a stage has run."""
         ...
 
-    def run_anywhere(self) -> None:
-        """Run a job, so that Spark has an executor."""
+    def ask(self) -> None:
+        """Have Spark start an executor, without waiting for it."""
         ...
 
     def described(self, text: str) -> None:
@@ -308,8 +308,8 @@ class Homes:
         self._closed = True
         self._wake.set()
         self._cluster.close()
+        self._cluster.cancel()
         if self._thread is not None:
-            self._cluster.cancel()
             self._thread.join(timeout=10.0)
         if self._asker is not None:
             self._asker.shutdown(wait=False, cancel_futures=True)
@@ -419,18 +419,24 @@ class Homes:
         return [*self._of_table(table).hosts.values(), *away]
 
     def _await_executors(self) -> None:
-        """Without executors there is no home: Spark starts some for a job."""
-        until = self._clock() + _START_S
+        """Without executors there is no home. They may not have registered yet, or have been idle for too long."""
+        since = self._clock()
+        told_at = since - _TELL_EVERY_S
         while not any(self._of_table(name).hosts for name in self.tables):
-            if self._clock() > until:
+            waited_s = self._clock() - since
+            if waited_s > _START_S:
                 raise BatchAbortedError(
                     f"Spark has no executor {_START_S:.0f} s after flow {self._flow} has asked for one",
                     flow=self._flow,
-                    next_step="look at the master's and the workers' logs; the flow continues when there is one",
+                    next_step="look at the master's and the workers' logs, and whether other applications have all "
+                    "cores; the flow continues when there is an executor",
                 )
-            self._cluster.run_anywhere()
-            self._look()
+            if self._clock() - told_at >= _TELL_EVERY_S:
+                told_at = self._clock()
+                log.info("flow %s waits for the first executor of Spark (%.0f s)", self._flow, waited_s)
+            self._cluster.ask()
             self._sleep(_TURN_S)
+            self._look()
 
     def _await_hosts(self, tables: Collection[TableHomes]) -> None:
         """Wait for hosts that are gone, or at a start have not come yet, as long as a restore of what only they can
