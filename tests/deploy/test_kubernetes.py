@@ -41,7 +41,13 @@ try:
 finally:
     sys.path.pop(0)
 
-pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long]
+# The first one of them builds the control plane.
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.faults,
+    pytest.mark.long,
+    pytest.mark.timeout(go_programs.BUILD_S + 900),
+]
 
 NAMESPACE = "streams"
 CHART = ROOT / "deploy" / "helm" / "onceflow"
@@ -126,7 +132,6 @@ def test_the_manifest_is_accepted(cluster: KubernetesCluster) -> None:
         cluster.create(wrong, dry_run=True)
 
 
-@pytest.mark.timeout(900)
 def test_a_release_of_the_chart(
     make_state_pipe: Callable[..., Any], cluster: KubernetesCluster, runner: PodRunner
 ) -> None:
@@ -203,7 +208,6 @@ def helm(cluster: KubernetesCluster, command: str, values: dict[str, Any]) -> No
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(900)
 def test_a_submission_in_cluster_mode(
     make_state_pipe: Callable[..., Any], cluster: KubernetesCluster, runner: PodRunner, short_folder: Path
 ) -> None:
