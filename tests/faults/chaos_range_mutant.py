@@ -10,8 +10,8 @@ from onceflow.planning.range_tasks import dealt
 from onceflow_workshop.chaos import driver
 
 
-def begins_too_early(places: Iterable[tuple[str, int, int, int]], tasks: int) -> Any:
-    return dealt([(topic, n, max(0, start - 1), end) for topic, n, start, end in places], tasks)
+def begins_too_early(places: Iterable[tuple[str, int, int, int]], *more: Any) -> Any:
+    return dealt([(topic, n, max(0, start - 1), end) for topic, n, start, end in places], *more)
 
 
 broken: Any = range_rows
