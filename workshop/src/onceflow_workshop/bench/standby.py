@@ -41,15 +41,15 @@ from onceflow_workshop.chaos.spark_cluster import SparkCluster
 
 PARTITIONS = 4
 _KEYS = 40
-_EVERY_S = 0.01
 _WAIT_S = 90.0
 
 
 class Feeder:
-    """Writes a record every 10 ms in a thread, until it is closed."""
+    """Writes so many records a second in a thread, until it is closed."""
 
-    def __init__(self, servers: str, topic: str) -> None:
+    def __init__(self, servers: str, topic: str, rate: int) -> None:
         self.count = 0
+        self._every_s = 1 / rate
         self._topic = topic
         self._producer = Producer({"bootstrap.servers": servers, "linger.ms": 0, "acks": "all"})
         self._over = threading.Event()
@@ -57,7 +57,7 @@ class Feeder:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._over.wait(_EVERY_S):
+        while not self._over.wait(self._every_s):
             key = f"key-{self.count % _KEYS}".encode()
             self._producer.produce(self._topic, key=key, value=str(self.count // _KEYS).encode())
             self._producer.poll(0)
@@ -155,12 +155,20 @@ def roles(cluster: Cluster, flow: str) -> dict[int, str]:
 
 
 def measure(
-    servers: str, folder: Path, kills: int, drivers: int, *, stops: bool, cluster_of: SparkCluster | None = None
+    servers: str,
+    folder: Path,
+    kills: int,
+    drivers: int,
+    *,
+    stops: bool,
+    rate: int = 100,
+    cluster_of: SparkCluster | None = None,
 ) -> list[float]:
     """Seconds from each kill to the next commit.
 
     Args:
         drivers: how many there are. stops: the active one is stopped (SIGSTOP), and goes on later.
+        rate: records per second.
         cluster_of: where the flow runs; None: in the drivers.
 
     Raises:
@@ -173,7 +181,7 @@ def measure(
     for topic in (given["source"], given["target"]):
         create_topic(servers, topic, PARTITIONS, {})
     cluster = Cluster(ClientSettings(servers, {}))
-    feeder, watcher, pair = Feeder(servers, given["source"]), Watcher(servers, given["target"]), Pair(given, folder)
+    feeder, watcher, pair = Feeder(servers, given["source"], rate), Watcher(servers, given["target"]), Pair(given, folder)
     took = []
     try:
         for _ in range(drivers):
@@ -253,6 +261,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--drivers", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0, help="of a standalone cluster; 0: the drivers do the work")
+    parser.add_argument("--rate", type=int, default=100, help="records per second")
     parser.add_argument("--stops", action="store_true", help="SIGSTOP in place of SIGKILL")
     choices = parser.parse_args()
     with (
@@ -260,7 +269,15 @@ def main() -> None:
         running_broker(Path(folder, "broker")) as servers,
         Hosts(Path(folder, "cluster"), choices.workers) if choices.workers else contextlib.nullcontext() as cluster,
     ):
-        took = measure(servers, Path(folder), choices.kills, choices.drivers, stops=choices.stops, cluster_of=cluster)
+        took = measure(
+            servers,
+            Path(folder),
+            choices.kills,
+            choices.drivers,
+            stops=choices.stops,
+            rate=choices.rate,
+            cluster_of=cluster,
+        )
     print("\n".join(_rows(took)))
 
 
