@@ -47,7 +47,7 @@ _WAIT_S = 90.0
 class Feeder:
     """Writes so many records a second in a thread, until it is closed."""
 
-    def __init__(self, servers: str, topic: str, rate: int) -> None:
+    def __init__(self, servers: str, topic: str, rate: int = 100) -> None:
         self.count = 0
         self._every_s = 1 / rate
         self._topic = topic
