@@ -21,15 +21,18 @@ from onceflow.state.api.serdes import JSON
 
 
 class Counts(Processor):
-    """The value of a result is that of the record, how many records its key has had, and the process."""
+    """The value of a result is that of the record, how many records its key has had, and the driver's process."""
 
     state = output = JSON
+
+    def __init__(self, driver: int) -> None:
+        self.driver = driver  # on a cluster, other processes count
 
     def process(self, key: bytes, records: Sequence[Record], state: Any) -> Iterator[Record]:
         count = state.get() or 0
         for record in records:
             count += 1
-            yield Record(key, [record.value.decode(), count, os.getpid()])
+            yield Record(key, [record.value.decode(), count, self.driver])
         state.put(count)
 
 
@@ -56,7 +59,7 @@ def main() -> None:
     records = flow.read(given["source"])
     on_cluster = "master" in given
     state_dir = None if on_cluster else folder / "state"
-    rows = flow.process(records, Counts(), table=f"{given['flow']}-table", state_dir=state_dir)
+    rows = flow.process(records, Counts(os.getpid()), table=f"{given['flow']}-table", state_dir=state_dir)
     engine = "tasks" if on_cluster else "driver"
     onceflow.serve(flow.write(rows, topic=given["target"], trigger="50 milliseconds", engine=engine))
 
