@@ -181,7 +181,8 @@ def measure(
     for topic in (given["source"], given["target"]):
         create_topic(servers, topic, PARTITIONS, {})
     cluster = Cluster(ClientSettings(servers, {}))
-    feeder, watcher, pair = Feeder(servers, given["source"], rate), Watcher(servers, given["target"]), Pair(given, folder)
+    feeder, watcher = Feeder(servers, given["source"], rate), Watcher(servers, given["target"])
+    pair = Pair(given, folder)
     took = []
     try:
         for _ in range(drivers):
