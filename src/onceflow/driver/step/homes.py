@@ -433,7 +433,8 @@ class Homes:
                 )
             if self._clock() - told_at >= _TELL_EVERY_S:
                 told_at = self._clock()
-                log.info("flow %s waits for the first executor of Spark (%.0f s)", self._flow, waited_s)
+                level = logging.WARNING if waited_s >= _TELL_EVERY_S else logging.INFO
+                log.log(level, "flow %s waits for the first executor of Spark (%.0f s)", self._flow, waited_s)
             self._cluster.ask()
             self._sleep(_TURN_S)
             self._look()
