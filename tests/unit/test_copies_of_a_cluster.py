@@ -546,7 +546,7 @@ def test_a_start_without_executors_says_what_it_waits_for_and_ends(
     said = [each for each in caplog.records if "first executor" in each.getMessage()]
     assert said[0].getMessage().endswith("(0 s)")
     # Without a logging configuration, Python shows warnings only.
-    assert [each.levelno for each in said] == [logging.INFO, *[logging.WARNING] * 6]
+    assert [each.levelno for each in said] == [logging.INFO, *[logging.WARNING] * 5]
     assert cluster.asked
 
     monkeypatch.setattr(there, "sleep", lambda _: cluster.come("e"))  # while the next attempt waits
