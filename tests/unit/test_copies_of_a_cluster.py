@@ -67,7 +67,7 @@ class FakeCluster:
         self.lands: dict[str, str] = {}  # executor: where its tasks run in its place
         self.jobs: list[tuple[str, list[str]]] = []
         self._ran: dict[int, str] = {}
-        self.asked = 0
+        self.requested = 0
 
     def come(self, name: str, *, host: str = "", rack: str = "", folder: str = "") -> None:
         self.executors[name] = Executor(name, host or f"host-{name}", 1)
@@ -119,8 +119,8 @@ class FakeCluster:
     def ran_in(self, stage: int) -> dict[int, str]:
         return self._ran
 
-    def ask(self) -> None:
-        self.asked += 1
+    def request_executor(self) -> None:
+        self.requested += 1
 
     def described(self, text: str) -> None:
         pass
@@ -547,7 +547,7 @@ def test_a_start_without_executors_says_what_it_waits_for_and_ends(
     assert said[0].getMessage().endswith("(0 s)")
     # Without a logging configuration, Python shows warnings only.
     assert [each.levelno for each in said] == [logging.INFO, *[logging.WARNING] * 5]
-    assert cluster.asked
+    assert cluster.requested
 
     monkeypatch.setattr(there, "sleep", lambda _: cluster.come("e"))  # while the next attempt waits
     there.run(["k"])

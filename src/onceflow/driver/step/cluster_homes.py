@@ -39,7 +39,7 @@ class SparkCluster:
         self._executors = Executors(spark)
         self._awaited = AwaitedExecutors(spark, self._executors, flow)
         self._group = f"onceflow-copies-{flow}"
-        self._asking: threading.Thread | None = None
+        self._requesting: threading.Thread | None = None
 
     def ids(self) -> dict[str, bool]:
         return self._executors.ids()
@@ -54,15 +54,15 @@ class SparkCluster:
     def ran_in(self, stage: int) -> dict[int, str]:
         return self._executors.ran_in(stage)
 
-    def ask(self) -> None:
+    def request_executor(self) -> None:
         # Spark has a job wait for as long as there is no executor.
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._run_anywhere, name="asks for an executor", daemon=True)
-            self._asking.start()
+        if self._requesting is None or not self._requesting.is_alive():
+            self._requesting = threading.Thread(target=self._run_anywhere, name="requests an executor", daemon=True)
+            self._requesting.start()
 
     def _run_anywhere(self) -> None:
         with suppress(*SPARK_ERRORS):  # whoever has asked looks whether there is an executor
-            self.described("Asks for an executor")
+            self.described("Requests an executor")
             self._spark.sparkContext.parallelize(range(1), 1).count()
 
     def described(self, text: str) -> None:

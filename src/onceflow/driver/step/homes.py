@@ -76,7 +76,7 @@ class Cluster(Protocol):
         """In which executor each task of a stage has run."""
         ...
 
-    def ask(self) -> None:
+    def request_executor(self) -> None:
         """Have Spark start an executor, without waiting for it."""
         ...
 
@@ -435,7 +435,7 @@ class Homes:
                 told_at = self._clock()
                 level = logging.WARNING if waited_s >= _TELL_EVERY_S else logging.INFO
                 log.log(level, "flow %s waits for the first executor of Spark (%.0f s)", self._flow, waited_s)
-            self._cluster.ask()
+            self._cluster.request_executor()
             self._sleep(_TURN_S)
             self._look()
 

@@ -161,7 +161,7 @@ def measure(
     drivers: int,
     *,
     stops: bool,
-    rate: int = 100,
+    rate: int,
     cluster_of: SparkCluster | None = None,
 ) -> list[float]:
     """Seconds from each kill to the next commit.
