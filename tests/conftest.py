@@ -153,6 +153,7 @@ def end_driver(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+    process.wait(30)
     if process.stdout is not None:
         process.stdout.close()
 

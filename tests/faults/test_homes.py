@@ -86,6 +86,15 @@ class Service:
         os.kill(self.process.pid, signal.SIGTERM)
         assert self.process.wait(60) == 0, "".join(self.lines)[-5000:]
 
+    def feed_until_placed(self, hosts: int, standby: int) -> None:
+        """Records keep coming until so many hosts have homes, no copy is on its way, and the standby copies are level."""
+
+        def placed() -> bool:
+            now = self.copies
+            return (now["hosts"], now["standby"], now["lacking"]) == (hosts, standby, 0)
+
+        self.feed_until(placed, f"the copies of {hosts} hosts")
+
     def feed_batches(self, count: int) -> None:
         wanted = len(self.batches) + count
         self.feed_until(lambda: len(self.batches) >= wanted, f"{count} more batches")
@@ -131,7 +140,7 @@ def test_hosts_are_lost_and_join(
         arguments = arguments_of(pipe, cluster, copies, shuffled=shuffled)
         service = Service(pipe, driver_process(SERVICE, None, arguments))
         standby = PARTITIONS * (copies - 1)
-        service.feed_until(lambda: service.copies["hosts"] == 2 and service.copies["standby"] == standby, "two hosts")
+        service.feed_until_placed(2, standby)
 
         # In steady state, each host has its share, nothing moves, and only standby copies are read.
         moved, restored = service.copies["moved"], service.last["restored"]
@@ -148,9 +157,7 @@ def test_hosts_are_lost_and_join(
         # A host joins: no batch is run again for it.
         before = service.last["batch"]
         third = cluster.add_worker()
-        service.feed_until(
-            lambda: service.copies["hosts"] == 3 and service.copies["standby"] == standby, "work for the new host"
-        )
+        service.feed_until_placed(3, standby)
         service.feed_batches(2)
         attempts = {int(batch): count for batch, count in service.last["attempts"].items()}
         assert {count for batch, count in attempts.items() if batch > before} == {1}
@@ -187,7 +194,7 @@ def test_killed_while_a_copy_is_restored(
     with Hosts(tmp_path / "cluster", workers=2) as cluster:
         arguments = arguments_of(pipe, cluster, copies)
         service = Service(pipe, driver_process(SERVICE, None, arguments))
-        service.feed_until(lambda: service.copies["hosts"] == 2 and service.copies["standby"] == standby, "two hosts")
+        service.feed_until_placed(2, standby)
         service.feed_batches(3)
         service.kill()
         cluster.lose_disk(cluster.workers[0])
@@ -200,9 +207,7 @@ def test_killed_while_a_copy_is_restored(
             service.kill()
             service = Service(pipe, driver_process(SERVICE, None, arguments))
             go_on.touch()  # what is left of the task goes on beside the next restore
-        service.feed_until(
-            lambda: service.copies["hosts"] == 2 and service.copies["standby"] == standby, "all copies are there again"
-        )
+        service.feed_until_placed(2, standby)
         service.feed_until(lambda: cluster.copies() == PARTITIONS * copies, "no superfluous copies")
         service.end()
         found = Findings()
@@ -223,15 +228,13 @@ def test_a_host_whose_state_folder_cannot_be_used(
     standby = PARTITIONS * (copies - 1)
     with Hosts(tmp_path / "cluster", workers=2) as cluster:
         service = Service(pipe, driver_process(SERVICE, None, arguments_of(pipe, cluster, copies)))
-        service.feed_until(lambda: service.copies["hosts"] == 2 and service.copies["standby"] == standby, "two hosts")
+        service.feed_until_placed(2, standby)
         cluster.spoil_disk(cluster.workers[0])
         service.feed_until(lambda: service.copies["hosts"] == 1, "the host that is left")
         service.feed_batches(3)
         assert f"have no home at {host_identity()}:{cluster.state(cluster.workers[0])}: " in "".join(service.lines)
         cluster.mend_disk(cluster.workers[0], keep=True)
-        service.feed_until(
-            lambda: service.copies["hosts"] == 2 and service.copies["standby"] == standby, "both hosts again"
-        )
+        service.feed_until_placed(2, standby)
         service.feed_batches(2)
         service.end()
     pipe.check(local=False)
@@ -272,9 +275,7 @@ def test_a_standby_copy_that_is_behind_and_says_it_is_not_is_found_out(
         service = Service(
             pipe, driver_process(SERVICE, None, {**arguments_of(pipe, cluster, copies=2), "config": config})
         )
-        service.feed_until(
-            lambda: service.copies["hosts"] == 2 and service.copies["standby"] == PARTITIONS, "standby copies"
-        )
+        service.feed_until_placed(2, PARTITIONS)
         service.feed_batches(10)
         cluster.lose(cluster.workers[0])
         service.feed_until(lambda: service.copies["hosts"] == 1, "the host that is left")
