@@ -131,7 +131,8 @@ def test_executors_come_late_and_leave(
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, "".join(service.lines)[-5000:]
     aborted = [line for line in service.lines if "aborted" in line]
-    assert len(aborted) == sum(attempts.values()) - len(attempts) <= (1 if dynamic else 0), aborted
+    # One batch may have had a task that waited for the core of the executor that leaves: it is planned again.
+    assert len(aborted) == sum(attempts.values()) - len(attempts) <= 1, aborted
     assert all("An executor is gone before a task has begun" in line for line in aborted), aborted
     sent, seen = len(pipe.sent), len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True))
     if seen < sent:  # what came after the last batch
