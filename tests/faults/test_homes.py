@@ -87,7 +87,7 @@ class Service:
         assert self.process.wait(60) == 0, "".join(self.lines)[-5000:]
 
     def feed_until_placed(self, hosts: int, standby: int) -> None:
-        """Records keep coming until so many hosts have homes, no copy is on its way, and the standby copies are level."""
+        """Records keep coming until so many hosts have homes, no copy is on its way, and standby copies are level."""
 
         def placed() -> bool:
             now = self.copies

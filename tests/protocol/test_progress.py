@@ -111,6 +111,16 @@ def test_golden_bytes_of_a_flow_that_names_its_transactional_id() -> None:
         decode(b"orders", golden.replace(b'"a.onceflow.b"', b"7"))
 
 
+def test_golden_bytes_of_a_flow_that_has_found_keys_elsewhere() -> None:
+    golden = GOLDEN.replace(b'"flow":', b'"elsewhere":{"keys":1700000000000,"outputs":9},"flow":')
+    progress = replace(PROGRESS, elsewhere={"outputs": 9, "keys": 1_700_000_000_000})
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+    assert decode(b"orders", GOLDEN).elsewhere == {}
+    with pytest.raises(ProtocolError, match="not a progress record"):
+        decode(b"orders", golden.replace(b":9", b':"9"'))
+
+
 def test_golden_bytes_of_a_copy_that_was_promoted() -> None:
     progress = Progress("next", 3, {}, {}, 1_700_000_000_000, became="sums")
     golden = (
@@ -228,6 +238,7 @@ forks = st.builds(
         joined=offsets,
         joined_ms=st.one_of(st.none(), st.integers(0, 2**60)),
         driver=st.one_of(st.none(), st.builds(DriverProcess, names, st.integers(0, 2**31), st.integers(0, 2**60))),
+        elsewhere=st.dictionaries(names, st.integers(0, 2**60), max_size=2),
         forked=st.none() | forks | forks.map(lambda each: replace(each, producer_id=7, producer_epoch=30_000)),
     )
 )

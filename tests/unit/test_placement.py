@@ -19,6 +19,7 @@ from onceflow.planning.placement import (
     QueryShape,
     StepPlacement,
     StepShape,
+    believed,
     place,
 )
 from onceflow.planning.step_tree import changes_nothing
@@ -92,6 +93,16 @@ def test_what_failures_teach() -> None:
     assert moved == Learnt(step_seen=True, keys_elsewhere=True)
     both = moved.after(NotColocatedError("outputs", next_step="none"))
     assert both == Learnt(step_seen=True, keys_elsewhere=True, outputs_elsewhere=True)
+    assert learnt.believing({"keys": 7, "outputs": 9}) == both
+    assert both.believing({"outputs": 9}) == Learnt(step_seen=True, outputs_elsewhere=True)
+
+
+def test_what_is_believed() -> None:
+    """For a day, also of a driver whose clock is a little ahead."""
+    now, day = 1_700_000_000_000, 86_400_000
+    found = {"keys": now - day + 1, "outputs": now - day, "of a later version": now + 5}
+    assert believed(found, now) == {"keys": now - day + 1, "of a later version": now + 5}
+    assert believed({"keys": now + day}, now) == {}
 
 
 def test_the_decision_knows_nothing_of_spark() -> None:

@@ -14,7 +14,7 @@ tasks that read can do everything, there is nothing to place, see ``range_tasks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -23,6 +23,11 @@ from onceflow.messages import NotColocatedError, NotCopartitionedError, Owners, 
 #: Rows for each task of a process step, about.
 TASK_ROWS = 10_000
 _MAX_SPREAD, _MAX_TASKS = 4, 16
+#: What an attempt has found about keys or outputs is believed for so long (a day). Then one more attempt may fail for
+#: it: it may have been a single record.
+_BELIEVED_MS = 24 * 3_600_000
+#: What `Progress.elsewhere` tells of.
+KEYS, OUTPUTS = "keys", "outputs"
 
 Way = Literal["fused", "two-stage"]
 #: How rows get to the tasks that own their partition of the table: there is only *one task*, or a *shuffle* by the
@@ -86,6 +91,22 @@ class Learnt:
         if isinstance(problem, NotCopartitionedError):
             return replace(self, keys_elsewhere=True)
         return self
+
+    def believing(self, found: Collection[str]) -> Learnt:
+        """No more and no less than this was found to be elsewhere: `KEYS`, `OUTPUTS`, both, or nothing."""
+        return replace(self, outputs_elsewhere=OUTPUTS in found, keys_elsewhere=KEYS in found)
+
+
+def found_elsewhere(problem: BaseException) -> frozenset[str]:
+    """What a failed attempt has found to be elsewhere than expected: `KEYS`, `OUTPUTS`, or nothing."""
+    if isinstance(problem, NotColocatedError):
+        return frozenset({OUTPUTS})
+    return frozenset({KEYS}) if isinstance(problem, NotCopartitionedError) else frozenset()
+
+
+def believed(elsewhere: Mapping[str, int], now_ms: int) -> dict[str, int]:
+    """What earlier attempts have found that is still believed, in the form of `Progress.elsewhere`."""
+    return {name: found_ms for name, found_ms in elsewhere.items() if abs(now_ms - found_ms) < _BELIEVED_MS}
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,9 @@ class Progress:
         external_before: the ``external_commit`` of the progress that this batch has begun from; None: not known.
         transactional_id: of the flow. Flows may share the key of the record: prefix ``a.`` with name ``b``, and name
             ``a.b`` without a prefix. Their transactional ids differ, so they do not fence each other. "": not known.
+        elsewhere: what failed attempts have found, and when, epoch milliseconds: ``keys`` (records were not in the
+            partitions where Kafka's default partitioner puts their keys), ``outputs`` (outputs of a step belong to
+            partitions of other tasks). The next driver need not find it out again.
         time_ms: when the record was created, epoch milliseconds.
     """
 
@@ -216,6 +219,7 @@ class Progress:
     external_commit: str = ""
     external_before: str | None = None
     transactional_id: str = ""
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
 
 
 def progress_partition(flow: str, partition_count: int) -> int:
@@ -266,6 +270,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
     content |= {name: text for name, text in texts.items() if text}
     if progress.external_before is not None:
         content["external_before"] = progress.external_before
+    if progress.elsewhere:
+        content["elsewhere"] = succession.times_content(progress.elsewhere)
     if progress.tables:
         content["tables"] = {name: _table_content(table) for name, table in progress.tables.items()}
     content["format"] = PROGRESS_FORMAT if _is_long(content) else 1
@@ -344,6 +350,7 @@ def _progress(content: dict[str, Any], name: str) -> Progress:
         external_commit=take(content, name, "external_commit", str) if "external_commit" in content else "",
         external_before=take(content, name, "external_before", str) if "external_before" in content else None,
         transactional_id=take(content, name, "transactional_id", str) if "transactional_id" in content else "",
+        elsewhere=succession.times_of(content, name, "elsewhere") if "elsewhere" in content else {},
         time_ms=take(content, name, "time_ms", int),
     )
 

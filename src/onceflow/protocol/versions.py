@@ -163,14 +163,14 @@ def promotion_of(content: dict[str, Any], flow: str) -> Promotion:
 
 
 def times_content(times: Mapping[str, int]) -> dict[str, int]:
-    """Times by clock, as JSON."""
-    return {clock: int(ms) for clock, ms in sorted(times.items())}
+    """Times by name, as JSON."""
+    return {name: int(ms) for name, ms in sorted(times.items())}
 
 
 def times_of(content: dict[str, Any], flow: str, name: str) -> dict[str, int]:
-    """Times by clock, from JSON."""
+    """Times by name, from JSON."""
     times = take(content, flow, name, dict)
-    return {clock: take(times, flow, clock, int) for clock in times}
+    return {each: take(times, flow, each, int) for each in times}
 
 
 def _timer_ids(content: dict[str, Any], flow: str, table: str) -> frozenset[TimerId]:

@@ -51,6 +51,7 @@ from onceflow.errors import (
 )
 from onceflow.logs import log_context
 from onceflow.messages import MisplacedError
+from onceflow.planning import placement
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import TopicPartition
@@ -112,6 +113,7 @@ class BatchCommit:
         self._stores_open = False  # whether the driver has processed the last batch in this run
         self._is_quick = False  # and in little time
         self._watch = SourceWatch(session.cluster, names.flow)
+        self._elsewhere = progress.elsewhere
         self.flow = names.flow
         self.progress = progress
 
@@ -240,10 +242,18 @@ class BatchCommit:
 
     def _planned(self, source: SourceRange, batch: int, caught_up: Mapping[TopicPartition, float]) -> None:
         self._writer.refresh_targets()
+        self._believe(placement.believed(self._elsewhere, clock_ms()))
         self._joins.pin(self._writer.deadline)
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         if self._state is not None:
             self._state.planned(source, caught_up)
+
+    def _believe(self, elsewhere: Mapping[str, int]) -> None:
+        """What attempts have found, also those of earlier drivers: see `Progress.elsewhere`."""
+        self._elsewhere = elsewhere
+        self._writer.believe(elsewhere)
+        if self._state is not None:
+            self._state.believe(elsewhere)
 
     def plan_without_records(self, batch: int) -> None:
         """As `plan`, for a batch that only fires timers: its range is empty."""
@@ -341,6 +351,7 @@ class BatchCommit:
             producer_id=attempt.producer.producer_id,
             producer_epoch=attempt.producer.producer_epoch,
             driver=self._driver,
+            elsewhere=self._elsewhere,
             time_ms=clock_ms(),
         )
         left = self._state is not None and self._state.leaves_timers()
@@ -396,7 +407,7 @@ class BatchCommit:
     def learn(self, problem: BaseException) -> bool:
         """Learn from the failure for the next attempt. Returns whether the failed attempt is not counted: it had to
         bring local copies up to date, which stay, or ran where they are not."""
-        self._writer.learn(problem)
+        self._believe({**self._elsewhere, **dict.fromkeys(placement.found_elsewhere(problem), clock_ms())})
         read = self._joins.failed(problem, self._writer.deadline)
         restored = self._state is not None and self._state.failed(problem)
         cheap = isinstance(problem, TransactionTimeoutError | DeadlineExceededError | MisplacedError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 
@@ -26,12 +26,12 @@ from onceflow.errors import BadRecordError
 from onceflow.messages import (
     DRIVER,
     REPORT_SPARK_SCHEMA,
-    NotCopartitionedError,
     OutputTopic,
     Routing,
     WriteOrder,
     from_rows,
 )
+from onceflow.planning import placement
 from onceflow.planning.options import EXACTLY_ONCE, BatchSummary, SinkOptions
 from onceflow.planning.ownership import Columns, Outgoing, prepare
 from onceflow.planning.range_tasks import reading_tasks
@@ -225,9 +225,9 @@ class OutputWriter:
             return None
         return self._state.held_back()
 
-    def learn(self, problem: BaseException) -> None:
-        """Learn from a failed attempt."""
-        self._rows_elsewhere = self._rows_elsewhere or isinstance(problem, NotCopartitionedError)
+    def believe(self, found: Collection[str]) -> None:
+        """What attempts have found, also those of earlier drivers: `placement.KEYS`, for one."""
+        self._rows_elsewhere = placement.KEYS in found
 
     def _write_outgoing(self, outgoing: Outgoing, attempt: Attempt, max_tasks: int, on_driver: bool) -> list[Part]:
         targets = self._targets if outgoing.topic == self._options.topic else self._every_target()

@@ -7,7 +7,7 @@ Where steps run whose records tasks read, ``planning/placement.py`` decides (``s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +119,10 @@ class StateStep:
         for name, table in self._by_name.items():
             known[name] = replace(known.get(name, TableProgress()), open_ended=table.open_ended)
         return replace(progress, tables=known)
+
+    def believe(self, found: Collection[str]) -> None:
+        """What attempts have found, also those of earlier drivers: see `Learnt.believing`."""
+        self.learnt = self.learnt.believing(found)
 
     def facts(self) -> list[TableFacts]:
         """What is known of the tables now. It may be called in any thread."""
