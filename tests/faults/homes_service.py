@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from dataclasses import asdict
 from typing import Any
 
 import ledger
+from pyspark.sql import SparkSession
 
 import onceflow
 from onceflow import hooks
@@ -24,12 +27,25 @@ def main() -> None:
         rows = rows.where("value IS NOT NULL")
     query = flow.write(rows, topic=given["target"], trigger="200 milliseconds", engine="tasks").start()
     hooks.observe(says_when_a_batch_begins)
+    if given.get("tells_of_jobs"):
+        threading.Thread(target=tell_of_jobs, args=[spark], daemon=True).start()
     onceflow.serve(query, more=told)
 
 
 def says_when_a_batch_begins(step: str, *, batch: int | None, **facts: Any) -> None:
     if step == "begin":
         print(f"begin {batch}", flush=True)
+
+
+def tell_of_jobs(spark: SparkSession) -> None:
+    """How many jobs run now, whenever that has changed."""
+    tracker, last = spark.sparkContext.statusTracker(), 0
+    while True:
+        count = len(tracker.getActiveJobsIds())
+        if count != last:
+            print(f"jobs {count}", flush=True)
+        last = count
+        time.sleep(0.1)
 
 
 def told(query: Any) -> dict[str, Any]:

@@ -51,6 +51,11 @@ class Service:
         return max(begun, default=0) > self.last["batch"]
 
     @property
+    def jobs(self) -> int:
+        """How many jobs run, if the service tells of them."""
+        return [0, *(int(line.split()[1]) for line in self.lines if line.startswith("jobs "))][-1]
+
+    @property
     def last(self) -> dict[str, Any]:
         return self.batches[-1]
 
@@ -251,13 +256,14 @@ def test_tasks_do_not_wait_for_an_executor_that_is_gone(
         busy, go_on = [tmp_path / "busy", tmp_path / "busy too"], tmp_path / "go-on"
         rule = {"step": hooks.RESTORE, "where": "task", "action": "pause", "seconds": 200, "until": str(go_on)}
         rules = faults.value_of(*({**rule, "once_file": str(each)} for each in busy))
-        service = Service(pipe, driver_process(SERVICE, rules, arguments_of(pipe, cluster, copies=2)))
+        arguments = {**arguments_of(pipe, cluster, copies=2), "tells_of_jobs": True}
+        service = Service(pipe, driver_process(SERVICE, rules, arguments))
         service.feed_until(lambda: all(each.exists() for each in busy), "executors that are busy")
-        service.feed_until(lambda: service.is_in_batch, "a batch begins")
+        service.feed_until(lambda: service.is_in_batch and service.jobs == 2, "a batch waits for them")
         cluster.lose(cluster.workers[0])
         go_on.touch()
         said = "An executor is gone before a task has begun"
-        wait_until(lambda: said in "".join(service.lines), WAIT_S, lambda: "".join(service.lines)[-5000:])
+        wait_until(lambda: said in "".join(service.lines), WAIT_S, lambda: f"{said}; {''.join(service.lines[-20:])}")
         service.feed_batches(2)
         service.end()
     pipe.check(local=False)
