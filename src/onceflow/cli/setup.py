@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
@@ -36,22 +37,31 @@ def setup(jars_only: bool, as_json: bool) -> None:
         return
     console = Console(highlight=False, stderr=as_json)
     find_java()
-    steps: list[tuple[str, Callable[[], list[Path]]]] = [
-        (f"Kafka connector for Spark {jars.installed_spark_version()}", jars.spark_connector_jars),
-        (f"Apache Kafka {jars.BROKER_VERSION}", jars.kafka_broker_classpath),
-    ]
-    counts = {}
-    for name, resolve in steps:
-        started = time.monotonic()
-        console.print(f"{name}: downloading, unless it is in the cache ...")
-        counts[name] = len(resolve())
-        console.print(f"{name}: {counts[name]} jars, {time.monotonic() - started:.1f} s")
+    with ThreadPoolExecutor(1, "download") as beside:  # what tests need, while Spark is prepared
+        broker = beside.submit(_downloaded, f"Apache Kafka {jars.BROKER_VERSION}", jars.kafka_broker_classpath, console)
+        spark = f"Kafka connector for Spark {jars.installed_spark_version()}"
+        counts = dict([_downloaded(spark, jars.spark_connector_jars, console)])
+        archive = _archived(console)
+        counts |= [broker.result()]
+    console.print(f"cache: {jars.cache_dir()}", soft_wrap=True)
+    if as_json:
+        made_of = {"cache": str(jars.cache_dir()), "jars": counts, "archive": str(archive) if archive else None}
+        click.echo(json.dumps(made_of))
+
+
+def _downloaded(name: str, resolve: Callable[[], list[Path]], console: Console) -> tuple[str, int]:
+    """Download jars. Returns the name, and how many there are."""
+    started = time.monotonic()
+    console.print(f"{name}: downloading, unless it is in the cache ...")
+    count = len(resolve())
+    console.print(f"{name}: {count} jars, {time.monotonic() - started:.1f} s")
+    return name, count
+
+
+def _archived(console: Console) -> Path | None:
     started = time.monotonic()
     console.print("archive of Spark's classes: making it, unless it is in the cache ...")
     archive = class_archive.make_archive()
     made = f"{time.monotonic() - started:.1f} s" if archive else "not possible here, Spark starts slower"
     console.print(f"archive of Spark's classes: {made}")
-    console.print(f"cache: {jars.cache_dir()}", soft_wrap=True)
-    if as_json:
-        made_of = {"cache": str(jars.cache_dir()), "jars": counts, "archive": str(archive) if archive else None}
-        click.echo(json.dumps(made_of))
+    return archive
