@@ -465,8 +465,8 @@ def tasks_begin_too_early(patch: Patch) -> None:
     """Tasks read a range from one record before it on."""
     original = range_rows.dealt
 
-    def dealt(places: Any, tasks: int) -> Any:
-        return original([(topic, n, max(0, start - 1), end) for topic, n, start, end in places], tasks)
+    def dealt(places: Any, *others: Any) -> Any:
+        return original([(topic, n, max(0, start - 1), end) for topic, n, start, end in places], *others)
 
     patch.setattr(range_rows, "dealt", dealt)
 
@@ -545,6 +545,15 @@ def write_everything(pipe: Any, fault: Fault, once: Path, engine: str) -> BaseEx
     return None
 
 
+def is_out_of_date(end: BaseException | None) -> bool:
+    """Whether a run has ended because the code has changed that a mutant changes, and not in the way it breaks."""
+    while end is not None:
+        if isinstance(end, TypeError | AttributeError | NameError):
+            return True
+        end = end.__cause__ or end.__context__
+    return False
+
+
 def run(
     pipe: Any, mutant: Callable[[Patch], None], fault: Fault, engine: str
 ) -> tuple[Any, list[BaseException | None]]:
@@ -566,6 +575,7 @@ def run(
                 break
             if fault.more and number == 0:
                 pipe.fill(BATCH_ROWS)
+    assert not any(map(is_out_of_date, ends)), f"the mutant does not fit the code that it changes: {ends}"
     assert once.exists() == fault.leaves_a_trace, "the fault has not happened"
     verdict = recorder.verify(path, pipe.bootstrap, pipe.flow, sources=[pipe.source], outputs=[pipe.target], seconds=30)
     return verdict, ends
