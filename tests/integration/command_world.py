@@ -157,7 +157,12 @@ class CommandWorld:
                 assert plain.flush(30) == 0
                 if label.startswith("transactions"):
                     producer = Producer(
-                        {"bootstrap.servers": self._servers, "transactional.id": names["ID"], "log_level": 0}
+                        {
+                            "bootstrap.servers": self._servers,
+                            "transactional.id": names["ID"],
+                            "transaction.timeout.ms": 600_000,  # it stays open until its command is tried
+                            "log_level": 0,
+                        }
                     )
                     producer.init_transactions(30)
                     producer.begin_transaction()
