@@ -17,6 +17,7 @@ from deltalake import DeltaTable
 
 from onceflow import DeltaSink
 from onceflow.external.sink import BatchAttempt, RefusedRow
+from onceflow.host import jars
 from onceflow.testing.external_sink_suite import FLOW, SCHEMA, Writer
 
 pytestmark = [
@@ -27,14 +28,16 @@ pytestmark = [
 ]
 
 #: The newest artifact of Delta Lake for the Spark of the tests.
-PACKAGE = "io.delta:delta-spark_4.2_2.13:4.4.0"
+DELTA = jars.Coordinate("io.delta", "delta-spark_4.2_2.13", "4.4.0")
 SPARK = """
 import json, sys
 from pyspark.sql import SparkSession
 
-builder = SparkSession.builder.master("local[1]").config("spark.jars.packages", sys.argv[1])
+builder = SparkSession.builder.master("local[1]").config("spark.jars", sys.argv[1])
 builder = builder.config("spark.sql.extensions", "io.delta.sql.DeltaSparkSessionExtension")
 builder = builder.config("spark.sql.session.timeZone", "UTC")
+builder = builder.config("spark.ui.enabled", "false").config("spark.sql.shuffle.partitions", "1")
+builder = builder.config("spark.databricks.delta.snapshotPartitions", "1")
 catalog = "org.apache.spark.sql.delta.catalog.DeltaCatalog"
 spark = builder.config("spark.sql.catalog.spark_catalog", catalog).getOrCreate()
 spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
@@ -45,7 +48,8 @@ print(json.dumps(found, default=str))
 
 def run(*statements: str) -> list[list[dict[str, Any]]]:
     """The rows that Spark returns for each statement."""
-    command = [sys.executable, "-c", SPARK, PACKAGE, json.dumps(statements)]
+    found = ",".join(map(str, jars.resolve([DELTA], transitive=True)))
+    command = [sys.executable, "-c", SPARK, found, json.dumps(statements)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]

@@ -72,7 +72,7 @@ def create_topic(
         created = topics.create_topic(cluster, name, partitions=partitions, configs=configs or {}, deadline=deadline)
         if existed and not created:  # otherwise this call has created it, and the first response was lost
             raise OptionError("it exists already")
-        cluster.topics([name], deadline, patient=True)  # waits until every partition has a leader
+        topics.await_topic(cluster, name, deadline)  # until every partition has a leader
     except OnceflowError as error:
         raise BrokerUnreachableError(
             f"Topic {name} could not be created at {bootstrap_servers}.",
