@@ -256,7 +256,14 @@ def test_tasks_do_not_wait_for_an_executor_that_is_gone(
         busy, go_on = [tmp_path / "busy", tmp_path / "busy too"], tmp_path / "go-on"
         rule = {"step": hooks.RESTORE, "where": "task", "action": "pause", "seconds": 200, "until": str(go_on)}
         rules = faults.value_of(*({**rule, "once_file": str(each)} for each in busy))
+        # Both are there when the flow begins: else the first one has all homes, and nothing to restore.
+        both = {
+            "spark.cores.max": "2",
+            "spark.scheduler.minRegisteredResourcesRatio": "1.0",
+            "spark.scheduler.maxRegisteredResourcesWaitingTime": "120s",
+        }
         arguments = {**arguments_of(pipe, cluster, copies=2), "tells_of_jobs": True}
+        arguments["config"] = {**cluster.settings, **both}
         service = Service(pipe, driver_process(SERVICE, rules, arguments))
         service.feed_until(lambda: all(each.exists() for each in busy), "executors that are busy")
         service.feed_until(lambda: service.is_in_batch and service.jobs == 2, "a batch waits for them")
