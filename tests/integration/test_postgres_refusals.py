@@ -416,6 +416,7 @@ _NAMES = st.one_of(
 @given(schema=_NAMES, table=_NAMES, names=st.lists(_NAMES, min_size=3, max_size=3, unique=True), flag=_NAMES)
 @example('%s{}"', 'a.b%(receipts)s"{0}', ["receipt", "%s%%", "key_0"], "row")
 @example("select", "t", ["last", "excluded", "c0"], "\\'; --")
+@example("target", "excluded", ["target", "excluded", "t"], "x")
 def test_names_of_any_kind(postgres: LocalPostgres, schema: str, table: str, names: list[str], flag: str) -> None:
     """Of a schema, a table, its columns, its type, and the flag."""
     schema = schema.replace(".", "_") if not schema.startswith("pg_") else "schema"

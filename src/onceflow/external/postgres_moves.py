@@ -245,7 +245,8 @@ class Moves:
         names = self._write.columns([*self._columns])
         table = self._relation.sql
         values = sql.SQL(", ").join(self._columns[name].moved() for name in names)
-        insert = sql.SQL("INSERT INTO {} ({}) SELECT {} FROM ").format(table, _listed(names), values)
+        # Without another name, a table could be called like the rows that conflict: "excluded".
+        insert = sql.SQL("INSERT INTO {} AS target ({}) SELECT {} FROM ").format(table, _listed(names), values)
         if self._key is None:
             # To sort them takes a third of the time of the whole transaction.
             shown = order if self._ordered else ()
