@@ -242,6 +242,8 @@ def test_keys_that_are_elsewhere_are_moved(
     assert counted(onceflow_broker, target) == Counter(sent)
     first, *others = [batch.attempts for batch in query.batches]
     assert (first, {*others}) == (2 if guarantee == "exactly_once" else 1, {1})
+    assert len(others) >= 2
+    assert all(batch.max_rows <= 1500 for batch in query.batches)
     assert sum(report["numInputRows"] for report in query.recentProgress) == 4000
     assert not any("reading" in batch.path for batch in query.batches)
     seen = independent.read_topic(onceflow_broker, target)

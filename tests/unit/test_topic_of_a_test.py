@@ -21,7 +21,7 @@ class KnownTopics:
         if not self.exists:
             self.exists = True
             raise UnknownTopicError("This topic does not exist")
-        return dict.fromkeys(names)
+        return dict.fromkeys(names, "what is known of it")
 
 
 @pytest.mark.parametrize("existed", [False, True])

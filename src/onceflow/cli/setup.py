@@ -37,25 +37,26 @@ def setup(jars_only: bool, as_json: bool) -> None:
         return
     console = Console(highlight=False, stderr=as_json)
     find_java()
+    connector = f"Kafka connector for Spark {jars.installed_spark_version()}"
+    broker = f"Apache Kafka {jars.BROKER_VERSION}"
     with ThreadPoolExecutor(1, "download") as beside:  # what tests need, while Spark is prepared
-        broker = beside.submit(_downloaded, f"Apache Kafka {jars.BROKER_VERSION}", jars.kafka_broker_classpath, console)
-        spark = f"Kafka connector for Spark {jars.installed_spark_version()}"
-        counts = dict([_downloaded(spark, jars.spark_connector_jars, console)])
+        downloading = beside.submit(_downloaded, broker, jars.kafka_broker_classpath, console)
+        counts = {connector: _downloaded(connector, jars.spark_connector_jars, console)}
         archive = _archived(console)
-        counts |= [broker.result()]
+        counts[broker] = downloading.result()
     console.print(f"cache: {jars.cache_dir()}", soft_wrap=True)
     if as_json:
         made_of = {"cache": str(jars.cache_dir()), "jars": counts, "archive": str(archive) if archive else None}
         click.echo(json.dumps(made_of))
 
 
-def _downloaded(name: str, resolve: Callable[[], list[Path]], console: Console) -> tuple[str, int]:
-    """Download jars. Returns the name, and how many there are."""
+def _downloaded(name: str, resolve: Callable[[], list[Path]], console: Console) -> int:
+    """Download jars. Returns how many there are."""
     started = time.monotonic()
     console.print(f"{name}: downloading, unless it is in the cache ...")
     count = len(resolve())
     console.print(f"{name}: {count} jars, {time.monotonic() - started:.1f} s")
-    return name, count
+    return count
 
 
 def _archived(console: Console) -> Path | None:

@@ -86,11 +86,14 @@ class Learnt:
 
     def after(self, problem: BaseException) -> Learnt:
         """An attempt has failed."""
-        if isinstance(problem, NotColocatedError):
-            return replace(self, outputs_elsewhere=True)
-        if isinstance(problem, NotCopartitionedError):
-            return replace(self, keys_elsewhere=True)
-        return self
+        found = found_elsewhere(problem)
+        if not found:
+            return self
+        return replace(
+            self,
+            outputs_elsewhere=self.outputs_elsewhere or OUTPUTS in found,
+            keys_elsewhere=self.keys_elsewhere or KEYS in found,
+        )
 
     def believing(self, found: Collection[str]) -> Learnt:
         """No more and no less than this was found to be elsewhere: `KEYS`, `OUTPUTS`, both, or nothing."""

@@ -13,7 +13,7 @@ from onceflow.client import topics
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.errors import BrokerUnreachableError, OnceflowError, OptionError, UnknownTopicError
+from onceflow.errors import BrokerUnreachableError, OnceflowError, OptionError
 
 TOPIC_TIMEOUT_S = 30
 
@@ -68,7 +68,7 @@ def create_topic(
     deadline = Deadline(TOPIC_TIMEOUT_S, f"creating topic {name}")
     try:
         cluster = _cluster(bootstrap_servers, os.getpid())
-        existed = _exists(cluster, name, deadline)
+        existed = topics.find_topic(cluster, name, "DESCRIBE", deadline) is not None
         created = topics.create_topic(cluster, name, partitions=partitions, configs=configs or {}, deadline=deadline)
         if existed and not created:  # otherwise this call has created it, and the first response was lost
             raise OptionError("it exists already")
@@ -80,14 +80,6 @@ def create_topic(
             detail="; ".join(filter(None, [error.what, error.detail])),
             next_step="See whether the broker runs and whether the topic configuration is valid.",
         ) from error
-
-
-def _exists(cluster: Cluster, name: str, deadline: Deadline) -> bool:
-    try:
-        cluster.topics([name], deadline, once=True)
-    except UnknownTopicError:
-        return False
-    return True
 
 
 @lru_cache(maxsize=1)
