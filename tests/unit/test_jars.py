@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from onceflow.cli import setup as command
 from onceflow.errors import EnvironmentUnusableError
@@ -195,31 +197,31 @@ def test_without_a_mirror_ivy_decides(tmp_path: Path) -> None:
     assert jars.maven_mirror(broken) is None
 
 
-def test_setup_says_what_it_does_before_it_takes_its_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told: list[str] = []
+def test_setup_says_what_it_does_before_it_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.StringIO()
+    told: dict[str, str] = {}
 
-    def step(result: Any) -> Callable[[], Any]:
+    def step(name: str, result: Any) -> Callable[[], Any]:
         def take_long() -> Any:
-            told.append(capsys.readouterr().out)
+            told[name] = output.getvalue()  # the broker's jars come beside the others, in any order
             return result
 
         return take_long
 
     monkeypatch.setattr(command, "find_java", lambda: None)
+    monkeypatch.setattr(command, "Console", lambda **_: Console(file=output, width=200))
     monkeypatch.setattr(jars, "installed_spark_version", lambda: "4.2.0")
-    monkeypatch.setattr(jars, "spark_connector_jars", step([Path("a")]))
-    monkeypatch.setattr(jars, "kafka_broker_classpath", step([Path("b"), Path("c")]))
-    monkeypatch.setattr(command.class_archive, "make_archive", step(None))
+    monkeypatch.setattr(jars, "spark_connector_jars", step("connector", [Path("a")]))
+    monkeypatch.setattr(jars, "kafka_broker_classpath", step("broker", [Path("b"), Path("c")]))
+    monkeypatch.setattr(command.class_archive, "make_archive", step("archive", None))
     command.setup.main([], standalone_mode=False)
-    connector, broker, archive = told
-    assert connector.startswith("Kafka connector for Spark 4.2.0: downloading, unless")
-    assert "1 jars" in broker
-    assert broker.splitlines()[-1].startswith(f"Apache Kafka {jars.BROKER_VERSION}: downloading, unless")
-    assert "2 jars" in archive
-    assert archive.splitlines()[-1].startswith("archive of Spark's classes: making it, unless")
-    assert "not possible here" in capsys.readouterr().out
+    assert "Kafka connector for Spark 4.2.0: downloading, unless" in told["connector"]
+    assert "Kafka connector for Spark 4.2.0: 1 jars" not in told["connector"]
+    assert f"Apache Kafka {jars.BROKER_VERSION}: downloading, unless" in told["broker"]
+    assert "archive of Spark's classes: making it, unless" in told["archive"]
+    assert "Kafka connector for Spark 4.2.0: 1 jars" in told["archive"]
+    assert f"Apache Kafka {jars.BROKER_VERSION}: 2 jars" in output.getvalue()
+    assert "not possible here" in output.getvalue()
 
 
 def test_make_says_what_it_does_before_each_long_step() -> None:
