@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from onceflow.messages import StateOrder, TaskReport, WriteOrder, encoded
-from onceflow.task import task_logs
+from onceflow.task import task_logs, worker_memory
 from onceflow.task.range_reader import RangeReader, ReadOrder, reader_cluster
 from onceflow.task.row_writer import task_info, worker_cluster, write_rows
 from onceflow.task.state_tasks import run_fused
@@ -55,6 +55,7 @@ class ReadTask:
         self.read = read
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        worker_memory.task_begins()
         cluster = reader_cluster(self.read.settings)
         for batch in batches:
             for part in batch.column("id").to_pylist():

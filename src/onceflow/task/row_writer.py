@@ -46,7 +46,7 @@ from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.output_limits import OutputLimits
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state.api.user_errors import shown
-from onceflow.task import task_logs
+from onceflow.task import task_logs, worker_memory
 
 log = logging.getLogger("onceflow")
 
@@ -83,6 +83,7 @@ def task_info(order: WriteOrder) -> TaskInfo:
     context = TaskContext.get()
     if context is None:
         raise RuntimeError("the code of a task was called outside a Spark task")
+    worker_memory.task_begins()
     hooks.configure(order.faults)
     hooks.at("begin", where="task", flow=order.flow, batch=order.batch, task=context.partitionId())
     return TaskInfo("task", context.partitionId(), context.attemptNumber(), context.stageId())
