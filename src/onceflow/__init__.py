@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         ProcessorError,
         ProgressConflictError,
         ProtocolError,
+        RegistryUnavailableError,
         SchemaError,
         StorageUnavailableError,
         TransactionTimeoutError,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from onceflow.metrics.lineage import Lineage
     from onceflow.metrics.telemetry import Telemetry
     from onceflow.query import FlowQuery
+    from onceflow.schema_registry.registry import SchemaRegistry
     from onceflow.service.serving import serve
     from onceflow.session import session
     from onceflow.state.api import serdes
@@ -109,8 +111,10 @@ __all__ = [
     "ProgressConflictError",
     "ProtocolError",
     "Record",
+    "RegistryUnavailableError",
     "Retry",
     "SchemaError",
+    "SchemaRegistry",
     "State",
     "StorageUnavailableError",
     "StoredValue",
@@ -153,6 +157,7 @@ _HOMES = {
     "Processor": "onceflow.state.api.processor",
     "Record": "onceflow.state.api.record",
     "Retry": "onceflow.state.engine.retry",
+    "SchemaRegistry": "onceflow.schema_registry.registry",
     "State": "onceflow.state.api.handle",
     "StoredValue": "onceflow.claim_check.stored_value",
     "Telemetry": "onceflow.metrics.telemetry",

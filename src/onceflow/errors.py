@@ -220,6 +220,10 @@ class StorageUnavailableError(EnvironmentUnusableError):
     """The store of a claim check cannot be reached, or refuses a request. No record is to blame."""
 
 
+class RegistryUnavailableError(EnvironmentUnusableError):
+    """A schema registry does not answer, or refuses to. No record is to blame."""
+
+
 class ClaimCheckError(OnceflowError):
     """A stored value is missing or was altered, or the reference to it cannot be read."""
 

@@ -31,7 +31,7 @@ from onceflow.logs import json_logs
 from onceflow.options.arguments import checked_arguments
 from onceflow.options.durations import option_seconds
 from onceflow.planning import calls as planned_calls
-from onceflow.planning import joins, maps, process, step_query
+from onceflow.planning import joins, maps, process, step_query, value_formats
 from onceflow.planning.deduplicate import DedupOptions, check_deduplication, dedup_columns
 from onceflow.planning.external_write import ExternalOptions, check_external
 from onceflow.planning.process import StepOptions
@@ -138,6 +138,9 @@ class Flow:
         include_headers: bool = False,
         options: Mapping[str, str] | None = None,
         until: Until | None = None,
+        key_format: Any = None,
+        value_format: Any = None,
+        corrupt_column: str | None = None,
     ) -> DataFrame:
         """A streaming DataFrame of one topic. It continues after the last committed batch of the flow.
 
@@ -160,6 +163,9 @@ class Flow:
                 ``latest``: at the end of the topic at this call. An offset is the first that is not read. A time (a
                 datetime with a time zone, a text such as ``2025-01-31T08:00:00Z``, or epoch milliseconds): before the
                 first record with this timestamp or a later one. The query ends when all reads are there.
+            key_format, value_format: a serde of Avro, whose types the column has in place of bytes.
+            corrupt_column: a further column with what is wrong with such a key or value, which is null then. None: it
+                stops the flow.
 
         Returns:
             Spark's Kafka columns: key, value, topic, partition, offset, timestamp, timestampType[, headers].
@@ -174,6 +180,7 @@ class Flow:
             topic, starting_offsets, max_records_per_batch, fail_on_data_loss, include_headers, options or {}, bound
         )
         check_read(given, self.name)
+        typed = value_formats.check_formats(key_format, value_format, corrupt_column, self.name)
         with fenced_ends_program(), self._runs.lock:
             self._runs.check_readable(topic)
             queries.check_connector(self._spark, self.name)
@@ -182,7 +189,8 @@ class Flow:
             offsets = takeover.add_source(given)
             ends = takeover.until.get(topic)
         options_of_source = source_options(given, offsets, self.name)
-        return load_source(self._spark, self._settings, options_of_source, ends, partitions=len(offsets))
+        rows = load_source(self._spark, self._settings, options_of_source, ends, partitions=len(offsets))
+        return rows if typed is None else self.map(rows, typed, schema=value_formats.columns_behind(typed, rows.schema))
 
     @checked_arguments
     def process(

@@ -43,6 +43,7 @@ REFERENCE = ROOT / "docs" / "reference.md"
 STATE = ROOT / "docs" / "state.md"
 DEDUPLICATION = ROOT / "docs" / "deduplication.md"
 CLAIM_CHECK = ROOT / "docs" / "claim-check.md"
+SCHEMA_REGISTRY = ROOT / "docs" / "schema-registry.md"
 TABLES = ROOT / "docs" / "tables.md"
 WINDOWS = ROOT / "docs" / "windows.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
@@ -432,6 +433,17 @@ def test_the_examples_of_the_claim_check_page(s3: S3Server, tmp_path: Path, monk
     names = execute(only(blocks(CLAIM_CHECK, "python", "put_file")))
     assert names["first"] == b"y" * 1000
     assert (tmp_path / "copy.bin").read_bytes() == b"y" * 5_000_000
+
+
+def test_the_example_of_the_schema_registry_page() -> None:
+    code = only(blocks(SCHEMA_REGISTRY, "python", "class Balances")).replace("http://localhost:8081", "mock://docs")
+    example = execute(code)
+    payment = {"type": "record", "name": "Payment", "fields": [{"name": "cents", "type": "long"}]}
+    raw = example["registry"].avro("payments-value", json.dumps(payment), register=True).encode({"cents": 5})
+    driver = ProcessorDriver(example["Balances"]())
+    assert driver.send("ada", raw) == [Record("ada", {"account": "ada", "balance": 5})]
+    driver.send("ada", {"cents": 6})
+    assert driver.state("ada") == {"account": "ada", "balance": 11}
 
 
 def test_the_processors_of_the_windows_page() -> None:

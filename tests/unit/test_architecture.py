@@ -78,10 +78,11 @@ ALLOWED = {
     "metrics": "_version options planning state",
     "options": "",
     "planning": (
-        "arrow_types calls engine_query external messages options protocol spark state state.api "
+        "arrow_types calls engine_query external messages options protocol schema_registry spark state state.api "
         "state.changelog state.engine state.joins state.local state.stores state.windows task"
     ),
     "protocol": "",
+    "schema_registry": "arrow_types options state.format",
     "server": "_version client options protocol state.format state.local state.stores tables",
     "service": "interactive logs metrics options planning query spark uncaught",
     "spark": "arrow_types client engine_query host interactive state state.api",

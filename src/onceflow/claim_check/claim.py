@@ -19,7 +19,7 @@ from onceflow.errors import ClaimCheckError, OptionError
 from onceflow.object_storage import CHUNK_BYTES
 from onceflow.options.arguments import checked_arguments
 from onceflow.options.sizes import size_bytes
-from onceflow.state.api.serdes import BYTES, is_serde
+from onceflow.state.api.serdes import BYTES, is_serde, prepare
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -140,6 +140,10 @@ class ClaimCheck:
     def decode_bytes(self, raw: bytes) -> bytes:
         """As `decode`, without the inner serde."""
         return StoredValue(raw, self._store, self._inner).read_bytes() if is_reference(raw) else raw
+
+    def prepare(self) -> None:
+        """Have the inner serde find what it needs."""
+        prepare(self._inner)
 
     def decodes_large(self, values: Any) -> bool:
         """Whether there is a reference in an Arrow column that `decode` would read: then fewer are decoded at once."""

@@ -44,15 +44,20 @@ LOCAL_FS_MODULE = "hadoop-bare-naked-local-fs"
 
 @dataclass(frozen=True)
 class Coordinate:
-    """One Maven module, with other revisions to try if the first one does not exist."""
+    """One Maven module, with other revisions to try if the first one does not exist.
+
+    Args:
+        archive: classifier and extension of a file that the module has in place of a jar: ``all.tar.gz``.
+    """
 
     organisation: str
     module: str
     revision: str
     fallbacks: tuple[str, ...] = ()
+    archive: str = ""
 
     def __str__(self) -> str:
-        return f"{self.organisation}:{self.module}:{self.revision}"
+        return ":".join(filter(None, (self.organisation, self.module, self.revision, self.archive)))
 
 
 def cache_dir() -> Path:
@@ -240,7 +245,7 @@ def _make_set(folder: Path, coordinates: Sequence[Coordinate], *, transitive: bo
     try:
         jars_dir = scratch / "set"
         _retrieve(jars_dir, scratch, coordinates, transitive=transitive)
-        names = sorted(path.name for path in jars_dir.glob("*.jar"))
+        names = sorted(path.name for path in jars_dir.iterdir())
         (jars_dir / "classpath").write_text("".join(f"{name}\n" for name in names))
         protect(jars_dir)
         if folder.exists():  # it is incomplete: _read_set returned None, under the same lock
@@ -255,7 +260,7 @@ def _retrieve(jars_dir: Path, scratch: Path, coordinates: Sequence[Coordinate], 
     wanted = list(coordinates)
     while True:
         answer = _run_ivy(jars_dir, scratch, wanted, transitive=transitive)
-        if answer.returncode == 0 and any(jars_dir.glob("*.jar")):
+        if answer.returncode == 0 and any(jars_dir.glob("*")):
             return
         missing = set(re.findall(r"(\S+?)#(\S+?);(\S+?): not found", answer.stdout))
         again = [
@@ -308,13 +313,24 @@ def ivy_module(coordinates: Sequence[Coordinate], *, transitive: bool) -> str:
     flag = str(transitive).lower()
     dependencies = "".join(
         f"<dependency org={quoteattr(c.organisation)} name={quoteattr(c.module)} rev={quoteattr(c.revision)} "
-        f'transitive="{flag}" conf="default-&gt;default"/>'
+        f'transitive="{flag}" conf="default-&gt;default">{_artifact(c)}</dependency>'
         for c in coordinates
     )
     return (
-        '<ivy-module version="2.0"><info organisation="onceflow" module="jars"/>'
+        '<ivy-module version="2.0" xmlns:m="http://ant.apache.org/ivy/maven">'
+        '<info organisation="onceflow" module="jars"/>'
         '<configurations><conf name="default"/></configurations>'
         f"<dependencies>{dependencies}</dependencies></ivy-module>"
+    )
+
+
+def _artifact(coordinate: Coordinate) -> str:
+    classifier, _, extension = coordinate.archive.partition(".")
+    kind = quoteattr(extension)
+    return (
+        f"<artifact name={quoteattr(coordinate.module)} type={kind} ext={kind} m:classifier={quoteattr(classifier)}/>"
+        if extension
+        else ""
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from onceflow.errors import OptionError, counted
-from onceflow.state.api.serdes import is_serde
+from onceflow.errors import OptionError, counted, located
+from onceflow.state.api.serdes import is_serde, prepare
 from onceflow.state.changelog.compacted_topic import CompactedTopic
 from onceflow.state.joins.spec import JoinSpec, JoinTable
 from onceflow.state.local.format import default_state_dir
@@ -63,6 +63,8 @@ def checked_table(table: Any, *, own: Container[str], flow: str) -> JoinTable:
                 flow=flow,
                 next_step="give serdes.STRING, serdes.JSON, ...",
             )
+        with located(flow=flow, topic=found.topic):
+            prepare(serde)
     check_store(found.store, flow)
     return found
 

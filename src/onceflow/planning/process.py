@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onceflow.errors import OptionError
+from onceflow.errors import OptionError, located
 from onceflow.options.column_names import did_you_mean
 from onceflow.options.durations import duration_ms
 from onceflow.planning.dead_letter_limit import check_limit
@@ -17,7 +17,7 @@ from onceflow.planning.options import check_whole, is_whole
 from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor, overrides
-from onceflow.state.api.serdes import is_serde
+from onceflow.state.api.serdes import is_serde, prepare
 from onceflow.state.changelog.topics import TableTopics
 from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.retry import Retry
@@ -191,6 +191,8 @@ def _check_serdes(processor: Processor | ColumnProcessor, flow: str) -> None:
                 flow=flow,
                 next_step="give one of onceflow.serdes, such as serdes.JSON, serdes.STRING or serdes.struct(...)",
             )
+        with located(flow=flow):
+            prepare(serde)
 
 
 def _unbound(signature: inspect.Signature, arguments: Sequence[str]) -> str:

@@ -20,8 +20,8 @@ from pyspark.errors import PySparkException
 from pyspark.errors.exceptions.captured import unwrap_spark_exception
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.serializers import ArrowCollectSerializer
-from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import StructField, StructType, YearMonthIntervalType
+from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
+from pyspark.sql.types import DataType, StructField, StructType, YearMonthIntervalType
 
 from onceflow.errors import SchemaError
 from onceflow.spark import versions
@@ -66,6 +66,11 @@ def arrow_schema(df: DataFrame) -> pa.Schema:
             next_step="select it as text, string(column), or leave it out",
         ) from error
     return arrow_schema_of(df.sparkSession, schema, "which tasks cannot bring to another system")
+
+
+def spark_type_of(kind: pa.DataType) -> DataType:
+    """What Spark calls a type of Arrow. Times without a time zone stay without one."""
+    return from_arrow_type(kind, prefer_timestamp_ntz=True)
 
 
 def arrow_schema_of(spark: SparkSession, schema: StructType, why: str, *, large: bool | None = None) -> pa.Schema:

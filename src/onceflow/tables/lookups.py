@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from onceflow.errors import BadRecordError, OptionError
+from onceflow.errors import BadRecordError, EnvironmentUnusableError, OptionError
 from onceflow.state.api import serdes
 from onceflow.state.api.bounds import against_order
 from onceflow.state.api.equal_keys import ambiguous
@@ -179,6 +179,8 @@ class Lookups(abc.ABC):
     def _read(self, serde: Any, raw: bytes, what: str, key: Any) -> Any:
         try:
             return serde.decode(raw)
+        except EnvironmentUnusableError:  # of storage or of a registry that does not answer: the row is not at fault
+            raise
         except Exception as unreadable:
             raise BadRecordError(
                 f"A {what} of table {self.topic} is not {_name(serde)}",

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from onceflow import user_code
 from onceflow.client.committed import CommittedReader
-from onceflow.errors import BadRecordError, OnceflowError, OptionError
+from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError
 from onceflow.messages import JOINED_PROPERTY, CopiesOrder, JoinOrder, batch_property
 from onceflow.spark import function_names
 from onceflow.state.api import serdes
@@ -87,6 +87,8 @@ class JoinTask:
             encoded = column.dictionary_encode()
             keys = pa.array([self._key(each) for each in encoded.dictionary.to_pylist()], pa.binary())
             return pa.DictionaryArray.from_arrays(encoded.indices, keys)
+        except EnvironmentUnusableError:  # of storage or of a registry that does not answer, as below
+            raise
         except Exception as error:
             raise BadRecordError(
                 f"A value of column {self.order.on!r} is no key of table {self.order.spec.topic}",
@@ -111,6 +113,8 @@ class JoinTask:
         encoded = matched.dictionary_encode()
         try:
             return [column.take(encoded.indices) for column in self._read(encoded.dictionary)]
+        except EnvironmentUnusableError:
+            raise
         except Exception as error:
             raise BadRecordError(
                 f"A value of table {self.order.spec.topic} cannot be read as "
@@ -133,6 +137,8 @@ class JoinTask:
             start, count = left.pop()
             try:
                 parts.append(self._read(distinct.slice(start, count)))
+            except EnvironmentUnusableError:
+                raise
             except Exception:
                 if count > 1:  # few are bad, so most of the halves are read as a whole
                     half = count // 2

@@ -20,6 +20,7 @@ from onceflow.errors import (
     PermissionDeniedError,
     ProcessorError,
     ProtocolError,
+    RegistryUnavailableError,
     SchemaError,
     StorageUnavailableError,
     TransactionTimeoutError,
@@ -39,6 +40,7 @@ WORTH_A_RERUN = (
     DeadlineExceededError,
     BrokerUnreachableError,
     StorageUnavailableError,
+    RegistryUnavailableError,
     FencedError,  # tasks get it after a transaction timeout; the abort has shown that no other driver owns the id
 )
 """Another attempt may help: it has a new epoch, and its transaction timeout starts again."""
@@ -48,6 +50,7 @@ _RAISED_THERE: tuple[type[OnceflowError], ...] = (
     ProcessorError,
     EnvironmentUnusableError,
     StorageUnavailableError,
+    RegistryUnavailableError,
     SchemaError,
     DataLossError,
     BadRecordError,

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from onceflow import user_code
+from onceflow.errors import EnvironmentUnusableError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state.api.bounds import against_order
 from onceflow.state.api.equal_keys import ambiguous
@@ -216,6 +217,8 @@ class JoinedTable:
     def _decoded(self, raw: bytes, key: Any) -> Any:
         try:
             return self._value.decode(raw)
+        except EnvironmentUnusableError:  # of storage or of a registry that does not answer
+            raise
         except Exception as error:
             raise ValueError(
                 f"the value of key {key!r:.100} of table {self._name!r} cannot be decoded: {user_code.in_words(error)}"

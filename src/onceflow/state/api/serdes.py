@@ -45,6 +45,17 @@ def is_serde(serde: Any) -> bool:
     return not isinstance(serde, type) and all(callable(getattr(serde, name, None)) for name in ("encode", "decode"))
 
 
+def prepare(serde: Any) -> None:
+    """Have a serde find what it needs, if it has such a method: schemas in a registry. Called before the first record.
+
+    Raises:
+        EnvironmentUnusableError: it cannot be used.
+    """
+    found = getattr(serde, "prepare", None)
+    if found is not None:
+        found()
+
+
 def _to_bytes(value: Any) -> bytes:
     if type(value) is bytes:
         return value

@@ -1,0 +1,4 @@
+"""Schemas that are kept in a registry, and serdes of Avro, Protobuf and JSON Schema.
+
+It may import ``options``, ``arrow_types``, and JSON of ``state/format``. Start reading at ``registry.py``.
+"""

@@ -1,0 +1,283 @@
+"""A column of Avro values as a column with types: for queries, which have no serdes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+
+from onceflow.arrow_types import made_anew
+from onceflow.errors import EnvironmentUnusableError
+from onceflow.schema_registry.avro import AvroSerde
+from onceflow.schema_registry.wire_format import SchemaId
+
+_NAMED = {"return_named_type": True}
+_Convert = Callable[[Any], Any]
+
+_PRIMITIVES = {
+    "null": pa.string(),  # Spark has no column without a type in every place
+    "boolean": pa.bool_(),
+    "int": pa.int32(),
+    "long": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "bytes": pa.binary(),
+    "string": pa.string(),
+}
+#: Those that Arrow makes of the number itself. Others stay numbers and texts: ``uuid``, ``time-millis``, durations.
+_LOGICAL = {
+    ("int", "date"): pa.date32(),
+    ("long", "timestamp-millis"): pa.timestamp("ms", tz="UTC"),
+    ("long", "timestamp-micros"): pa.timestamp("us", tz="UTC"),
+    ("long", "local-timestamp-millis"): pa.timestamp("ms"),
+    ("long", "local-timestamp-micros"): pa.timestamp("us"),
+}
+_WIDER = {"int": "long", "float": "double"}
+_NARROWER = {wide: narrow for narrow, wide in _WIDER.items()}
+_MOST_DIGITS = 38
+#: Which type of a union a value of Python has, for types without a name.
+_OF_PYTHON = {
+    bool: "boolean", int: "long", float: "double", bytes: "bytes", Decimal: "bytes", str: "string", list: "array",
+    dict: "map",
+}  # fmt: skip
+
+
+class ColumnSchema:
+    """What Arrow makes of an Avro schema.
+
+    - A record is a struct, an enum is a text, a fixed value is binary. A union of null and another type is that type.
+    - A union of several types is a struct with a field for each: only that of the value is not null. ``int`` and
+      ``long`` are one, and so are ``float`` and ``double``.
+
+    Args:
+        schema: as fastavro has parsed it.
+
+    Attributes:
+        plain: the schema with which fastavro reads numbers in place of times.
+        type: of the column while it is made. convert: what makes its values; None: nothing has to be done.
+
+    Raises:
+        EnvironmentUnusableError: a type refers to itself, or a decimal has more digits than Spark has.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        self._named: dict[str, Any] = {}
+        self._open: list[str] = []
+        self.plain = without_times(schema)
+        self.type, self.convert = self._made(schema)
+
+    def _made(self, schema: Any) -> tuple[Any, _Convert | None]:
+        if isinstance(schema, list):
+            return self._union(schema)
+        kind = schema if isinstance(schema, str) else schema["type"]
+        if not isinstance(kind, str):
+            return self._made(kind)
+        if kind in self._named:
+            return self._again(kind)
+        if kind in ("record", "error"):
+            return self._record(schema)
+        if kind in ("enum", "fixed"):
+            self._named[schema["name"]] = schema
+        if kind == "array":
+            inner, convert = self._made(schema["items"])
+            return pa.list_(inner), None if convert is None else _each(convert)
+        if kind == "map":
+            inner, convert = self._made(schema["values"])
+            return pa.map_(pa.string(), inner), _pairs(convert)
+        logical = schema.get("logicalType") if isinstance(schema, dict) else None
+        if logical == "decimal" and kind in ("bytes", "fixed"):
+            if schema["precision"] > _MOST_DIGITS:
+                raise _unusable(f"a decimal with {schema['precision']} digits; Spark has {_MOST_DIGITS}")
+            return pa.decimal128(schema["precision"], schema.get("scale", 0)), None
+        if kind == "enum":
+            return pa.string(), None
+        if kind == "fixed":
+            return pa.binary(), None
+        return _LOGICAL.get((kind, str(logical)), _PRIMITIVES[kind]), None
+
+    def _again(self, name: str) -> tuple[Any, _Convert | None]:
+        if name in self._open:
+            raise _unusable(f"{name}, which refers to itself")
+        return self._made(self._named[name])
+
+    def _record(self, schema: Any) -> tuple[Any, _Convert | None]:
+        name = schema["name"]
+        self._named[name] = schema
+        self._open.append(name)
+        fields, converts = [], dict[str, _Convert]()
+        for field in schema["fields"]:
+            kind, convert = self._made(field["type"])
+            fields.append(pa.field(field["name"], kind))
+            if convert is not None:
+                converts[field["name"]] = convert
+        self._open.pop()
+        if not fields:
+            raise _unusable(f"the record {name}, which has no fields")
+        return pa.struct(fields), _fields(converts) if converts else None
+
+    def _union(self, branches: list[Any]) -> tuple[Any, _Convert | None]:
+        kinds: dict[str, Any] = {}
+        for branch in branches:
+            name = branch if isinstance(branch, str) else branch.get("name", branch["type"])
+            if name != "null" and _WIDER.get(name) not in branches:
+                kinds[name] = branch
+        if not kinds:
+            return _PRIMITIVES["null"], None
+        made = {name: self._made(branch) for name, branch in kinds.items()}
+        if len(made) == 1:
+            kind, convert = next(iter(made.values()))
+            return kind, _optional(convert) if convert is not None or self._is_named(
+                next(iter(kinds.values()))
+            ) else None
+        short = {name: name.rpartition(".")[2] for name in made}
+        if len(set(short.values())) < len(short):
+            short = {name: name.replace(".", "_") for name in made}
+        return pa.struct([pa.field(short[name], kind) for name, (kind, _) in made.items()]), _member(made, short)
+
+    def _is_named(self, branch: Any) -> bool:
+        return (branch if isinstance(branch, str) else branch.get("name")) in self._named
+
+
+def without_times(schema: Any) -> Any:
+    """A schema with which fastavro reads numbers in place of times: Arrow makes the same of them, sooner."""
+    if isinstance(schema, list):
+        return [without_times(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if key != "logicalType" or value == "decimal"}
+    for key in ("type", "items", "values"):
+        if key in kept:
+            kept[key] = without_times(kept[key])
+    if "fields" in kept:
+        kept["fields"] = [{**field, "type": without_times(field["type"])} for field in kept["fields"]]
+    return kept
+
+
+def _unusable(what: str) -> EnvironmentUnusableError:
+    return EnvironmentUnusableError(
+        f"The schema has {what}: a column cannot have that",
+        next_step="read such values with a serde, in Flow.process or in the function of Flow.map",
+    )
+
+
+def _each(convert: _Convert) -> _Convert:
+    return lambda found: [convert(each) for each in found]
+
+
+def _pairs(convert: _Convert | None) -> _Convert:
+    def pairs(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return [*found.items()] if convert is None else [(key, convert(value)) for key, value in found.items()]
+
+    return pairs
+
+
+def _fields(converts: Mapping[str, _Convert]) -> _Convert:
+    def record(found: dict[str, Any]) -> dict[str, Any]:
+        for name, convert in converts.items():
+            found[name] = convert(found[name])
+        return found
+
+    return record
+
+
+def _optional(convert: _Convert | None) -> _Convert:
+    """Of null and one other type: a value of a type with a name comes with it."""
+
+    def optional(value: Any) -> Any:
+        found = value[1] if type(value) is tuple else value
+        return found if convert is None or found is None else convert(found)
+
+    return optional
+
+
+def _member(made: Mapping[str, tuple[Any, _Convert | None]], short: Mapping[str, str]) -> _Convert:
+    """The field of a union that a value has: one with its name, or one of its type in Python."""
+
+    def member(value: Any) -> Any:
+        if value is None:
+            return None
+        name, found = value if type(value) is tuple else (_OF_PYTHON[type(value)], value)
+        name = name if name in made else _NARROWER[name]
+        convert = made[name][1]
+        return {short[name]: found if convert is None else convert(found)}
+
+    return member
+
+
+class AvroColumn:
+    """Makes columns of Avro values.
+
+    Args:
+        serde: its schema says which fields there are.
+
+    Attributes:
+        type: of the columns; times are in microseconds, as Spark has them.
+
+    Raises:
+        EnvironmentUnusableError: see `ColumnSchema` and `RegistrySerde.own`.
+    """
+
+    def __init__(self, serde: AvroSerde) -> None:
+        self._serde = serde
+        self._schema: ColumnSchema | None = None
+        self._writers: dict[int | str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_schema": None, "_writers": {}}
+
+    @property
+    def schema(self) -> ColumnSchema:
+        if self._schema is None:
+            self._schema = ColumnSchema(self._serde.own_schema())
+        return self._schema
+
+    @property
+    def type(self) -> Any:
+        return made_anew(self.schema.type, _in_us)
+
+    def decode(self, values: Any) -> tuple[Any, dict[int, str]]:
+        """The column, and what is wrong with values that are null in it because they cannot be read.
+
+        Args:
+            values: an array of binary values.
+
+        Raises:
+            RegistryUnavailableError: the registry does not answer.
+        """
+        schema = self.schema
+        found: list[Any] = []
+        bad: dict[int, str] = {}
+        for at, raw in enumerate(values.to_pylist()):
+            value = None
+            if raw is not None:
+                try:
+                    value = self._serde.read(raw, self._writer, schema.plain, **_NAMED)
+                    if schema.convert is not None:
+                        value = schema.convert(value)
+                except ValueError as error:
+                    bad[at] = str(error)
+            found.append(value)
+        try:
+            return pa.array(found, schema.type).cast(self.type), bad
+        except (pa.ArrowException, OverflowError) as error:
+            return self._one_by_one(found, bad, error)
+
+    def _one_by_one(self, found: list[Any], bad: dict[int, str], error: Exception) -> tuple[Any, dict[int, str]]:
+        """A value is beyond what a column has, such as a time in the year 300,000."""
+        for at, value in enumerate(found):
+            try:
+                pa.array([value], self.schema.type).cast(self.type)
+            except (pa.ArrowException, OverflowError) as beyond:
+                found[at], bad[at] = None, f"a column cannot have it: {beyond}"
+        return pa.array(found, self.schema.type).cast(self.type), bad
+
+    def _writer(self, schema_id: SchemaId) -> Any:
+        if schema_id.key not in self._writers:
+            self._writers[schema_id.key] = without_times(self._serde.writer(schema_id))
+        return self._writers[schema_id.key]
+
+
+def _in_us(kind: Any) -> Any:
+    return pa.timestamp("us", tz=kind.tz) if pa.types.is_timestamp(kind) else kind

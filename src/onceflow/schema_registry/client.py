@@ -1,0 +1,246 @@
+"""``RegistryClient``: asks a registry for schemas, and waits for one that does not answer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from onceflow.errors import EnvironmentUnusableError, OptionError, RegistryUnavailableError
+from onceflow.options.durations import duration_ms
+from onceflow.schema_registry.wire_format import SchemaId
+
+if TYPE_CHECKING:
+    from confluent_kafka.schema_registry import SchemaRegistryClient
+
+
+log = logging.getLogger("onceflow.schema_registry")
+
+_T = TypeVar("_T")
+#: For each of its addresses: `SchemaRegistry` asks again itself, so that it can say so.
+_LIMITS = {"timeout": 10, "max.retries": 0}
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 3.0
+_NOT_FOUND = 404
+_CONFLICT = 409
+_NO_ANSWER = -1
+_NOT_ALLOWED = {401: "does not accept the credentials", 403: "does not allow it"}
+#: Answers to a schema that is wrong, in place of a registry that cannot answer.
+_REFUSED = (400, _CONFLICT, 422)
+
+
+class RegisteredSchema(NamedTuple):
+    """A schema as the registry has it.
+
+    Args:
+        text: the schema: JSON, or the text of a Protobuf file.
+        kind: ``AVRO``, ``PROTOBUF`` or ``JSON``.
+        references: the name by which each referenced schema is called, and that schema.
+        schema_id: None: it was not asked for.
+        version: of its subject; None: it was looked up by its id.
+    """
+
+    text: str
+    kind: str
+    references: tuple[tuple[str, RegisteredSchema], ...] = ()
+    schema_id: int | None = None
+    version: int | None = None
+
+
+class _NotNowError(Exception):
+    """Why the registry cannot answer now."""
+
+    def __init__(self, error: RegistryUnavailableError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class RegistryClient:
+    """Asks a registry. Arguments and errors: as those of `SchemaRegistry`."""
+
+    def __init__(
+        self, url: str | Sequence[str], properties: Mapping[str, Any] | None, wait: str | float = "30 seconds"
+    ) -> None:
+        try:
+            self._wait_s = duration_ms(wait) / 1000
+        except ValueError as error:
+            raise OptionError(f"wait={wait!r}: {error}", next_step='for example wait="30 seconds"') from None
+        urls = [url] if isinstance(url, str) else [*url]
+        self._properties = {**_LIMITS, **(properties or {}), "url": ",".join(urls)}
+        self.name = ", ".join(_without_password(each) for each in self._properties["url"].split(","))
+        try:
+            _ = self.library
+        except (ValueError, TypeError, OSError) as error:  # OSError: a certificate cannot be read
+            raise OptionError(
+                f"SchemaRegistry({self.name!r}) cannot be used: {error}",
+                next_step="the settings are those of confluent-kafka's SchemaRegistryClient",
+            ) from None
+
+    # ---- what serdes ask -----------------------------------------------------------------------------
+
+    def by_id(self, schema_id: SchemaId, form: str | None = None) -> RegisteredSchema:
+        """The schema that a record names.
+
+        Args:
+            form: the form of its text, see `RegistrySerde`.
+
+        Raises:
+            ValueError: the registry does not have it.
+            RegistryUnavailableError: it does not answer.
+        """
+        key = schema_id.key
+        client = self.library
+        found = self._asked(
+            f"for the schema with {schema_id}",
+            lambda: client.get_schema(key, fmt=form) if isinstance(key, int) else client.get_schema_by_guid(key, form),
+        )
+        if found is None:
+            raise ValueError(f"the registry {self.name} has no schema with {schema_id}")
+        return self._whole(found, key if isinstance(key, int) else None, None, form)
+
+    def newest(self, subject: str, form: str | None = None) -> RegisteredSchema:
+        """The newest version of a subject. Args: form: as for `by_id`.
+
+        Raises:
+            EnvironmentUnusableError: there is no such subject.
+            RegistryUnavailableError: the registry does not answer.
+        """
+        found = self._asked(f"for the subject {subject!r}", lambda: self.library.get_latest_version(subject, form))
+        if found is None:
+            raise self._without_subject(subject)
+        return self._whole(found.schema, found.schema_id, found.version, form)
+
+    def registered(self, subject: str, text: str, kind: str, references: Sequence[Any] = ()) -> RegisteredSchema:
+        """A schema that a subject has to have: with its id.
+
+        Raises:
+            EnvironmentUnusableError: the subject does not have it.
+            RegistryUnavailableError: the registry does not answer.
+        """
+        schema = self._schema(text, kind, references)
+        found = self._asked(f"for a schema of {subject!r}", lambda: self.library.lookup_schema(subject, schema))
+        if found is None:
+            raise EnvironmentUnusableError(
+                f"The subject {subject!r} of the registry {self.name} does not have this schema",
+                detail=text[:500],
+                next_step="register it before, or say register=True",
+            )
+        return self._whole(schema, found.schema_id, found.version)
+
+    def register(self, subject: str, text: str, kind: str, references: Sequence[Any] = ()) -> RegisteredSchema:
+        """A schema that a subject gets if it does not have it: with its id.
+
+        Raises:
+            EnvironmentUnusableError: the registry refuses it, for example because it is not compatible.
+            RegistryUnavailableError: the registry does not answer.
+        """
+        schema = self._schema(text, kind, references)
+        found = self._asked(
+            f"to register a schema of {subject!r}", lambda: self.library.register_schema(subject, schema)
+        )
+        if found is None:
+            raise self._without_subject(subject)
+        return self._whole(schema, found, None)
+
+    # ---- the client ----------------------------------------------------------------------------------
+
+    @property
+    def library(self) -> SchemaRegistryClient:
+        """The client of confluent-kafka, one for each process."""
+        return _client_of(tuple(sorted(self._properties.items(), key=str)), os.getpid())
+
+    def _schema(self, text: str, kind: str, references: Sequence[Any]) -> Any:
+        from confluent_kafka.schema_registry import Schema
+
+        return Schema(text, kind, [*references])
+
+    def _whole(
+        self, schema: Any, schema_id: int | None, version: int | None, form: str | None = None
+    ) -> RegisteredSchema:
+        """A schema with all that it refers to."""
+        references = []
+        for each in schema.references or ():
+            found = self._asked(
+                f"for version {each.version} of {each.subject!r}",
+                functools.partial(self.library.get_version, each.subject, each.version, True, form),
+            )
+            if found is None:
+                raise ValueError(f"a schema refers to version {each.version} of {each.subject!r}, which is missing")
+            references.append((each.name, self._whole(found.schema, found.schema_id, found.version, form)))
+        return RegisteredSchema(schema.schema_str, schema.schema_type or "AVRO", tuple(references), schema_id, version)
+
+    def _without_subject(self, subject: str) -> EnvironmentUnusableError:
+        from onceflow.options.column_names import did_you_mean
+
+        known = self._asked("for its subjects", self.library.get_subjects) or []
+        return EnvironmentUnusableError(
+            f"The registry {self.name} has no subject {subject!r}",
+            next_step=f"{did_you_mean(subject, known)}Register a schema there before, or give a schema and say "
+            "register=True",
+        )
+
+    def _asked(self, what: str, request: Callable[[], _T]) -> _T | None:
+        """What the registry answers; None: there is no such thing.
+
+        Raises:
+            RegistryUnavailableError: it does not answer, or cannot.
+            EnvironmentUnusableError: it refuses a schema.
+        """
+        deadline, pause = time.monotonic() + self._wait_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._asked_once(what, request)
+            except _NotNowError as problem:
+                error = problem.error
+            if time.monotonic() + pause > deadline:
+                raise error
+            log.warning("%s; it is asked again for %.0f s", error.what, deadline - time.monotonic())
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _asked_once(self, what: str, request: Callable[[], _T]) -> _T | None:
+        from confluent_kafka.schema_registry.error import SchemaRegistryError
+
+        try:
+            return request()
+        except SchemaRegistryError as error:
+            status = error.http_status_code
+            if status == _NOT_FOUND and error.error_code != _NO_ANSWER:
+                return None
+            if status in _REFUSED:
+                raise EnvironmentUnusableError(
+                    f"The registry {self.name} refuses a schema", detail=str(error)[:500]
+                ) from None
+            if status in _NOT_ALLOWED:
+                raise self._unavailable(what, _NOT_ALLOWED[status], error) from None
+            raise _NotNowError(self._unavailable(what, f"answers HTTP {status}", error)) from None
+        except Exception as error:  # of its HTTP library, of TLS, or of the endpoint of OAuth
+            raise _NotNowError(self._unavailable(what, "does not answer", error)) from None
+
+    def _unavailable(self, what: str, says: str, error: Exception) -> RegistryUnavailableError:
+        return RegistryUnavailableError(
+            f"The schema registry {self.name} was asked {what}, and {says}",
+            detail=f"{type(error).__name__}: {error}"[:500],
+            next_step="start it, or correct its address and credentials. The batch runs again; no record is at fault",
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _client_of(properties: tuple[tuple[str, Any], ...], process: int) -> SchemaRegistryClient:
+    """One client for each registry and process: its connections do not live on in a process that was forked."""
+    try:
+        from confluent_kafka.schema_registry import SchemaRegistryClient
+    except ImportError as missing:
+        raise EnvironmentUnusableError(
+            "SchemaRegistry needs packages that are not installed",
+            detail=str(missing),
+            next_step="pip install 'onceflow[registry]', on the hosts of executors, too",
+        ) from None
+    return SchemaRegistryClient.new_client(dict(properties))
+
+
+def _without_password(url: str) -> str:
+    before, at, host = url.strip().rpartition("@")
+    return f"{before.partition('://')[0]}://{host}" if at else url.strip()

@@ -1,0 +1,103 @@
+"""``JsonSchemaSerde``: JSON that is checked by a schema in a registry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from onceflow.schema_registry import wire_format
+from onceflow.schema_registry.base import RegistrySerde
+from onceflow.schema_registry.client import RegisteredSchema
+from onceflow.state.format import exact_json
+
+if TYPE_CHECKING:
+    from jsonschema.exceptions import ValidationError
+    from jsonschema.protocols import Validator
+
+_MOST_SHOWN = 300
+
+
+class JsonSchemaSerde(RegistrySerde["Validator"]):
+    """A serde of JSON with a schema. Made by `SchemaRegistry.json_schema`.
+
+    Values are those of ``serdes.JSON``. ``encode`` checks a value by this serde's schema. ``decode`` checks it by the
+    schema that it was written with, as Confluent's deserializer does, and then by this serde's.
+    """
+
+    kind = "JSON"
+
+    def encode(self, value: Any) -> bytes:
+        """The bytes of a value, with the id of the schema.
+
+        Raises:
+            ValueError: it does not fit the schema.
+            TypeError: it has an object that is no JSON.
+            EnvironmentUnusableError: see `RegistrySerde.own`.
+        """
+        validator, before = self._ours()
+        raw = exact_json.dumps(value)
+        _check(validator, value, "the schema")
+        return before + raw
+
+    def decode(self, raw: bytes) -> Any:
+        """The value.
+
+        Raises:
+            ValueError: it is not JSON, or does not fit one of the two schemas.
+            EnvironmentUnusableError: see `RegistrySerde.own`.
+        """
+        schema_id, at = wire_format.split(raw)
+        writer = self._writer(schema_id)
+        reader, _ = self._ours()
+        value = exact_json.loads(raw[at:])
+        _check(writer, value, f"its schema with {schema_id}")
+        if reader.schema != writer.schema:
+            _check(reader, value, f"the schema of {self.subject}")
+        return value
+
+    def _parse(self, schema: RegisteredSchema) -> Validator:
+        from jsonschema import Draft7Validator, SchemaError, validators
+        from referencing import Registry, Resource
+        from referencing.jsonschema import DRAFT7
+
+        registry: Any = Registry()
+        for name, each in _all_references(schema).items():
+            registry = registry.with_resource(name, Resource.from_contents(json.loads(each), DRAFT7))
+        try:
+            contents = json.loads(schema.text)
+            found: Any = validators.validator_for(contents, default=Draft7Validator)
+            found.check_schema(contents)
+        except (ValueError, SchemaError) as error:
+            raise ValueError(f"it is no JSON Schema: {error}"[:_MOST_SHOWN]) from None
+        exact = validators.extend(found, {"multipleOf": _multiple_of})
+        return exact(contents, registry=registry)
+
+
+def _all_references(schema: RegisteredSchema) -> dict[str, str]:
+    """The texts of all schemas that a schema refers to, by the names by which it does."""
+    found: dict[str, str] = {}
+    for name, each in schema.references:
+        found.update({name: each.text, **_all_references(each)})
+    return found
+
+
+def _multiple_of(validator: Validator, unit: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+    """In fractions: jsonschema divides floats, so that 0.3 is no multiple of 0.1. A Decimal it cannot divide at all."""
+    from jsonschema.exceptions import ValidationError
+
+    if validator.is_type(value, "number") and (Fraction(str(value)) / Fraction(str(unit))).denominator != 1:
+        yield ValidationError(f"{value} is not a multiple of {unit}")
+
+
+def _check(validator: Validator, value: Any, schema: str) -> None:
+    from jsonschema.exceptions import best_match
+    from referencing.exceptions import Unresolvable
+
+    try:
+        error = best_match(validator.iter_errors(value))
+    except (Unresolvable, RecursionError) as unresolvable:
+        raise ValueError(f"{schema} cannot be used: {unresolvable}"[:_MOST_SHOWN]) from None
+    if error is not None:
+        raise ValueError(f"it does not fit {schema}: {error.json_path}: {error.message}"[:_MOST_SHOWN])

@@ -1,0 +1,185 @@
+"""``ProtobufSerde``: Protobuf messages whose files are in a registry."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from onceflow.errors import EnvironmentUnusableError, OptionError
+from onceflow.schema_registry import proto_text, wire_format
+from onceflow.schema_registry.base import RegistrySerde
+from onceflow.schema_registry.client import RegisteredSchema, RegistryClient
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import FileDescriptor
+    from google.protobuf.message import Message
+
+#: Files that every program with Protobuf has: Confluent's serializers do not register them.
+_EVERYBODYS = ("google/protobuf/", "google/type/", "confluent/")
+
+#: The full name of each message of a file, by the path to it.
+_Messages = dict[tuple[int, ...], str]
+
+
+class ProtobufSerde(RegistrySerde[_Messages]):
+    """A serde of Protobuf. Made by `SchemaRegistry.protobuf`.
+
+    Values are messages of the given class. A field that the class does not have is kept, and is there again when the
+    message is written. ``decode`` refuses a value of another message: fields are found by their numbers alone, so one
+    could be read as the other.
+    """
+
+    kind = "PROTOBUF"
+    form = "serialized"  # a FileDescriptorProto, in Base64
+
+    def __init__(self, registry: RegistryClient, subject: str, message: Any, *, register: bool) -> None:
+        if not hasattr(message, "DESCRIPTOR") or not hasattr(message, "FromString"):
+            raise OptionError(
+                f"{message!r} is no class of Protobuf messages", next_step="give a class of a module that protoc made"
+            )
+        super().__init__(registry, subject, None, register=register)
+        self._message: Any = message
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the files of the message: the hosts of tasks need not have the module."""
+        descriptor = self._message.DESCRIPTOR
+        files = [(each.name, each.serialized_pb) for each in _with_imports(descriptor.file)]
+        place = (self._message.__module__, self._message.__qualname__)
+        return {**super().__getstate__(), "_message": (place, descriptor.full_name, files)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        place, name, files = state["_message"]
+        super().__setstate__({**state, "_message": _class_of(place, name, files)})
+
+    def prepare(self) -> None:
+        """See `RegistrySerde.prepare`."""
+        _ = self._path
+
+    def encode(self, value: Any) -> bytes:
+        """The bytes of a message, with the id of its file.
+
+        Raises:
+            ValueError: it is another message, or lacks a required field.
+            EnvironmentUnusableError: see `RegistrySerde.own`.
+        """
+        from google.protobuf.message import EncodeError
+
+        wanted = self._message.DESCRIPTOR.full_name
+        found = getattr(getattr(value, "DESCRIPTOR", None), "full_name", type(value).__name__)
+        if found != wanted:
+            raise ValueError(f"it is {found}, and this serde is for {wanted}")
+        _, before = self._ours()
+        try:
+            data: bytes = value.SerializeToString(deterministic=True)
+        except EncodeError as error:
+            raise ValueError(str(error)) from None
+        return before + self._path + data
+
+    def decode(self, raw: bytes) -> Message:
+        """The message.
+
+        Raises:
+            ValueError: it is another message, or no message.
+            EnvironmentUnusableError: see `RegistrySerde.own`.
+        """
+        from google.protobuf.message import DecodeError
+
+        schema_id, at = wire_format.split(raw)
+        path, at = wire_format.message_path(raw, at)
+        messages = self._writer(schema_id)
+        wanted = self._message.DESCRIPTOR.full_name
+        if path not in messages:
+            raise ValueError(f"its file with {schema_id} has no message {'.'.join(map(str, path))}")
+        if messages[path] != wanted:
+            raise ValueError(f"it is a {messages[path]}, and this serde is for {wanted}")
+        try:
+            message = self._message.FromString(bytes(raw[at:]))
+        except DecodeError as error:
+            raise ValueError(f"it is no {wanted}: {error}") from None
+        if not message.IsInitialized():
+            raise ValueError(f"it lacks {', '.join(message.FindInitializationErrors())}")
+        return message
+
+    # ---- its file ------------------------------------------------------------------------------------
+
+    @property
+    def _path(self) -> bytes:
+        """The bytes that say which message of its file it is."""
+        messages, _ = self._ours()
+        wanted = self._message.DESCRIPTOR.full_name
+        for path, name in messages.items():
+            if name == wanted:
+                return wire_format.path_bytes(path)
+        raise EnvironmentUnusableError(
+            f"The file of the subject {self.subject!r} has no message {wanted}",
+            detail=f"it has {', '.join(messages.values())}"[:300],
+            next_step="register the file of the message, or give another subject",
+        )
+
+    def _find(self) -> RegisteredSchema:
+        if not self._register:
+            return super()._find()
+        return self._registered(self._message.DESCRIPTOR.file, self.subject)
+
+    def _registered(self, file: FileDescriptor, subject: str) -> RegisteredSchema:
+        """A file, registered with those that it imports: each under its own name, as Confluent's serializers do."""
+        from confluent_kafka.schema_registry import SchemaReference
+
+        references = []
+        for each in file.dependencies:
+            if not each.name.startswith(_EVERYBODYS):
+                self._registered(each, each.name)
+                found = self.registry.newest(each.name, self.form)
+                references.append(SchemaReference(each.name, each.name, found.version))
+        text = base64.b64encode(file.serialized_pb).decode()
+        return self.registry.register(subject, text, self.kind, references)
+
+    def _parse(self, schema: RegisteredSchema) -> _Messages:
+        from google.protobuf.descriptor_pb2 import FileDescriptorProto
+        from google.protobuf.message import DecodeError
+
+        try:
+            file = FileDescriptorProto.FromString(base64.b64decode(schema.text, validate=True))
+        except (binascii.Error, ValueError):  # not in Base64: registries that do not know the form give the text
+            return proto_text.messages(schema.text)
+        except DecodeError as error:
+            raise ValueError(f"it is no Protobuf file: {error}") from None
+        return dict(_messages(file.message_type, (), f"{file.package}." if file.package else ""))
+
+
+def _messages(found: Any, above: tuple[int, ...], before: str) -> Iterator[tuple[tuple[int, ...], str]]:
+    for at, each in enumerate(found):
+        yield (*above, at), before + each.name
+        yield from _messages(each.nested_type, (*above, at), f"{before}{each.name}.")
+
+
+def _with_imports(file: FileDescriptor) -> list[FileDescriptor]:
+    """A file behind those that it imports."""
+    found: dict[str, FileDescriptor] = {}
+
+    def add(each: FileDescriptor) -> None:
+        for imported in each.dependencies:
+            add(imported)
+        found.setdefault(each.name, each)
+
+    add(file)
+    return [*found.values()]
+
+
+def _class_of(place: tuple[str, str], name: str, files: list[tuple[str, bytes]]) -> Any:
+    """A class of messages: that of its module if this host has it, or else one that is made of the files."""
+    from google.protobuf import descriptor_pool, message_factory
+
+    try:
+        found = getattr(importlib.import_module(place[0]), place[1])
+        if found.DESCRIPTOR.full_name == name:
+            return found
+    except (ImportError, AttributeError):
+        pass
+    pool = descriptor_pool.DescriptorPool()
+    for _, content in files:
+        pool.AddSerializedFile(content)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))

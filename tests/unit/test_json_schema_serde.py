@@ -1,0 +1,124 @@
+"""JSON with a schema in a registry: checked both ways, and what Confluent's own serializers read and write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import uuid
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from confluent_kafka.schema_registry import Schema, SchemaReference
+from confluent_kafka.schema_registry.json_schema import JSONDeserializer, JSONSerializer
+from confluent_kafka.serialization import MessageField, SerializationContext
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onceflow.schema_registry.json_schema import JsonSchemaSerde
+from onceflow.schema_registry.registry import SchemaRegistry
+
+PAYMENT = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "title": "Payment",
+    "type": "object",
+    "properties": {"id": {"type": "integer", "minimum": 1}, "note": {"type": "string"}},
+    "required": ["id"],
+    "additionalProperties": False,
+}
+
+
+def registry() -> SchemaRegistry:
+    """A new one, in memory."""
+    return SchemaRegistry(f"mock://{uuid.uuid4()}")
+
+
+def serde(schema: Any = PAYMENT) -> JsonSchemaSerde:
+    return registry().json_schema("payments-value", json.dumps(schema), register=True)
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text("aé\U0001f600"),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text("abc"), values, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON_VALUES)
+def test_any_json_comes_back_as_it_was(value: Any) -> None:
+    ours = pickle.loads(pickle.dumps(ANYTHING))
+    assert ours.decode(ANYTHING.encode(value)) == value
+
+
+ANYTHING = serde({})
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        ({}, r"\$: 'id' is a required property"),
+        ({"id": 0}, r"\$\.id: 0 is less than the minimum of 1"),
+        ({"id": "1"}, r"\$\.id: '1' is not of type 'integer'"),
+        ({"id": 1, "note": 5}, r"\$\.note: 5 is not of type 'string'"),
+        ({"id": 1, "nte": "x"}, r"\$: Additional properties are not allowed"),
+        ([], r"\$: \[\] is not of type 'object'"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_both_ways(value: Any, said: str) -> None:
+    ours = serde()
+    with pytest.raises(ValueError, match=said):
+        ours.encode(value)
+    before = ours.encode({"id": 1})[:5]
+    with pytest.raises(ValueError, match=f"its schema with id 1: {said}"):
+        ours.decode(before + json.dumps(value).encode())
+
+
+def test_numbers_keep_their_digits() -> None:
+    ours = serde({"type": "number", "multipleOf": 0.01})
+    for value in (Decimal("12345678901234567.25"), 0.29, 0.3, 7, 10**300):
+        assert ours.decode(ours.encode(value)) == value
+    for value in (Decimal("12345678901234567.255"), 0.001):
+        with pytest.raises(ValueError, match="is not a multiple of"):
+            ours.encode(value)
+
+
+@given(st.binary(max_size=20))
+def test_any_bytes_are_a_value_or_a_value_error(garbage: bytes) -> None:
+    for raw in (garbage, ANYTHING.encode(1)[:5] + garbage):
+        with contextlib.suppress(ValueError):
+            ANYTHING.decode(raw)
+
+
+def test_references_are_read() -> None:
+    there = registry()
+    client = there.client.library
+    client.register_schema("money", Schema('{"type": "integer", "minimum": 0}', "JSON"))
+    text = json.dumps({"type": "object", "properties": {"price": {"$ref": "money.json"}}})
+    client.register_schema("payments-value", Schema(text, "JSON", [SchemaReference("money.json", "money", 1)]))
+    ours = pickle.loads(pickle.dumps(there.json_schema("payments-value")))
+    assert ours.decode(ours.encode({"price": 5})) == {"price": 5}
+    with pytest.raises(ValueError, match=r"\$\.price: -1 is less"):
+        ours.encode({"price": -1})
+    lost = there.json_schema("lost-value", json.dumps({"$ref": "nowhere.json"}), register=True)
+    with pytest.raises(ValueError, match="the schema cannot be used"):
+        lost.encode({})
+
+
+def test_confluents_serializers_read_and_write_the_same() -> None:
+    there = registry()
+    text = json.dumps(PAYMENT)
+    context = SerializationContext("payments", MessageField.VALUE)
+    ours = there.json_schema("payments-value", text, register=True)
+    value = {"id": 7, "note": "é"}
+    raw = ours.encode(value)
+    serializer = JSONSerializer(text, there.client.library, conf={"auto.register.schemas": False})
+    theirs = serializer(value, context)
+    assert theirs is not None
+    assert theirs[:5] == raw[:5]
+    assert ours.decode(theirs) == value
+    assert JSONDeserializer(None, schema_registry_client=there.client.library)(raw, context) == value
