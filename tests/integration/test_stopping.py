@@ -308,6 +308,45 @@ def test_a_script_that_only_waits(
     assert [(record.key, record.value) for record in seen] == sent
 
 
+ENDING = """
+import os, sys, time
+import onceflow
+
+servers, source, target, begun = sys.argv[1:]
+spark = onceflow.session("stopping", "local[1]")
+flow = onceflow.Flow("ending-" + source, spark, bootstrap_servers=servers)
+
+def slowly(batch):
+    open(begun, "w").close()
+    time.sleep(1)
+    return batch
+
+rows = flow.map(flow.read(source), slowly).select("key", "value")
+query = flow.write(rows, topic=target, engine="driver").start()
+while not os.path.exists(begun):
+    time.sleep(0.02)
+sys.exit(3)
+"""
+
+
+@pytest.mark.long
+def test_a_script_that_ends_in_the_middle_of_a_batch(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
+    """The batch gets a moment to end: without it, a thread may be in a library that crashes when Python ends."""
+    source, target = make_topic("in", 1), make_topic("out", 1)
+    independent.fill(onceflow_broker, source, [(b"k", b"v")])
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, onceflow_broker, source, target, str(tmp_path / "begun")],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    assert [record.value for record in independent.read_topic(onceflow_broker, target)] == [b"v"]
+
+
 FENCED_EARLY = """
 import sys
 import onceflow

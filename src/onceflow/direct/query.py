@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from onceflow.spark.query_progress import ProgressReports
 _LOOK_S = 30.0
 _WAIT_S = 0.05
 _CANCEL_EVERY_S = 1.0
+_EXIT_S = 5.0
 
 
 class DirectQuery:
@@ -145,10 +147,19 @@ class DirectQuery:
         call()
 
     def begin(self) -> None:
+        atexit.register(self._stop_at_exit)
         self._loop.start()
+
+    def _stop_at_exit(self) -> None:
+        """The program ends without a stop. Its batch gets a moment to end: a thread that is in a library such as
+        deltalake while Python ends crashes the process, and the exit code is that of the crash."""
+        self._loop.stop()
+        self._loop.cancel_tasks()
+        self._ended.wait(_EXIT_S)
 
     def _end(self) -> None:
         """In the thread of the loop, when it ends."""
+        atexit.unregister(self._stop_at_exit)
         with self._lock:
             self._ended.set()
             calls, self._calls = self._calls, []
