@@ -10,12 +10,14 @@ import click
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible, until_interrupted
+from onceflow.cli.registry import registry_options, with_schemas
 from onceflow.cli.text import in_words, shown
 from onceflow.errors import counted
 
 if TYPE_CHECKING:
     from onceflow.client.cluster import Cluster
     from onceflow.client.settings import ClientSettings
+    from onceflow.schema_registry.json_view import JsonView
     from onceflow.state.api.record import Record
 
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("topic")
 @connection
+@registry_options
 @click.option(
     "--from",
     "start",
@@ -45,6 +48,7 @@ def consume(
     follow: bool,
     headers: bool,
     as_json: bool,
+    view: JsonView | None,
 ) -> None:
     """Show the committed records of TOPIC, a line each: key, tab, value.
 
@@ -53,7 +57,7 @@ def consume(
     come partition by partition. No consumer group is used.
 
     Lines are for people: control characters are replaced, bytes that are no UTF-8 look like b'\\xff', null is null.
-    --json loses nothing, and `onceflow produce --json` takes it.
+    --json loses nothing, and `onceflow produce --json` takes it, unless --registry is given.
     """
     from onceflow.admin.records import topic_records
     from onceflow.admin.records.record_lines import to_json
@@ -67,7 +71,8 @@ def consume(
         for records in found:
             wanted = records if max_records is None else records[: max_records - count]
             # One write for many lines.
-            click.echo("\n".join(to_json(r) if as_json else line_of(r, headers) for r in wanted))
+            shown = (with_schemas(view, record) for record in wanted)
+            click.echo("\n".join(to_json(r) if as_json else line_of(r, headers) for r in shown))
             count += len(wanted)
             if count == max_records:
                 return

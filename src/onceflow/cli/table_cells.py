@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onceflow.admin.records import record_lines
+from onceflow.cli.registry import registry_options
 from onceflow.state.api import serdes
 
 if TYPE_CHECKING:
+    from onceflow.schema_registry.json_view import JsonView
     from onceflow.tables.table import Change
 
 
@@ -85,16 +87,22 @@ KEY_FORMS = ("text", "hex", "json", "base64", "long")
 VALUE_FORMS = ("text", "json", "hex", "base64", "long", "double")
 
 
+def _of_schemas(view: JsonView) -> Form:
+    return Form(_json_bytes, lambda raw: view.read(raw)[0], _json_text, "of a schema in the registry")
+
+
 class Cells:
     """Reads the keys of a command line, and prints rows and changes.
 
     Args:
         key, value: names of `FORMS`.
         as_json: whether a line is a JSON object. Otherwise it is key, tab, value.
+        view: reads values that begin with the id of a schema, in place of ``value``.
     """
 
-    def __init__(self, key: str, value: str, *, as_json: bool) -> None:
-        self._forms = {"key": FORMS[key], "value": FORMS[value], "before": FORMS[value]}
+    def __init__(self, key: str, value: str, *, as_json: bool, view: JsonView | None = None) -> None:
+        values = FORMS[value] if view is None else _of_schemas(view)
+        self._forms = {"key": FORMS[key], "value": values, "before": values}
         self._key, self._as_json = key, as_json
         self._warned: set[str] = set()
 
@@ -193,8 +201,9 @@ def cells(command: Callable[..., Any]) -> Callable[..., Any]:
         "--value", type=click.Choice(VALUE_FORMS), default="text", show_default=True, help="How values are printed."
     )
     @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each line.")
+    @registry_options
     @functools.wraps(command)
-    def with_cells(*arguments: Any, key: str, value: str, as_json: bool, **named: Any) -> Any:
-        return command(*arguments, cells=Cells(key, value, as_json=as_json), **named)
+    def with_cells(*arguments: Any, key: str, value: str, as_json: bool, view: JsonView | None, **named: Any) -> Any:
+        return command(*arguments, cells=Cells(key, value, as_json=as_json, view=view), **named)
 
     return with_cells

@@ -156,6 +156,50 @@ def _messages(found: Any, above: tuple[int, ...], before: str) -> Iterator[tuple
         yield from _messages(each.nested_type, (*above, at), f"{before}{each.name}.")
 
 
+def message_class(schema: RegisteredSchema, path: tuple[int, ...]) -> Any:
+    """A class of the messages at a place of a file.
+
+    Raises:
+        ValueError: the registry gives only the text of the file, or has no such message.
+    """
+    from google.protobuf import (
+        any_pb2,
+        descriptor_pool,
+        duration_pb2,
+        message_factory,
+        struct_pb2,
+        timestamp_pb2,
+        wrappers_pb2,
+    )
+    from google.protobuf.descriptor_pb2 import FileDescriptorProto
+
+    pool = descriptor_pool.DescriptorPool()
+    for known in (any_pb2, duration_pb2, struct_pb2, timestamp_pb2, wrappers_pb2):
+        pool.AddSerializedFile(known.DESCRIPTOR.serialized_pb)
+
+    def add(name: str | None, each: RegisteredSchema) -> str:
+        for its_name, referenced in each.references:
+            add(its_name, referenced)
+        file = FileDescriptorProto.FromString(base64.b64decode(each.text, validate=True))
+        file.name = name or file.name or "schema.proto"
+        if file.name not in added:
+            added.add(file.name)
+            pool.Add(file)
+        return str(file.name)
+
+    added: set[str] = set()
+    try:
+        file = pool.FindFileByName(add(None, schema))
+        found: Any = list(file.message_types_by_name.values())[path[0]]
+        for part in path[1:]:
+            found = found.nested_types[part]
+    except binascii.Error:
+        raise ValueError("the registry gives only the text of its Protobuf file") from None
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"its Protobuf file cannot be used: {error}"[:300]) from None
+    return message_factory.GetMessageClass(found)
+
+
 def _with_imports(file: FileDescriptor) -> list[FileDescriptor]:
     """A file behind those that it imports."""
     found: dict[str, FileDescriptor] = {}

@@ -1,0 +1,88 @@
+"""Which schema registry a command asks: the options that these commands share, and values as JSON."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onceflow.errors import OptionError
+
+if TYPE_CHECKING:
+    from onceflow.schema_registry.json_view import JsonView
+    from onceflow.state.api.record import Record
+
+VARIABLE = "ONCEFLOW_SCHEMA_REGISTRY"
+
+
+def registry_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of a registry; it is called with ``view``, a `JsonView`; None: there is none."""
+
+    @click.option(
+        "--registry",
+        metavar="URL",
+        help="A schema registry: what begins with the id of one of its schemas is shown as JSON.  "
+        f"[default: ${VARIABLE}]",
+    )
+    @click.option(
+        "--registry-config",
+        metavar="FILE",
+        help="Settings of confluent-kafka's SchemaRegistryClient, in the properties format, for example "
+        "basic.auth.user.info=USER:PASSWORD.",
+    )
+    @functools.wraps(command)
+    def with_view(*arguments: Any, registry: str | None, registry_config: str | None, **named: Any) -> Any:
+        url = registry or os.environ.get(VARIABLE, "").strip()
+        if registry_config and not url:
+            raise click.UsageError("--registry-config needs --registry")
+        return command(*arguments, view=_view(url, registry_config) if url else None, **named)
+
+    return with_view
+
+
+def _view(url: str, config: str | None) -> JsonView:
+    from onceflow.schema_registry.json_view import JsonView
+    from onceflow.schema_registry.registry import SchemaRegistry
+
+    return JsonView(SchemaRegistry(url.split(","), _properties(config) if config else None).client)
+
+
+def _properties(path: str) -> dict[str, str]:
+    import javaproperties
+
+    try:
+        with open(path) as file:
+            return dict(javaproperties.load(file))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--registry-config {path} cannot be read: {type(error).__name__}") from None
+
+
+def with_schemas(view: JsonView | None, record: Record) -> Record:
+    """The record, with its key and its value as JSON if they have schemas."""
+    if view is None:
+        return record
+    from onceflow.state.api.record import Record
+
+    return Record(
+        _shown(view, record.key),
+        _shown(view, record.value),
+        topic=record.topic,
+        headers=record.headers,
+        timestamp_ms=record.timestamp_ms,
+        partition=record.partition,
+        offset=record.offset,
+    )
+
+
+def _shown(view: JsonView, raw: bytes | None) -> bytes | None:
+    from onceflow.state.format import exact_json
+
+    if raw is None:
+        return None
+    try:
+        return exact_json.written(view.read(raw)[0], ", ", ": ", ensure_ascii=False).encode()
+    except ValueError:  # it has no schema, or other bytes
+        return raw
