@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import confluent_kafka
 import pytest
-from confluent_kafka.schema_registry import Schema, SchemaReference
+from confluent_kafka.schema_registry import Schema, SchemaReference, header_schema_id_serializer
 from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
 from confluent_kafka.schema_registry.json_schema import JSONDeserializer, JSONSerializer
 from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer, ProtobufSerializer
@@ -118,6 +119,42 @@ def test_what_is_wrong_with_a_schema_is_said_where_the_flow_is_defined(
     nobody = SchemaRegistry("http://127.0.0.1:9", wait="0.5 seconds")
     with pytest.raises(RegistryUnavailableError, match=r"was asked for the subject.*does not answer \[flow="):
         flow_of(onceflow_broker, onceflow_spark, nobody, names, tmp_path)
+
+
+def test_ids_in_headers(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
+) -> None:
+    """As Confluent's serializers write them when they are told to: for a processor, and for columns."""
+    registry = SchemaRegistry(f"mock://{uuid.uuid4()}")
+    source, target, dead = make_topic("in", 1), make_topic("out", 1), make_topic("dead", 1)
+    payment = registry.avro(f"{source}-value", PAYMENT, register=True)
+    own = payment.own()
+    headers: list[tuple[str, bytes]] = []
+    serializer = AvroSerializer(
+        registry.client.library, own.text,
+        conf={"auto.register.schemas": False, "schema.id.serializer": header_schema_id_serializer},
+    )  # fmt: skip
+    raw = serializer({"cents": 5, "note": None}, SerializationContext(source, MessageField.VALUE, headers)) or b""
+    producer = confluent_kafka.Producer({"bootstrap.servers": onceflow_broker})
+    producer.produce(source, raw, b"ada", headers=headers)
+    producer.produce(source, payment.encode({"cents": 6}), b"ada")
+    assert producer.flush(30) == 0
+    with onceflow.Flow(f"flow-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        rows = flow.process(
+            flow.read(source, include_headers=True), Balances(payment, registry.avro("b", BALANCE, register=True)),
+            table=f"table-{source}", on_error="dead-letter", dead_letter_topic=dead, state_dir=tmp_path,
+        )  # fmt: skip
+        query = flow.write(rows, topic=target).start()
+        query.processAllAvailable()
+        query.stop()
+    found = independent.read_topic(onceflow_broker, target)
+    assert [registry.avro("b").decode(record.value or b"") for record in found] == [{"cents": 5}, {"cents": 11}]
+    with onceflow.Flow(f"columns-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        columns = flow.read(source, include_headers=True, value_format=payment)
+        query = flow.write(columns.selectExpr("key", "string(value.cents) AS value"), topic=dead).start()
+        query.processAllAvailable()
+        query.stop()
+    assert [record.value for record in independent.read_topic(onceflow_broker, dead)] == [b"5", b"6"]
 
 
 @pytest.mark.long_but("driver")

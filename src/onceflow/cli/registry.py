@@ -64,11 +64,12 @@ def with_schemas(view: JsonView | None, record: Record) -> Record:
     """The record, with its key and its value as JSON if they have schemas."""
     if view is None:
         return record
+    from onceflow.schema_registry.wire_format import KEY_HEADER, VALUE_HEADER
     from onceflow.state.api.record import Record
 
     return Record(
-        _shown(view, record.key),
-        _shown(view, record.value),
+        _shown(view, record, KEY_HEADER, record.key),
+        _shown(view, record, VALUE_HEADER, record.value),
         topic=record.topic,
         headers=record.headers,
         timestamp_ms=record.timestamp_ms,
@@ -77,12 +78,14 @@ def with_schemas(view: JsonView | None, record: Record) -> Record:
     )
 
 
-def _shown(view: JsonView, raw: bytes | None) -> bytes | None:
+def _shown(view: JsonView, record: Record, header: str, raw: bytes | None) -> bytes | None:
+    from onceflow.schema_registry.wire_format import with_header
     from onceflow.state.format import exact_json
 
     if raw is None:
         return None
     try:
-        return exact_json.written(view.read(raw)[0], ", ", ": ", ensure_ascii=False).encode()
+        found, _ = view.read(with_header(raw, record.headers, header))
+        return exact_json.written(found, ", ", ": ", ensure_ascii=False).encode()
     except ValueError:  # it has no schema, or other bytes
         return raw

@@ -11,6 +11,7 @@ from pyspark.sql import types as T
 from onceflow.errors import BadRecordError, OptionError, located
 from onceflow.schema_registry.avro import AvroSerde
 from onceflow.schema_registry.avro_columns import AvroColumn
+from onceflow.schema_registry.wire_format import KEY_HEADER, VALUE_HEADER, with_header
 from onceflow.spark.collect import spark_type_of
 
 _OF_KAFKA = ("key", "value", "topic", "partition", "offset", "timestamp", "timestamptype", "headers")
@@ -33,7 +34,7 @@ class ReadColumns:
         problems: dict[int, str] = {}
         for name, column in self.columns.items():
             at = batch.schema.get_field_index(name)
-            found, bad = column.decode(batch.column(at))
+            found, bad = column.decode(_with_ids(batch, name))
             batch = batch.set_column(at, name, found)
             for row, problem in bad.items():
                 problems.setdefault(row, f"{name}: {problem}")
@@ -50,6 +51,19 @@ class ReadColumns:
                 next_step="give Flow.read corrupt_column='problem': then such values are null, and the column says why",
             )
         return batch
+
+
+def _with_ids(batch: pa.RecordBatch, name: str) -> Any:
+    """A column of bytes, each behind the id of its schema if a header has it."""
+    values = batch.column(name)
+    if "headers" not in batch.schema.names:
+        return values
+    header = KEY_HEADER if name == "key" else VALUE_HEADER
+    found = [
+        None if raw is None else with_header(raw, ((each["key"], each["value"]) for each in headers or ()), header)
+        for raw, headers in zip(values.to_pylist(), batch.column("headers").to_pylist(), strict=True)
+    ]
+    return pa.array(found, values.type)
 
 
 def check_formats(key: Any, value: Any, corrupt: str | None, flow: str) -> ReadColumns | None:

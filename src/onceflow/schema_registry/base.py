@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.schema_registry.client import RegisteredSchema, RegistryClient
-from onceflow.schema_registry.wire_format import SchemaId, prefix
+from onceflow.schema_registry.wire_format import VALUE_HEADER, SchemaId, prefix
 
 _Parsed = TypeVar("_Parsed")
 
@@ -23,6 +23,8 @@ class RegistrySerde(ABC, Generic[_Parsed]):
 
     #: As the registry calls it.
     kind: str
+    #: The header that may have the id of a value. Engines put it in front.
+    id_header = VALUE_HEADER
     #: In which form the registry shall give texts; None: as they were registered.
     form: str | None = None
 

@@ -7,6 +7,7 @@ and its GUID in 16 bytes. For Protobuf, the path to the message in its file foll
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from typing import NamedTuple
 
 _ID, _GUID = 0, 1
@@ -25,6 +26,16 @@ class SchemaId(NamedTuple):
 
     def __str__(self) -> str:
         return f"id {self.key}" if isinstance(self.key, int) else f"GUID {self.key}"
+
+
+#: The headers in which serializers write what otherwise stands before the key and the value.
+KEY_HEADER, VALUE_HEADER = "__key_schema_id", "__value_schema_id"
+
+
+def with_header(raw: bytes, headers: Iterable[tuple[str, bytes | None]], name: str) -> bytes:
+    """The bytes, with the id in front if a header has it."""
+    found = next((content for header, content in headers if header == name and content), None)
+    return raw if found is None else found + raw
 
 
 def split(raw: bytes) -> tuple[SchemaId, int]:

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from onceflow import user_code
 from onceflow.errors import ProcessorError
+from onceflow.protocol.headers import Header
 from onceflow.protocol.timestamps import whole_ms
 from onceflow.state.api import user_errors
 from onceflow.state.api.handle import State
@@ -233,10 +234,12 @@ class Engine(BaseEngine):
             ends: the index at which the records of each key end.
         """
         keys, bad_keys = _decoded(raw_keys, self.processor.key, "key")
-        values, bad = _decoded(batch.column("value").to_pylist(), self.processor.value, "value")
+        metadata = input_batch.metadata(batch, self._source_topic)
+        raws = _with_ids(batch.column("value").to_pylist(), metadata.headers, self.processor.value)
+        values, bad = _decoded(raws, self.processor.value, "value")
         counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         of_records = chain.from_iterable(map(repeat, keys, counts))
-        records = list(map(Record, of_records, values, *input_batch.metadata(batch, self._source_topic)))
+        records = list(map(Record, of_records, values, *metadata))
         if len(records) != batch.num_rows:  # no record may go astray
             raise RuntimeError(f"{batch.num_rows} records became {len(records)}")
         for at, error in bad_keys.items():
@@ -476,6 +479,17 @@ def end_generator(result: Any) -> None:
             close()
         except Exception:
             log.warning("clean-up of a processor's generator failed", exc_info=True)
+
+
+def _with_ids(
+    raws: Sequence[bytes | None], headers: Iterable[tuple[Header, ...]], serde: Any
+) -> Sequence[bytes | None]:
+    """The values of records, each behind what a header has that the serde names: the id of a schema."""
+    name = getattr(serde, "id_header", None)
+    if name is None or not isinstance(headers, list):  # else no record has headers
+        return raws
+    ids = (next((content for each, content in pairs if each == name and content), b"") for pairs in headers)
+    return [None if raw is None else before + raw for raw, before in zip(raws, ids, strict=True)]
 
 
 def _decoded(raws: Sequence[bytes | None], serde: Any, what: str) -> tuple[list[Any], dict[int, Exception]]:
