@@ -20,7 +20,8 @@ COLUMNS = ("get_json_object(string(value), '$.id') as order", "bigint(get_json_o
 
 
 def values(pipe: Any, topic: str) -> list[int]:
-    return sorted(json.loads(seen.value or b"")["n"] for seen in independent.read_topic(pipe.bootstrap, topic))
+    found = independent.read_topic(pipe.bootstrap, topic, decided=True)
+    return sorted(json.loads(seen.value or b"")["n"] for seen in found)
 
 
 class Orders:
@@ -67,7 +68,10 @@ def test_first_records_pass_and_the_rest_is_told(
     orders.send(*[(f"id-{n % 8}", 20_000 + n) for n in range(20)])  # numbers 0 to 19
     (batch,) = orders.run(write=write, **aside).batches
     assert (batch.records, batch.duplicates, batch.late) == (8, 12, 0)
-    by_id = {json.loads(seen.value or b"")["id"] for seen in independent.read_topic(pipe.bootstrap, pipe.target)}
+    by_id = {
+        json.loads(seen.value or b"")["id"]
+        for seen in independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+    }
     assert by_id == {f"id-{n}" for n in range(8)}
     assert len(values(pipe, pipe.target)) == 8
 
@@ -106,7 +110,10 @@ def test_the_last_ids_by_key_with_operators_behind(make_pipe: Any, monkeypatch: 
     independent.fill(pipe.bootstrap, pipe.source, [(b"k" * 500, b"{}"), (b"key-3", b"{}"), (b"k" * 500, b"{}")])
     (batch,) = orders.run(**by_key, after=lambda df: df.where("length(key) > 5")).batches
     assert (batch.records, batch.duplicates) == (1, 2)
-    assert {seen.key for seen in independent.read_topic(pipe.bootstrap, pipe.target)} >= {b"k" * 500, b"key-0"}
+    assert {seen.key for seen in independent.read_topic(pipe.bootstrap, pipe.target, decided=True)} >= {
+        b"k" * 500,
+        b"key-0",
+    }
     independent.fill(pipe.bootstrap, pipe.source, [(None, b"{}")])
     with pytest.raises(onceflow.OnceflowError, match="no id: column 'key' is null"):
         orders.run(**by_key)

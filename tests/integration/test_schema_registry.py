@@ -78,7 +78,7 @@ def flow_of(
 
 def results(broker: str, registry: SchemaRegistry, target: str) -> list[Any]:
     serde = registry.avro(f"{target}-value")
-    return [serde.decode(record.value or b"") for record in independent.read_topic(broker, target)]
+    return [serde.decode(record.value or b"") for record in independent.read_topic(broker, target, decided=True)]
 
 
 def test_bad_values_are_dead_letters_with_their_cause(
@@ -103,7 +103,7 @@ def test_bad_values_are_dead_letters_with_their_cause(
         query.processAllAvailable()
         query.stop()
     assert results(onceflow_broker, registry, names[1]) == [{"cents": 5}, {"cents": 12}]
-    letters = independent.read_topic(onceflow_broker, names[2])
+    letters = independent.read_topic(onceflow_broker, names[2], decided=True)
     assert [letter.value for letter in letters] == [*bad]
     for letter, said in zip(letters, bad.values(), strict=True):
         assert said in str(letter.headers)
@@ -147,14 +147,14 @@ def test_ids_in_headers(
         query = flow.write(rows, topic=target).start()
         query.processAllAvailable()
         query.stop()
-    found = independent.read_topic(onceflow_broker, target)
+    found = independent.read_topic(onceflow_broker, target, decided=True)
     assert [registry.avro("b").decode(record.value or b"") for record in found] == [{"cents": 5}, {"cents": 11}]
     with onceflow.Flow(f"columns-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
         columns = flow.read(source, include_headers=True, value_format=payment)
         query = flow.write(columns.selectExpr("key", "string(value.cents) AS value"), topic=dead).start()
         query.processAllAvailable()
         query.stop()
-    assert [record.value for record in independent.read_topic(onceflow_broker, dead)] == [b"5", b"6"]
+    assert [record.value for record in independent.read_topic(onceflow_broker, dead, decided=True)] == [b"5", b"6"]
 
 
 @pytest.mark.long_but("driver")
@@ -178,7 +178,10 @@ def test_columns_with_the_types_of_the_schema(
         query = flow.write(made, topic=target, **options).start()
         query.processAllAvailable()
         query.stop()
-    found = {record.key: (record.value or b"").decode() for record in independent.read_topic(onceflow_broker, target)}
+    found = {
+        record.key: (record.value or b"").decode()
+        for record in independent.read_topic(onceflow_broker, target, decided=True)
+    }
     assert found.pop(b"bad").startswith("value: it does not begin with the id of a schema")
     assert found.pop(b"null") == ""
     assert found == {b"k%d" % n: f"{2 * n}" if n % 2 else f"{2 * n}|é{n}" for n in range(20)}
@@ -241,7 +244,7 @@ def test_a_registry_that_stops_answering_is_waited_for(
         query.processAllAvailable()
         query.stop()
     assert results(onceflow_broker, registry, names[1]) == [{"cents": 5}, {"cents": 12}]
-    assert independent.read_topic(onceflow_broker, names[2]) == []
+    assert independent.read_topic(onceflow_broker, names[2], decided=True) == []
 
 
 @pytest.mark.long

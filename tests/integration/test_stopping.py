@@ -344,7 +344,7 @@ def test_a_script_that_ends_in_the_middle_of_a_batch(make_topic: Any, onceflow_b
         check=False,
     )
     assert done.returncode == 3, done.stderr
-    assert [record.value for record in independent.read_topic(onceflow_broker, target)] == [b"v"]
+    assert [record.value for record in independent.read_topic(onceflow_broker, target, decided=True)] == [b"v"]
 
 
 FENCED_EARLY = """
