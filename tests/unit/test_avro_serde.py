@@ -12,14 +12,16 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
+from confluent_kafka.schema_registry import Schema, SchemaReference, SchemaRegistryClient
 from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onceflow.errors import EnvironmentUnusableError, RegistryUnavailableError
+from onceflow.errors import EnvironmentUnusableError, OptionError, RegistryUnavailableError
+from onceflow.schema_registry.avro_columns import AvroColumn
 from onceflow.schema_registry.registry import SchemaRegistry
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -145,8 +147,6 @@ def test_references_are_read() -> None:
     there = registry()
     client = there.client.library
     client.register_schema("money", Schema(json.dumps(record(("cents", "long"), name="Money")), "AVRO"))
-    from confluent_kafka.schema_registry import SchemaReference
-
     text = json.dumps(record(("price", "shop.Money"), ("tip", ["null", "shop.Money"])))
     client.register_schema("payments-value", Schema(text, "AVRO", [SchemaReference("shop.Money", "money", 1)]))
     ours = pickle.loads(pickle.dumps(there.avro("payments-value")))
@@ -239,3 +239,189 @@ def test_a_registry_that_does_not_answer_is_no_fault_of_a_record() -> None:
     with pytest.raises(RegistryUnavailableError, match=r"http://127.0.0.1:9 was asked") as error:
         nobody.avro("payments-value", json.dumps(OLD)).decode(b"\0\0\0\0\x01xx")
     assert "secret" not in str(error.value) + repr(nobody)
+
+
+# ---- found with public bug reports of other systems ---------------------------------------------------
+
+
+NODE = record(("v", "int"), ("next", ["null", "shop.Node"]), name="Node")
+
+
+@pytest.mark.parametrize("depth", [100, 8_000, 100_000])
+def test_values_that_are_nested_deeply(depth: int) -> None:
+    """The compiled code of fastavro would end the process."""
+    ours = serde(NODE)
+    raw = ours.encode({"v": 1, "next": None})[:5] + b"\2\2" * depth + b"\2\0"
+    if depth == 100:
+        assert ours.encode(ours.decode(raw)) == raw
+        return
+    with pytest.raises(ValueError, match="does not fit its schema"):
+        ours.decode(raw)
+    endless: dict[str, Any] = {"v": 1}
+    endless["next"] = endless
+    with pytest.raises(ValueError, match="nested too deeply"):
+        ours.encode(endless)
+    there = registry()
+    more = record(("v", "int"), ("next", ["null", NODE]), name="Root")
+    raw = there.avro("a", json.dumps(more), register=True).encode({"v": 1, "next": None})[:6]
+    less = there.avro("a", json.dumps(record(("v", "int"), name="Root")), register=True)
+    with pytest.raises(ValueError, match="does not fit its schema"):  # what is skipped is nested, too
+        less.decode(raw + b"\2" * depth)
+
+
+@pytest.mark.parametrize("items", ["null", record(name="Empty"), {"type": "fixed", "name": "F", "size": 0}])
+def test_arrays_of_what_needs_no_bytes_are_refused(items: Any) -> None:
+    with pytest.raises(EnvironmentUnusableError, match="an array whose items need no bytes"):
+        serde({"type": "array", "items": items}).prepare()
+
+
+PLACE = record(("f", "float"), ("at", {"type": "long", "logicalType": "timestamp-millis"}), name="Place")
+SECOND = {"type": "enum", "name": "Color", "namespace": "shop", "symbols": ["RED"]}
+
+
+@pytest.mark.parametrize(
+    "root, value",
+    [
+        (record(("here", "shop.Place")), {"here": 0}),
+        (["null", "shop.Place"], 0),
+        (["shop.Place", "shop.Color"], 0),
+        ({"type": "array", "items": "shop.Place"}, [0, 0]),
+        ({"type": "map", "values": ["null", "shop.Place"]}, {"a": 0}),
+        ("shop.Place", 0),
+        (record(("a", ["null", "shop.Place"]), ("b", {"type": "array", "items": "shop.Place"})), {"a": 0, "b": [0]}),
+    ],
+    ids=str,
+)
+def test_referenced_types_are_as_those_inside(root: Any, value: Any) -> None:
+    there = registry()
+    for subject, schema in (("place", PLACE), ("color", SECOND)):
+        there.client.library.register_schema(subject, Schema(json.dumps(schema), "AVRO"))
+    references = [SchemaReference("shop.Place", "place", 1), SchemaReference("shop.Color", "color", 1)]
+    there.client.library.register_schema("root", Schema(json.dumps(root), "AVRO", references))
+    ours = there.avro("root")
+
+    def with_place(found: Any, place: Any) -> Any:
+        if isinstance(found, dict):
+            return {key: with_place(each, place) for key, each in found.items()}
+        return [with_place(each, place) for each in found] if isinstance(found, list) else place
+
+    good: Any = {"f": 0.5, "at": datetime.datetime(2026, 12, 1, tzinfo=UTC)}
+    good = ("shop.Place", good) if "Color" in str(root) else good
+    assert ours.decode(ours.encode(with_place(value, good))) == with_place(value, good)
+    for bad in ({"f": 1e39, "at": datetime.datetime(2026, 12, 1, tzinfo=UTC)}, {"f": 1.0, "at": datetime.datetime.min}):
+        with pytest.raises(ValueError, match="does not fit the schema"):
+            ours.encode(with_place(value, bad))
+    column = AvroColumn(ours)
+    got, wrong = column.decode(pa.array([ours.encode(with_place(value, good)), None]))
+    assert got.null_count == 1
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "kind, default, value",
+    [
+        ({"type": "long", "logicalType": "timestamp-millis"}, 0, datetime.datetime(1970, 1, 1, tzinfo=UTC)),
+        ({"type": "long", "logicalType": "local-timestamp-micros"}, 1, datetime.datetime(1970, 1, 1, 0, 0, 0, 1)),
+        ({"type": "int", "logicalType": "date"}, -1, datetime.date(1969, 12, 31)),
+        ({"type": "long", "logicalType": "time-micros"}, 1, datetime.time(0, 0, 0, 1)),
+        ({"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2}, "\1\0", decimal.Decimal("2.56")),
+        ("bytes", "\u00ff", b"\xff"),
+        ({"type": "fixed", "name": "F", "size": 1}, "\u00ff", b"\xff"),
+        ({"type": "map", "values": "bytes"}, {"k": "\u00ff"}, {"k": b"\xff"}),
+        ({"type": "string", "logicalType": "uuid"}, str(uuid.UUID(int=5)), uuid.UUID(int=5)),
+        ("double", 1, 1.0),
+        ({"type": "array", "items": "string"}, [], []),
+        (["bytes", "string"], "\u00ff", b"\xff"),
+        ([record(("x", "int"), name="A"), record(("x", "int"), name="B")], {"x": 1}, ("shop.A", {"x": 1})),
+        ({**record(("x", "int"), name="A"), "fields": [{"name": "x", "type": "int", "default": 7}]}, {}, {"x": 7}),
+        (["null", "int"], None, None),
+        ({"type": "enum", "name": "E", "symbols": ["A", "B"]}, "B", "B"),
+    ],
+    ids=str,
+)
+def test_defaults_of_fields_are_values_of_their_types(kind: Any, default: Any, value: Any) -> None:
+    there = registry()
+    new = {
+        **record(("a", "int")),
+        "fields": [{"name": "a", "type": "int"}, {"name": "b", "type": kind, "default": default}],
+    }
+    raw = there.avro("s", json.dumps(record(("a", "int"))), register=True).encode({"a": 1})
+    ours = there.avro("s", json.dumps(new), register=True)
+    first = ours.decode(raw)
+    assert first == {"a": 1, "b": value}
+    assert type(first["b"]) is type(value)
+    if isinstance(first["b"], list):
+        first["b"].append("changed")
+    if isinstance(first["b"], dict):
+        first["b"]["changed"] = True
+    assert ours.decode(raw) == {"a": 1, "b": value}, "each record has its own"
+    assert ours.decode(ours.encode({"a": 1})) == {"a": 1, "b": value}
+    one_by_one = AvroColumn(ours).decode(pa.array([raw, ours.encode({"a": 1})]))
+    assert not one_by_one[1]
+    assert one_by_one[0][0] == one_by_one[0][1]
+
+
+@pytest.mark.parametrize(
+    "kind, value",
+    [
+        (["null", {"type": "enum", "name": "E1", "symbols": ["A", "B"]},
+          {"type": "enum", "name": "E2", "symbols": ["B", "C"]}], ("E2", "B")),
+        ([{"type": "fixed", "name": "F1", "size": 1}, {"type": "fixed", "name": "F2", "size": 1}], ("F2", b"x")),
+        ([{"type": "int", "logicalType": "date"}, {"type": "long", "logicalType": "timestamp-millis"}],
+         datetime.datetime(2026, 12, 1, tzinfo=UTC)),
+        ([{"type": "int", "logicalType": "time-millis"}, {"type": "long", "logicalType": "time-micros"}],
+         datetime.time(1, 2, 3, 4)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_value_of_a_union_has_its_own_type(kind: Any, value: Any) -> None:
+    ours = serde(kind)
+    assert ours.decode(ours.encode(value)) == value
+    assert ours.encode(ours.decode(ours.encode(value))) == ours.encode(value)
+
+
+def test_a_decimal_is_not_rounded_to_the_digits_of_its_schema() -> None:
+    ours = serde({"type": "bytes", "logicalType": "decimal", "precision": 4, "scale": 2})
+    assert ours.decode(ours.encode(decimal.Decimal("1"))[:5] + b"\x06\x01\xe2\x40") == decimal.Decimal("1234.56")
+
+
+@pytest.mark.parametrize(
+    "kind, value",
+    [
+        ({"type": "int", "logicalType": "time-millis"}, datetime.time(1, tzinfo=UTC)),
+        ({"type": "long", "logicalType": "time-micros"}, datetime.time(1, tzinfo=UTC)),
+        (
+            {"type": "long", "logicalType": "timestamp-micros"},
+            datetime.datetime.min.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
+        ),
+        ({"type": "long", "logicalType": "timestamp-micros"}, 2**62),
+        ("float", 1e-50),
+    ],
+    ids=str,
+)
+def test_more_values_that_would_not_come_back(kind: Any, value: Any) -> None:
+    with pytest.raises(ValueError, match="does not fit the schema"):
+        serde(kind).encode(value)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"type": "bytes", "logicalType": "decimal"},
+        {"type": "bytes", "logicalType": "decimal", "precision": 0},
+        {"type": "bytes", "logicalType": "decimal", "precision": 2, "scale": 3},
+        {"type": "bytes", "logicalType": ["x"]},
+        {"type": "bytes", "logicalType": "of another program"},
+    ],
+)
+def test_a_logical_type_that_is_none_is_left_out(kind: Any) -> None:
+    ours = serde(kind)
+    assert ours.decode(ours.encode(b"x")) == b"x"
+    assert AvroColumn(ours).type == pa.binary()
+
+
+@pytest.mark.parametrize("url", ["", [], "localhost:8081", ["http://al:p,w@host"], "http://al:p,w@host", 5])
+def test_urls_that_cannot_be_used(url: Any) -> None:
+    with pytest.raises(OptionError) as error:
+        SchemaRegistry(url)
+    assert "p,w" not in str(error.value)

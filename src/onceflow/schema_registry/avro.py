@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from typing import Any
 
 from onceflow.schema_registry import wire_format
-from onceflow.schema_registry.avro_checks import Check, check_of
+from onceflow.schema_registry.avro_defaults import filled
+from onceflow.schema_registry.avro_schema import AvroSchema, exact_decimals, value_of
 from onceflow.schema_registry.base import RegistrySerde
 from onceflow.schema_registry.client import RegisteredSchema
-from onceflow.schema_registry.wire_format import SchemaId
 
-#: A union of several records, enums or fixed values names the one it has: ``("shop.Order", {...})``.
-_NAMED = {"return_named_type": True, "return_named_type_override": True}
 _MOST_SHOWN = 300
+#: So many bytes cannot be nested deeper than the stack of a thread is.
+_SHALLOW_BYTES = 500
+#: What fastavro raises for bytes that are no value of a schema.
+_UNREADABLE = (
+    TypeError, ValueError, OverflowError, ArithmeticError, LookupError, RecursionError, MemoryError,
+)  # fmt: skip
 
 
-class AvroSerde(RegistrySerde[Any]):
+class AvroSerde(RegistrySerde[AvroSchema]):
     """A serde of Avro. Made by `SchemaRegistry.avro`.
 
     ``decode`` reads a value with the schema that has written it, and gives it the fields of this serde's schema: fields
@@ -39,20 +42,12 @@ class AvroSerde(RegistrySerde[Any]):
             ValueError: it does not fit the schema.
             EnvironmentUnusableError: see `RegistrySerde.own`.
         """
-        from fastavro import schemaless_writer
-        from fastavro.validation import ValidationError, validate
-
-        (schema, check), before = self._ours()
+        schema, before = self._ours()
         buffer = io.BytesIO()
         buffer.write(before)
         try:
-            validate(value, schema, strict=False)
-            if check is not None:
-                check(value)
-            schemaless_writer(buffer, schema, value, strict_allow_default=True)
-        except ValidationError as error:
-            raise ValueError(f"it does not fit the schema: {_said(error)}") from None
-        except (TypeError, ValueError, OverflowError, ArithmeticError, AttributeError, KeyError) as error:
+            schema.write(buffer, value)
+        except ValueError as error:
             raise ValueError(f"it does not fit the schema: {error}"[:_MOST_SHOWN]) from None
         return buffer.getvalue()
 
@@ -63,79 +58,64 @@ class AvroSerde(RegistrySerde[Any]):
             ValueError: it is not Avro of a known schema, or its schema cannot be read with this serde's.
             EnvironmentUnusableError: see `RegistrySerde.own`.
         """
-        return self.read(raw, self.writer, self.own_schema(), **_NAMED)
+        return self.read(raw, self._ours()[0], plain=False)
 
-    def own_schema(self) -> Any:
-        """The own schema, as fastavro has parsed it. Raises: as `own`."""
-        return self._ours()[0][0]
+    def own_schema(self) -> AvroSchema:
+        """The own schema. Raises: as `own`."""
+        return self._ours()[0]
 
-    def writer(self, schema_id: SchemaId) -> Any:
-        """The schema that a value was written with, as fastavro has parsed it. Raises: ValueError: there is none."""
-        return self._writer(schema_id)[0]
-
-    def read(self, raw: bytes, writer_of: Callable[[SchemaId], Any], reader: Any, **options: bool) -> Any:
+    def read(self, raw: bytes, reader: AvroSchema | None, *, plain: bool) -> Any:
         """The value, as `decode`.
 
         Args:
-            writer_of: the schema that it was written with. reader: the one whose fields it gets. options: of fastavro.
+            reader: the schema whose fields it gets; None: that which has written it.
+            plain: numbers in place of times, and each value of a type with a name in a union with that name.
         """
-        from fastavro import schemaless_reader
-        from fastavro.read import SchemaResolutionError
-
         schema_id, at = wire_format.split(raw)
-        writer = writer_of(schema_id)
-        data = io.BytesIO(raw)
-        data.seek(at)
+        writer = self._writer(schema_id)
         try:
-            value = schemaless_reader(data, writer, None if reader == writer else reader, **options)  # type: ignore[arg-type]
-        except SchemaResolutionError as error:
-            raise ValueError(
-                f"its schema with {schema_id} cannot be read with that of {self.subject}: {error}"
-            ) from None
+            return _read(raw, at, writer, writer if reader is None else reader, plain)
+        except _UnresolvedError as error:
+            of = f"its schema with {schema_id}"
+            raise ValueError(f"{of} cannot be read with that of {self.subject}: {error}"[:_MOST_SHOWN]) from None
         except EOFError:
             raise ValueError(f"it ends too early for its schema with {schema_id}: {len(raw)} bytes") from None
-        except (TypeError, ValueError, OverflowError, ArithmeticError, LookupError, RecursionError) as error:
-            raise ValueError(
-                f"it does not fit its schema with {schema_id}: {type(error).__name__}: {error}"[:_MOST_SHOWN]
-            ) from None
-        if data.tell() != len(raw):
-            raise ValueError(f"{len(raw) - data.tell()} bytes follow the value of its schema with {schema_id}")
-        return value
+        except (
+            TypeError,
+            ValueError,
+            OverflowError,
+            ArithmeticError,
+            LookupError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            what = f"it does not fit its schema with {schema_id}: {type(error).__name__}: {error}"
+            raise ValueError(what[:_MOST_SHOWN]) from None
 
-    def _parse(self, schema: RegisteredSchema) -> tuple[Any, Check | None]:
-        parsed = parsed_schema(schema)
-        return parsed, check_of(parsed)
+    def _parse(self, schema: RegisteredSchema) -> AvroSchema:
+        return AvroSchema(schema)
 
 
-def parsed_schema(schema: RegisteredSchema) -> Any:
-    """A schema for fastavro, with the types that it refers to.
+class _UnresolvedError(Exception):
+    """A value cannot get the fields of another schema."""
 
-    Raises:
-        ValueError: it is no Avro schema.
-    """
-    from fastavro import parse_schema
-    from fastavro.schema import SchemaParseException
 
-    named: dict[str, Any] = {}
-    seen: set[str] = set()
+def _read(raw: bytes, at: int, writer: AvroSchema, reader: AvroSchema, plain: bool) -> Any:
+    from fastavro import _read_py, schemaless_reader
+    from fastavro.read import SchemaResolutionError
 
-    def read(each: RegisteredSchema) -> Any:
-        for name, referenced in each.references:
-            if name not in seen:
-                seen.add(name)
-                read(referenced)
-        return parse_schema(json.loads(each.text), named_schemas=named)
-
+    exact_decimals()
+    # The compiled reader has no limit for nested values, and ends the process.
+    is_deep = (writer.is_recursive or reader.is_recursive) and len(raw) > _SHALLOW_BYTES
+    read: Callable[..., Any] = _read_py.schemaless_reader if is_deep else schemaless_reader
+    given, wanted = (each.reading_plain if plain else each.reading for each in (writer, reader))
+    data = io.BytesIO(raw)
+    data.seek(at)
+    named = {"return_named_type": True, "return_named_type_override": not plain}
     try:
-        return read(schema)
-    except (SchemaParseException, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ValueError(f"it is no Avro schema: {error}"[:_MOST_SHOWN]) from None
-
-
-def _said(error: Exception) -> str:
-    """What fastavro says of a value, in one line."""
-    try:
-        lines = json.loads(str(error))
-    except ValueError:
-        lines = [str(error)]
-    return "; ".join(str(line).strip() for line in lines)[:_MOST_SHOWN]
+        found = value_of(read(data, given, None if given is wanted else wanted, **named))
+    except SchemaResolutionError as error:
+        raise _UnresolvedError(str(error)) from None
+    if data.tell() != len(raw):
+        raise ValueError(f"{len(raw) - data.tell()} bytes follow the value")
+    return found if given is wanted else filled(found)

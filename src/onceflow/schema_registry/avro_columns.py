@@ -11,9 +11,9 @@ import pyarrow as pa
 from onceflow.arrow_types import made_anew
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.schema_registry.avro import AvroSerde
-from onceflow.schema_registry.wire_format import SchemaId
+from onceflow.schema_registry.avro_names import branch_name, logical_of
+from onceflow.schema_registry.avro_schema import AvroSchema
 
-_NAMED = {"return_named_type": True}
 _Convert = Callable[[Any], Any]
 
 _PRIMITIVES = {
@@ -52,21 +52,19 @@ class ColumnSchema:
       ``long`` are one, and so are ``float`` and ``double``.
 
     Args:
-        schema: as fastavro has parsed it.
+        schema: its values are read in their plain form.
 
     Attributes:
-        plain: the schema with which fastavro reads numbers in place of times.
         type: of the column while it is made. convert: what makes its values; None: nothing has to be done.
 
     Raises:
         EnvironmentUnusableError: a type refers to itself, or a decimal has more digits than Spark has.
     """
 
-    def __init__(self, schema: Any) -> None:
-        self._named: dict[str, Any] = {}
+    def __init__(self, schema: AvroSchema) -> None:
+        self._named = schema.named
         self._open: list[str] = []
-        self.plain = without_times(schema)
-        self.type, self.convert = self._made(schema)
+        self.type, self.convert = self._made(schema.root)
 
     def _made(self, schema: Any) -> tuple[Any, _Convert | None]:
         if isinstance(schema, list):
@@ -75,19 +73,17 @@ class ColumnSchema:
         if not isinstance(kind, str):
             return self._made(kind)
         if kind in self._named:
-            return self._again(kind)
+            return self._made(self._named[kind])
         if kind in ("record", "error"):
             return self._record(schema)
-        if kind in ("enum", "fixed"):
-            self._named[schema["name"]] = schema
         if kind == "array":
             inner, convert = self._made(schema["items"])
             return pa.list_(inner), None if convert is None else _each(convert)
         if kind == "map":
             inner, convert = self._made(schema["values"])
             return pa.map_(pa.string(), inner), _pairs(convert)
-        logical = schema.get("logicalType") if isinstance(schema, dict) else None
-        if logical == "decimal" and kind in ("bytes", "fixed"):
+        logical = logical_of(schema)
+        if logical == "decimal":
             if schema["precision"] > _MOST_DIGITS:
                 raise _unusable(f"a decimal with {schema['precision']} digits; Spark has {_MOST_DIGITS}")
             return pa.decimal128(schema["precision"], schema.get("scale", 0)), None
@@ -95,16 +91,12 @@ class ColumnSchema:
             return pa.string(), None
         if kind == "fixed":
             return pa.binary(), None
-        return _LOGICAL.get((kind, str(logical)), _PRIMITIVES[kind]), None
-
-    def _again(self, name: str) -> tuple[Any, _Convert | None]:
-        if name in self._open:
-            raise _unusable(f"{name}, which refers to itself")
-        return self._made(self._named[name])
+        return _LOGICAL.get((kind, logical), _PRIMITIVES[kind]), None
 
     def _record(self, schema: Any) -> tuple[Any, _Convert | None]:
         name = schema["name"]
-        self._named[name] = schema
+        if name in self._open:
+            raise _unusable(f"{name}, which refers to itself")
         self._open.append(name)
         fields, converts = [], dict[str, _Convert]()
         for field in schema["fields"]:
@@ -118,41 +110,23 @@ class ColumnSchema:
         return pa.struct(fields), _fields(converts) if converts else None
 
     def _union(self, branches: list[Any]) -> tuple[Any, _Convert | None]:
-        kinds: dict[str, Any] = {}
-        for branch in branches:
-            name = branch if isinstance(branch, str) else branch.get("name", branch["type"])
-            if name != "null" and _WIDER.get(name) not in branches:
-                kinds[name] = branch
+        kinds = {branch_name(branch): branch for branch in branches}
+        kinds.pop("null", None)
+        for narrow, wide in _WIDER.items():
+            if narrow in branches and wide in branches:  # a logical type would make another value of it
+                kinds.pop(narrow)
         if not kinds:
             return _PRIMITIVES["null"], None
         made = {name: self._made(branch) for name, branch in kinds.items()}
         if len(made) == 1:
-            kind, convert = next(iter(made.values()))
-            return kind, _optional(convert) if convert is not None or self._is_named(
-                next(iter(kinds.values()))
-            ) else None
+            ((name, (kind, convert)),) = made.items()
+            return kind, None if convert is None and name not in self._named else _optional(convert)
+        if "int" in made and "long" in made:
+            raise _unusable("a union of an int and a long of which one is a time or a date")
         short = {name: name.rpartition(".")[2] for name in made}
-        if len(set(short.values())) < len(short):
-            short = {name: name.replace(".", "_") for name in made}
+        if len({each.lower() for each in short.values()}) < len(short):
+            short = {name: f"{name.replace('.', '_')}_{at}" for at, name in enumerate(made)}
         return pa.struct([pa.field(short[name], kind) for name, (kind, _) in made.items()]), _member(made, short)
-
-    def _is_named(self, branch: Any) -> bool:
-        return (branch if isinstance(branch, str) else branch.get("name")) in self._named
-
-
-def without_times(schema: Any) -> Any:
-    """A schema with which fastavro reads numbers in place of times: Arrow makes the same of them, sooner."""
-    if isinstance(schema, list):
-        return [without_times(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept = {key: value for key, value in schema.items() if key != "logicalType" or value == "decimal"}
-    for key in ("type", "items", "values"):
-        if key in kept:
-            kept[key] = without_times(kept[key])
-    if "fields" in kept:
-        kept["fields"] = [{**field, "type": without_times(field["type"])} for field in kept["fields"]]
-    return kept
 
 
 def _unusable(what: str) -> EnvironmentUnusableError:
@@ -222,10 +196,9 @@ class AvroColumn:
     def __init__(self, serde: AvroSerde) -> None:
         self._serde = serde
         self._schema: ColumnSchema | None = None
-        self._writers: dict[int | str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_schema": None, "_writers": {}}
+        return {**self.__dict__, "_schema": None}
 
     @property
     def schema(self) -> ColumnSchema:
@@ -246,14 +219,14 @@ class AvroColumn:
         Raises:
             RegistryUnavailableError: the registry does not answer.
         """
-        schema = self.schema
+        schema, own = self.schema, self._serde.own_schema()
         found: list[Any] = []
         bad: dict[int, str] = {}
         for at, raw in enumerate(values.to_pylist()):
             value = None
             if raw is not None:
                 try:
-                    value = self._serde.read(raw, self._writer, schema.plain, **_NAMED)
+                    value = self._serde.read(raw, own, plain=True)
                     if schema.convert is not None:
                         value = schema.convert(value)
                 except ValueError as error:
@@ -261,10 +234,10 @@ class AvroColumn:
             found.append(value)
         try:
             return pa.array(found, schema.type).cast(self.type), bad
-        except (pa.ArrowException, OverflowError) as error:
-            return self._one_by_one(found, bad, error)
+        except (pa.ArrowException, OverflowError):
+            return self._one_by_one(found, bad)
 
-    def _one_by_one(self, found: list[Any], bad: dict[int, str], error: Exception) -> tuple[Any, dict[int, str]]:
+    def _one_by_one(self, found: list[Any], bad: dict[int, str]) -> tuple[Any, dict[int, str]]:
         """A value is beyond what a column has, such as a time in the year 300,000."""
         for at, value in enumerate(found):
             try:
@@ -272,11 +245,6 @@ class AvroColumn:
             except (pa.ArrowException, OverflowError) as beyond:
                 found[at], bad[at] = None, f"a column cannot have it: {beyond}"
         return pa.array(found, self.schema.type).cast(self.type), bad
-
-    def _writer(self, schema_id: SchemaId) -> Any:
-        if schema_id.key not in self._writers:
-            self._writers[schema_id.key] = without_times(self._serde.writer(schema_id))
-        return self._writers[schema_id.key]
 
 
 def _in_us(kind: Any) -> Any:

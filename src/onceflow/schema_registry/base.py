@@ -67,7 +67,10 @@ class RegistrySerde(ABC, Generic[_Parsed]):
             RegistryUnavailableError: the registry does not answer.
         """
         if self._own is None:
-            found = self._find()
+            try:
+                found = self._find()
+            except ValueError as error:
+                raise EnvironmentUnusableError(f"The schema of {self.subject!r} cannot be used: {error}") from None
             self._of_kind(found, f"the subject {self.subject!r}", EnvironmentUnusableError)
             self._own = found
         return self._own
@@ -96,7 +99,7 @@ class RegistrySerde(ABC, Generic[_Parsed]):
         parsed = self._parsed.get(schema_id.key)
         if parsed is None:
             with self._lock:
-                found = self.registry.by_id(schema_id, self.form)
+                found = self.registry.by_id(schema_id, self.form, self.subject)
                 self._of_kind(found, f"its schema with {schema_id}", ValueError)
                 parsed = self._parsed[schema_id.key] = self._parse(found)
         return parsed
@@ -105,7 +108,7 @@ class RegistrySerde(ABC, Generic[_Parsed]):
         """The own schema, and what stands before the values that it writes."""
         if self._parsed_own is None:
             own = self.own()
-            if own.schema_id is None:
+            if type(own.schema_id) is not int or not 0 <= own.schema_id < 1 << 32:
                 raise EnvironmentUnusableError(f"The registry gave no id for the schema of {self.subject!r}")
             try:
                 self._parsed_own = self._parse(own), prefix(own.schema_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,8 +25,11 @@ _T = TypeVar("_T")
 _LIMITS = {"timeout": 10, "max.retries": 0}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 3.0
 _NOT_FOUND = 404
+_DEEPEST = 100
 _CONFLICT = 409
 _NO_ANSWER = -1
+#: How long an id that the registry does not have is not asked for again. One that comes late may be known then.
+_MISSING_S, _MOST_MISSING = 10.0, 10_000
 _NOT_ALLOWED = {401: "does not accept the credentials", 403: "does not allow it"}
 #: Answers to a schema that is wrong, in place of a registry that cannot answer.
 _REFUSED = (400, _CONFLICT, 422)
@@ -67,9 +71,17 @@ class RegistryClient:
             self._wait_s = duration_ms(wait) / 1000
         except ValueError as error:
             raise OptionError(f"wait={wait!r}: {error}", next_step='for example wait="30 seconds"') from None
-        urls = [url] if isinstance(url, str) else [*url]
+        self._missing: dict[tuple[int | str, str], float] = {}
+        urls = _URLS.split(url) if isinstance(url, str) else [*url] if isinstance(url, (list, tuple)) else []
+        if not all(isinstance(each, str) and _URL.match(each.strip()) for each in urls) or not urls:
+            raise OptionError("SchemaRegistry has no usable URL", next_step='for example "http://localhost:8081"')
+        if any("," in each for each in urls):
+            raise OptionError(
+                "A URL of SchemaRegistry has a comma, which separates addresses",
+                next_step="give a password with a comma in the property basic.auth.user.info",
+            )
         self._properties = {**_LIMITS, **(properties or {}), "url": ",".join(urls)}
-        self.name = ", ".join(_without_password(each) for each in self._properties["url"].split(","))
+        self.name = ", ".join(map(_without_password, urls))
         try:
             _ = self.library
         except (ValueError, TypeError, OSError) as error:  # OSError: a certificate cannot be read
@@ -80,25 +92,37 @@ class RegistryClient:
 
     # ---- what serdes ask -----------------------------------------------------------------------------
 
-    def by_id(self, schema_id: SchemaId, form: str | None = None) -> RegisteredSchema:
+    def by_id(self, schema_id: SchemaId, form: str | None = None, subject: str = "") -> RegisteredSchema:
         """The schema that a record names.
 
         Args:
             form: the form of its text, see `RegistrySerde`.
+            subject: where the id holds, if it is in a context: ``:.context:name``. Each context has ids of its own.
 
         Raises:
             ValueError: the registry does not have it.
             RegistryUnavailableError: it does not answer.
         """
         key = schema_id.key
-        client = self.library
-        found = self._asked(
-            f"for the schema with {schema_id}",
-            lambda: client.get_schema(key, fmt=form) if isinstance(key, int) else client.get_schema_by_guid(key, form),
-        )
+        if self._missing.get((key, subject), 0.0) > time.monotonic():
+            raise self._unknown(schema_id)
+        context = subject[: subject.index(":", 1) + 1] if re.match(r":\.[^:]*:", subject) else None
+
+        def ask() -> Any:
+            if isinstance(key, int):
+                return self.library.get_schema(key, context, form)
+            return self.library.get_schema_by_guid(key, form)
+
+        found = self._asked(f"for the schema with {schema_id}", ask, refusals=False)
         if found is None:
-            raise ValueError(f"the registry {self.name} has no schema with {schema_id}")
+            if len(self._missing) > _MOST_MISSING:
+                self._missing.clear()
+            self._missing[key, subject] = time.monotonic() + _MISSING_S
+            raise self._unknown(schema_id)
         return self._whole(found, key if isinstance(key, int) else None, None, form)
+
+    def _unknown(self, schema_id: SchemaId) -> ValueError:
+        return ValueError(f"the registry {self.name} has no schema with {schema_id}")
 
     def newest(self, subject: str, form: str | None = None) -> RegisteredSchema:
         """The newest version of a subject. Args: form: as for `by_id`.
@@ -157,9 +181,13 @@ class RegistryClient:
         return Schema(text, kind, [*references])
 
     def _whole(
-        self, schema: Any, schema_id: int | None, version: int | None, form: str | None = None
+        self, schema: Any, schema_id: int | None, version: int | None, form: str | None = None, depth: int = 0
     ) -> RegisteredSchema:
         """A schema with all that it refers to."""
+        if not isinstance(schema.schema_str, str):
+            raise self._unavailable("for a schema", "answers without one", ValueError("no text"))
+        if depth > _DEEPEST:
+            raise ValueError("its references to other schemas have no end")
         references = []
         for each in schema.references or ():
             found = self._asked(
@@ -168,7 +196,7 @@ class RegistryClient:
             )
             if found is None:
                 raise ValueError(f"a schema refers to version {each.version} of {each.subject!r}, which is missing")
-            references.append((each.name, self._whole(found.schema, found.schema_id, found.version, form)))
+            references.append((each.name, self._whole(found.schema, found.schema_id, found.version, form, depth + 1)))
         return RegisteredSchema(schema.schema_str, schema.schema_type or "AVRO", tuple(references), schema_id, version)
 
     def _without_subject(self, subject: str) -> EnvironmentUnusableError:
@@ -181,8 +209,11 @@ class RegistryClient:
             "register=True",
         )
 
-    def _asked(self, what: str, request: Callable[[], _T]) -> _T | None:
+    def _asked(self, what: str, request: Callable[[], _T], *, refusals: bool = True) -> _T | None:
         """What the registry answers; None: there is no such thing.
+
+        Args:
+            refusals: whether it may refuse a schema. Otherwise such an answer means that there is none.
 
         Raises:
             RegistryUnavailableError: it does not answer, or cannot.
@@ -191,7 +222,7 @@ class RegistryClient:
         deadline, pause = time.monotonic() + self._wait_s, _FIRST_PAUSE_S
         while True:
             try:
-                return self._asked_once(what, request)
+                return self._asked_once(what, request, refusals)
             except _NotNowError as problem:
                 error = problem.error
             if time.monotonic() + pause > deadline:
@@ -200,7 +231,7 @@ class RegistryClient:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _asked_once(self, what: str, request: Callable[[], _T]) -> _T | None:
+    def _asked_once(self, what: str, request: Callable[[], _T], refusals: bool) -> _T | None:
         from confluent_kafka.schema_registry.error import SchemaRegistryError
 
         try:
@@ -208,6 +239,8 @@ class RegistryClient:
         except SchemaRegistryError as error:
             status = error.http_status_code
             if status == _NOT_FOUND and error.error_code != _NO_ANSWER:
+                return None
+            if status in _REFUSED and not refusals:
                 return None
             if status in _REFUSED:
                 raise EnvironmentUnusableError(
@@ -227,7 +260,7 @@ class RegistryClient:
         )
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache
 def _client_of(properties: tuple[tuple[str, Any], ...], process: int) -> SchemaRegistryClient:
     """One client for each registry and process: its connections do not live on in a process that was forked."""
     try:
@@ -239,6 +272,10 @@ def _client_of(properties: tuple[tuple[str, Any], ...], process: int) -> SchemaR
             next_step="pip install 'onceflow[registry]', on the hosts of executors, too",
         ) from None
     return SchemaRegistryClient.new_client(dict(properties))
+
+
+_URL = re.compile(r"(?:https?|mock)://.")
+_URLS = re.compile(r",(?=\s*(?:https?|mock)://)")
 
 
 def _without_password(url: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urljoin
 
 from onceflow.schema_registry import wire_format
 from onceflow.schema_registry.base import RegistrySerde
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _MOST_SHOWN = 300
 
 
-class JsonSchemaSerde(RegistrySerde["Validator"]):
+class JsonSchemaSerde(RegistrySerde["_Checked"]):
     """A serde of JSON with a schema. Made by `SchemaRegistry.json_schema`.
 
     Values are those of ``serdes.JSON``. ``encode`` checks a value by this serde's schema. ``decode`` checks it by the
@@ -32,13 +33,15 @@ class JsonSchemaSerde(RegistrySerde["Validator"]):
         """The bytes of a value, with the id of the schema.
 
         Raises:
-            ValueError: it does not fit the schema.
-            TypeError: it has an object that is no JSON.
+            ValueError: it does not fit the schema, or is no JSON.
             EnvironmentUnusableError: see `RegistrySerde.own`.
         """
-        validator, before = self._ours()
-        raw = exact_json.dumps(value)
-        _check(validator, value, "the schema")
+        own, before = self._ours()
+        try:
+            raw = exact_json.dumps(value)
+        except TypeError as error:
+            raise ValueError(f"it is no JSON: {error}"[:_MOST_SHOWN]) from None
+        _check(own.validator, value, "the schema")
         return before + raw
 
     def decode(self, raw: bytes) -> Any:
@@ -52,27 +55,38 @@ class JsonSchemaSerde(RegistrySerde["Validator"]):
         writer = self._writer(schema_id)
         reader, _ = self._ours()
         value = exact_json.loads(raw[at:])
-        _check(writer, value, f"its schema with {schema_id}")
-        if reader.schema != writer.schema:
-            _check(reader, value, f"the schema of {self.subject}")
+        _check(writer.validator, value, f"its schema with {schema_id}")
+        if reader.schema[:3] != writer.schema[:3]:  # with all that they refer to
+            _check(reader.validator, value, f"the schema of {self.subject}")
         return value
 
-    def _parse(self, schema: RegisteredSchema) -> Validator:
-        from jsonschema import Draft7Validator, SchemaError, validators
+    def _parse(self, schema: RegisteredSchema) -> _Checked:
+        from jsonschema import Draft7Validator, validators
         from referencing import Registry, Resource
         from referencing.jsonschema import DRAFT7
 
-        registry: Any = Registry()
-        for name, each in _all_references(schema).items():
-            registry = registry.with_resource(name, Resource.from_contents(json.loads(each), DRAFT7))
         try:
             contents = json.loads(schema.text)
+            base = contents.get("$id", "") if isinstance(contents, dict) else ""
+            registry: Any = Registry()
+            for name, each in _all_references(schema).items():
+                resource = Resource.from_contents(json.loads(each), DRAFT7)
+                # A name that is relative to the $id of the schema is looked up as a whole URL.
+                for uri in {name, urljoin(base, name)}:
+                    registry = registry.with_resource(uri, resource)
             found: Any = validators.validator_for(contents, default=Draft7Validator)
             found.check_schema(contents)
-        except (ValueError, SchemaError) as error:
-            raise ValueError(f"it is no JSON Schema: {error}"[:_MOST_SHOWN]) from None
-        exact = validators.extend(found, {"multipleOf": _multiple_of})
-        return exact(contents, registry=registry)
+            exact = validators.extend(found, {"multipleOf": _multiple_of})
+            return _Checked(schema, exact(contents, registry=registry))
+        except Exception as error:  # jsonschema raises its own, and what a malformed schema makes its code raise
+            raise ValueError(f"it is no JSON Schema: {type(error).__name__}: {error}"[:_MOST_SHOWN]) from None
+
+
+class _Checked(NamedTuple):
+    """A schema, and what checks values by it."""
+
+    schema: RegisteredSchema
+    validator: Validator
 
 
 def _all_references(schema: RegisteredSchema) -> dict[str, str]:
@@ -93,11 +107,10 @@ def _multiple_of(validator: Validator, unit: Any, value: Any, schema: Any) -> It
 
 def _check(validator: Validator, value: Any, schema: str) -> None:
     from jsonschema.exceptions import best_match
-    from referencing.exceptions import Unresolvable
 
     try:
         error = best_match(validator.iter_errors(value))
-    except (Unresolvable, RecursionError) as unresolvable:
+    except Exception as unresolvable:  # a reference to nothing, or what a malformed schema makes its code raise
         raise ValueError(f"{schema} cannot be used: {unresolvable}"[:_MOST_SHOWN]) from None
     if error is not None:
         raise ValueError(f"it does not fit {schema}: {error.json_path}: {error.message}"[:_MOST_SHOWN])

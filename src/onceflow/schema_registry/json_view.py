@@ -41,7 +41,7 @@ class JsonView:
         schema_id, at = wire_format.split(raw)
         kind = self._schema(schema_id).kind
         if kind == "AVRO":
-            return plain(self._avro.read(raw, self._avro.writer, None)), schema_id
+            return plain(self._avro.read(raw, None, plain=False)), schema_id
         if kind == "JSON":
             return exact_json.loads(raw[at:]), schema_id
         if kind == "PROTOBUF":

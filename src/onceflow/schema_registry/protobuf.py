@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 #: Files that every program with Protobuf has: Confluent's serializers do not register them.
 _EVERYBODYS = ("google/protobuf/", "google/type/", "confluent/")
 
+#: Each after those that it imports.
+_WELL_KNOWN = (
+    "any", "source_context", "type", "api", "descriptor", "duration", "empty", "field_mask", "struct", "timestamp",
+    "wrappers",
+)  # fmt: skip
+
 #: The full name of each message of a file, by the path to it.
 _Messages = dict[tuple[int, ...], str]
 
@@ -65,10 +71,10 @@ class ProtobufSerde(RegistrySerde[_Messages]):
             ValueError: it is another message, or lacks a required field.
             EnvironmentUnusableError: see `RegistrySerde.own`.
         """
-        from google.protobuf.message import EncodeError
+        from google.protobuf.message import EncodeError, Message
 
         wanted = self._message.DESCRIPTOR.full_name
-        found = getattr(getattr(value, "DESCRIPTOR", None), "full_name", type(value).__name__)
+        found = value.DESCRIPTOR.full_name if isinstance(value, Message) else type(value).__name__
         if found != wanted:
             raise ValueError(f"it is {found}, and this serde is for {wanted}")
         _, before = self._ours()
@@ -162,19 +168,13 @@ def message_class(schema: RegisteredSchema, path: tuple[int, ...]) -> Any:
     Raises:
         ValueError: the registry gives only the text of the file, or has no such message.
     """
-    from google.protobuf import (
-        any_pb2,
-        descriptor_pool,
-        duration_pb2,
-        message_factory,
-        struct_pb2,
-        timestamp_pb2,
-        wrappers_pb2,
-    )
+    from google.protobuf import descriptor_pool, message_factory
     from google.protobuf.descriptor_pb2 import FileDescriptorProto
+    from google.protobuf.message import DecodeError
 
     pool = descriptor_pool.DescriptorPool()
-    for known in (any_pb2, duration_pb2, struct_pb2, timestamp_pb2, wrappers_pb2):
+    for module in _WELL_KNOWN:
+        known = importlib.import_module(f"google.protobuf.{module}_pb2")
         pool.AddSerializedFile(known.DESCRIPTOR.serialized_pb)
 
     def add(name: str | None, each: RegisteredSchema) -> str:
@@ -195,7 +195,7 @@ def message_class(schema: RegisteredSchema, path: tuple[int, ...]) -> Any:
             found = found.nested_types[part]
     except binascii.Error:
         raise ValueError("the registry gives only the text of its Protobuf file") from None
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, DecodeError) as error:
         raise ValueError(f"its Protobuf file cannot be used: {error}"[:300]) from None
     return message_factory.GetMessageClass(found)
 
