@@ -60,11 +60,10 @@ class _Fits:
             return _map(self.of(schema["values"]))
         if kind in ("record", "error", "enum", "fixed"):
             return self._of_name(schema["name"])
-        return (
-            _LEAVES.get((kind, logical_of(schema)), _PRIMITIVES[kind])
-            if logical_of(schema) != "decimal"
-            else (_decimal(schema, None))
-        )
+        logical = logical_of(schema)
+        if logical == "decimal":
+            return _decimal(schema, None)
+        return _LEAVES.get((kind, logical), _PRIMITIVES[kind])
 
     def _of_name(self, name: str) -> Fit:
         if name in self._made:

@@ -111,7 +111,8 @@ class RegistrySerde(ABC, Generic[_Parsed]):
             if type(own.schema_id) is not int or not 0 <= own.schema_id < 1 << 32:
                 raise EnvironmentUnusableError(f"The registry gave no id for the schema of {self.subject!r}")
             try:
-                self._parsed_own = self._parse(own), prefix(own.schema_id)
+                parsed = self._parsed.setdefault(own.schema_id, self._parse(own))
+                self._parsed_own = parsed, prefix(own.schema_id)
             except ValueError as error:
                 raise EnvironmentUnusableError(f"The schema of {self.subject!r} cannot be used: {error}") from None
         return self._parsed_own
