@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 import onceflow
 from onceflow import EnvironmentUnusableError, Record, RegistryUnavailableError, SchemaRegistry
+from onceflow.broker.folder import free_ports
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
 from onceflow_workshop.testing.apicurio import Apicurio, running_apicurio
@@ -212,8 +212,7 @@ def test_a_value_that_cannot_be_read_stops_a_flow_without_such_a_column(
 
 @pytest.fixture(scope="module")
 def apicurio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apicurio]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     with running_apicurio(tmp_path_factory.mktemp("apicurio"), port) as running:
         yield running
 

@@ -82,7 +82,7 @@ ALLOWED = {
         "state.changelog state.engine state.joins state.local state.stores state.windows task"
     ),
     "protocol": "",
-    "schema_registry": "arrow_types options state.format",
+    "schema_registry": "arrow_types options protocol state.format",
     "server": "_version client options protocol state.format state.local state.stores tables",
     "service": "interactive logs metrics options planning query spark uncaught",
     "spark": "arrow_types client engine_query host interactive state state.api",

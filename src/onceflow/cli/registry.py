@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onceflow.errors import OptionError
-
 if TYPE_CHECKING:
     from onceflow.schema_registry.json_view import JsonView
     from onceflow.state.api.record import Record
@@ -44,20 +42,11 @@ def registry_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _view(url: str, config: str | None) -> JsonView:
+    from onceflow.client.properties import load_properties
+    from onceflow.schema_registry.client import RegistryClient
     from onceflow.schema_registry.json_view import JsonView
-    from onceflow.schema_registry.registry import SchemaRegistry
 
-    return JsonView(SchemaRegistry(url.split(","), _properties(config) if config else None).client)
-
-
-def _properties(path: str) -> dict[str, str]:
-    import javaproperties
-
-    try:
-        with open(path) as file:
-            return dict(javaproperties.load(file))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"--registry-config {path} cannot be read: {type(error).__name__}") from None
+    return JsonView(RegistryClient(url, load_properties(config) if config else None))
 
 
 def with_schemas(view: JsonView | None, record: Record) -> Record:
@@ -79,13 +68,13 @@ def with_schemas(view: JsonView | None, record: Record) -> Record:
 
 
 def _shown(view: JsonView, record: Record, header: str, raw: bytes | None) -> bytes | None:
-    from onceflow.schema_registry.wire_format import with_header
+    from onceflow.protocol.headers import behind_header
     from onceflow.state.format import exact_json
 
     if raw is None:
         return None
     try:
-        found, _ = view.read(with_header(raw, record.headers, header))
+        found, _ = view.read(behind_header(raw, record.headers, header))
         return exact_json.written(found, ", ", ": ", ensure_ascii=False).encode()
     except ValueError:  # it has no schema, or other bytes
         return raw

@@ -37,6 +37,15 @@ class Properties:
 
 
 def read_properties(path: str | Path) -> Properties:
+    """The connection options in a file of properties. Raises: OptionError: as `load_properties`."""
+    given = load_properties(path)
+    servers = given.pop("bootstrap.servers", "").strip() or None
+    # The Java client trims values of security.protocol and the like, too (ConfigDef.parseType).
+    options = {name: value.strip() for name, value in given.items() if uses(name) or name.startswith(_SECURITY)}
+    return Properties(servers, options, tuple(sorted(set(given) - set(options))))
+
+
+def load_properties(path: str | Path) -> dict[str, str]:
     """Read a file in the format of ``java.util.Properties``; like there, its bytes are ISO 8859-1 with ``\\u`` escapes.
 
     Raises:
@@ -44,7 +53,7 @@ def read_properties(path: str | Path) -> Properties:
     """
     try:
         with Path(path).open("rb") as file:
-            given = dict(javaproperties.load(file))
+            return dict(javaproperties.load(file))
     except OSError as error:
         raise OptionError(
             f"the configuration {str(path)!r} cannot be read: {error.strerror or error}",
@@ -55,7 +64,3 @@ def read_properties(path: str | Path) -> Properties:
             f"the configuration {str(path)!r} has a wrong escape: a backslash and u without four hexadecimal digits",
             next_step="write a backslash as \\\\ (two of them)",
         ) from error
-    servers = given.pop("bootstrap.servers", "").strip() or None
-    # The Java client trims values of security.protocol and the like, too (ConfigDef.parseType).
-    options = {name: value.strip() for name, value in given.items() if uses(name) or name.startswith(_SECURITY)}
-    return Properties(servers, options, tuple(sorted(set(given) - set(options))))

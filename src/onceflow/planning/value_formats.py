@@ -9,9 +9,10 @@ import pyarrow as pa
 from pyspark.sql import types as T
 
 from onceflow.errors import BadRecordError, OptionError, located
+from onceflow.protocol.headers import behind_header
 from onceflow.schema_registry.avro import AvroSerde
 from onceflow.schema_registry.avro_columns import AvroColumn
-from onceflow.schema_registry.wire_format import KEY_HEADER, VALUE_HEADER, with_header
+from onceflow.schema_registry.wire_format import KEY_HEADER, VALUE_HEADER
 from onceflow.spark.collect import spark_type_of
 
 _OF_KAFKA = ("key", "value", "topic", "partition", "offset", "timestamp", "timestamptype", "headers")
@@ -60,7 +61,7 @@ def _with_ids(batch: pa.RecordBatch, name: str) -> Any:
         return values
     header = KEY_HEADER if name == "key" else VALUE_HEADER
     found = [
-        None if raw is None else with_header(raw, ((each["key"], each["value"]) for each in headers or ()), header)
+        None if raw is None else behind_header(raw, ((each["key"], each["value"]) for each in headers or ()), header)
         for raw, headers in zip(values.to_pylist(), batch.column("headers").to_pylist(), strict=True)
     ]
     return pa.array(found, values.type)
@@ -98,6 +99,6 @@ def columns_behind(function: ReadColumns, given: T.StructType) -> T.StructType:
     """All columns, with types in place of bytes."""
     kinds: dict[str, Any] = {name: spark_type_of(column.type) for name, column in function.columns.items()}
     fields = [T.StructField(f.name, kinds.get(f.name, f.dataType), f.nullable) for f in given.fields]
-    return T.StructType(
-        fields + ([] if function.corrupt is None else [T.StructField(function.corrupt, T.StringType())])
-    )
+    if function.corrupt is not None:
+        fields.append(T.StructField(function.corrupt, T.StringType()))
+    return T.StructType(fields)

@@ -8,7 +8,7 @@ from typing import Any
 
 from onceflow.schema_registry import wire_format
 from onceflow.schema_registry.avro_defaults import filled
-from onceflow.schema_registry.avro_schema import AvroSchema, exact_decimals, value_of
+from onceflow.schema_registry.avro_schema import AvroSchema, value_of
 from onceflow.schema_registry.base import RegistrySerde
 from onceflow.schema_registry.client import RegisteredSchema
 
@@ -80,15 +80,7 @@ class AvroSerde(RegistrySerde[AvroSchema]):
             raise ValueError(f"{of} cannot be read with that of {self.subject}: {error}"[:_MOST_SHOWN]) from None
         except EOFError:
             raise ValueError(f"it ends too early for its schema with {schema_id}: {len(raw)} bytes") from None
-        except (
-            TypeError,
-            ValueError,
-            OverflowError,
-            ArithmeticError,
-            LookupError,
-            RecursionError,
-            MemoryError,
-        ) as error:
+        except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError) as error:
             what = f"it does not fit its schema with {schema_id}: {type(error).__name__}: {error}"
             raise ValueError(what[:_MOST_SHOWN]) from None
 
@@ -104,7 +96,6 @@ def _read(raw: bytes, at: int, writer: AvroSchema, reader: AvroSchema, plain: bo
     from fastavro import _read_py, schemaless_reader
     from fastavro.read import SchemaResolutionError
 
-    exact_decimals()
     # The compiled reader has no limit for nested values, and ends the process.
     is_deep = (writer.is_recursive or reader.is_recursive) and len(raw) > _SHALLOW_BYTES
     read: Callable[..., Any] = _read_py.schemaless_reader if is_deep else schemaless_reader

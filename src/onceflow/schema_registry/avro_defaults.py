@@ -10,8 +10,8 @@ from uuid import UUID
 
 from onceflow.schema_registry.avro_names import branch_name, logical_of
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-_DAY_0 = date(1970, 1, 1).toordinal()
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+DAY_0 = date(1970, 1, 1).toordinal()
 _UNITS = {"millis": 1000, "micros": 1}
 
 
@@ -90,10 +90,10 @@ def _value(schema: Any, kind: str, given: Any, named: Mapping[str, Any], plain: 
     if plain or not logical:
         return given
     if logical == "date":
-        return date.fromordinal(given + _DAY_0)
+        return date.fromordinal(given + DAY_0)
     if logical == "uuid":
         return UUID(given)
-    moment = _EPOCH + timedelta(microseconds=given * _UNITS[logical.rpartition("-")[2]])
+    moment = EPOCH + timedelta(microseconds=given * _UNITS[logical.rpartition("-")[2]])
     if logical.startswith("time-"):
         return time(moment.hour, moment.minute, moment.second, moment.microsecond)
     return moment.replace(tzinfo=None) if logical.startswith("local") else moment

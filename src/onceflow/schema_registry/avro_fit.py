@@ -16,14 +16,12 @@ from numbers import Integral, Real
 from typing import Any
 from uuid import UUID
 
-from onceflow.schema_registry.avro_defaults import default_of
-from onceflow.schema_registry.avro_names import branch_name, logical_of
+from onceflow.schema_registry.avro_defaults import DAY_0, EPOCH, default_of
+from onceflow.schema_registry.avro_names import NAMED, branch_name, logical_of
 
 Fit = Callable[[Any], Any]
 
-EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _LOCAL_EPOCH = datetime(1970, 1, 1)
-_DAY_0 = date(1970, 1, 1).toordinal()
 _US = timedelta(microseconds=1)
 _FLOAT = struct.Struct(">f")
 
@@ -58,7 +56,7 @@ class _Fits:
             return _array(self.of(schema["items"]))
         if kind == "map":
             return _map(self.of(schema["values"]))
-        if kind in ("record", "error", "enum", "fixed"):
+        if kind in NAMED:
             return self._of_name(schema["name"])
         logical = logical_of(schema)
         if logical == "decimal":
@@ -275,7 +273,7 @@ def _string(value: Any) -> str:
 def _date(value: Any) -> int:
     if not isinstance(value, date) or isinstance(value, datetime):
         raise _wrong(value, "a date")
-    return value.toordinal() - _DAY_0
+    return value.toordinal() - DAY_0
 
 
 def _timestamp(local: bool, unit_us: int) -> Fit:

@@ -46,6 +46,7 @@ class AvroSchema:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"it is no Avro schema: {error}"[:_MOST_SHOWN]) from None
         _check_sizes(self.root, self.named)
+        _exact_decimals()
         self.fit = fit_of(self.root, self.named)
         self._written = parse_schema(_around(_without_logical(self.root)))
         self.reading = self._reading(plain=False)
@@ -103,7 +104,7 @@ def value_of(found: Any) -> Any:
     return found[_VALUE]
 
 
-def exact_decimals() -> None:
+def _exact_decimals() -> None:
     """Have fastavro read the decimals of `AvroSchema.reading` as they are: it would round them."""
     from fastavro import read
 
@@ -126,14 +127,13 @@ def _parsed(schema: RegisteredSchema) -> dict[str, Any]:
 
     def read(each: RegisteredSchema) -> Any:
         for name, referenced in each.references:
-            if seen.setdefault(name, referenced.text) != referenced.text:
-                raise ValueError(f"it refers to two versions of {name}")
-            if name not in done:
-                done.add(name)
+            if name not in seen:
+                seen[name] = referenced.text
                 read(referenced)
+            elif seen[name] != referenced.text:
+                raise ValueError(f"it refers to two versions of {name}")
         return parse_schema(_changed(json.loads(each.text), _leave_out), named_schemas=named)
 
-    done: set[str] = set()
     try:
         root = read(schema)
     except SchemaParseException as error:

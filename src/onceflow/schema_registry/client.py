@@ -23,6 +23,7 @@ log = logging.getLogger("onceflow.schema_registry")
 _T = TypeVar("_T")
 #: For each of its addresses: `SchemaRegistry` asks again itself, so that it can say so.
 _LIMITS = {"timeout": 10, "max.retries": 0}
+WAIT = "30 seconds"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 3.0
 _NOT_FOUND = 404
 _DEEPEST = 100
@@ -65,7 +66,7 @@ class RegistryClient:
     """Asks a registry. Arguments and errors: as those of `SchemaRegistry`."""
 
     def __init__(
-        self, url: str | Sequence[str], properties: Mapping[str, Any] | None, wait: str | float = "30 seconds"
+        self, url: str | Sequence[str], properties: Mapping[str, Any] | None = None, wait: str | float = WAIT
     ) -> None:
         try:
             self._wait_s = duration_ms(wait) / 1000

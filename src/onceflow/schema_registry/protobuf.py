@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -111,7 +112,7 @@ class ProtobufSerde(RegistrySerde[_Messages]):
 
     # ---- its file ------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def _path(self) -> bytes:
         """The bytes that say which message of its file it is."""
         messages, _ = self._ours()
@@ -149,7 +150,7 @@ class ProtobufSerde(RegistrySerde[_Messages]):
 
         try:
             file = FileDescriptorProto.FromString(base64.b64decode(schema.text, validate=True))
-        except (binascii.Error, ValueError):  # not in Base64: registries that do not know the form give the text
+        except ValueError:  # not in Base64: registries that do not know the form give the text
             return proto_text.messages(schema.text)
         except DecodeError as error:
             raise ValueError(f"it is no Protobuf file: {error}") from None

@@ -7,7 +7,7 @@ from typing import Any
 
 from onceflow.options.arguments import checked_arguments
 from onceflow.schema_registry.avro import AvroSerde
-from onceflow.schema_registry.client import RegistryClient
+from onceflow.schema_registry.client import WAIT, RegistryClient
 from onceflow.schema_registry.json_schema import JsonSchemaSerde
 from onceflow.schema_registry.protobuf import ProtobufSerde
 
@@ -47,7 +47,7 @@ class SchemaRegistry:
         url: str | Sequence[str],
         properties: Mapping[str, Any] | None = None,
         *,
-        wait: str | float = "30 seconds",
+        wait: str | float = WAIT,
     ) -> None:
         self.client = RegistryClient(url, properties, wait)
 

@@ -7,8 +7,10 @@ and its GUID in 16 bytes. For Protobuf, the path to the message in its file foll
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
 from typing import NamedTuple
+
+from onceflow.protocol import varints
+from onceflow.protocol.record_fields import varint
 
 _ID, _GUID = 0, 1
 _ID_LENGTH, _GUID_LENGTH = 5, 17
@@ -30,12 +32,6 @@ class SchemaId(NamedTuple):
 
 #: The headers in which serializers write what otherwise stands before the key and the value.
 KEY_HEADER, VALUE_HEADER = "__key_schema_id", "__value_schema_id"
-
-
-def with_header(raw: bytes, headers: Iterable[tuple[str, bytes | None]], name: str) -> bytes:
-    """The bytes, with the id in front if a header has it."""
-    found = next((content for header, content in headers if header == name and content), None)
-    return raw if found is None else found + raw
 
 
 def split(raw: bytes) -> tuple[SchemaId, int]:
@@ -83,23 +79,11 @@ def message_path(raw: bytes, at: int) -> tuple[tuple[int, ...], int]:
 
 def path_bytes(path: tuple[int, ...]) -> bytes:
     """The bytes of such a path."""
-    return b"\0" if path == (0,) else b"".join(_varint_bytes(part) for part in (len(path), *path))
+    return b"\0" if path == (0,) else b"".join(varints.encode(part) for part in (len(path), *path))
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(raw) and shift < 64:
-        byte = raw[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return (value >> 1) ^ -(value & 1), at
-    raise ValueError("the path to its message is not complete")
-
-
-def _varint_bytes(value: int) -> bytes:
-    value, found = value << 1, bytearray()
-    while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*found, value])
+    try:
+        return varint(raw, at)
+    except (IndexError, ValueError):
+        raise ValueError("the path to its message is not complete") from None

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from onceflow import user_code
 from onceflow.errors import ProcessorError
-from onceflow.protocol.headers import Header
+from onceflow.protocol.headers import Header, behind_header
 from onceflow.protocol.timestamps import whole_ms
 from onceflow.state.api import user_errors
 from onceflow.state.api.handle import State
@@ -488,8 +488,7 @@ def _with_ids(
     name = getattr(serde, "id_header", None)
     if name is None or not isinstance(headers, list):  # else no record has headers
         return raws
-    ids = (next((content for each, content in pairs if each == name and content), b"") for pairs in headers)
-    return [None if raw is None else before + raw for raw, before in zip(raws, ids, strict=True)]
+    return [None if raw is None else behind_header(raw, pairs, name) for raw, pairs in zip(raws, headers, strict=True)]
 
 
 def _decoded(raws: Sequence[bytes | None], serde: Any, what: str) -> tuple[list[Any], dict[int, Exception]]:

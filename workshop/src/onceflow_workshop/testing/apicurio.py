@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import tarfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from onceflow.host import jars
 from onceflow.host.java import find_java
+from onceflow.testing.waiting import wait_until
 
 #: The last version for Java 17; version 3 needs Java 21.
 ARCHIVE = jars.Coordinate("io.apicurio", "apicurio-registry-app", "2.6.13.Final", archive="all.tar.gz")
@@ -43,7 +43,7 @@ def running_apicurio(folder: Path, port: int) -> Iterator[Apicurio]:
 
     Raises:
         EnvironmentUnusableError: it cannot be downloaded.
-        TimeoutError: it does not answer.
+        WaitedInVainError: it does not answer.
     """
     (archive,) = jars.resolve([ARCHIVE], transitive=False)
     with tarfile.open(archive) as files:
@@ -65,10 +65,13 @@ def running_apicurio(folder: Path, port: int) -> Iterator[Apicurio]:
 
 
 def _wait_for(registry: Apicurio, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and registry.process.poll() is None:
+    def answers() -> bool:
         with contextlib.suppress(urllib.error.URLError, OSError):
             urllib.request.urlopen(f"{registry.url}/subjects", timeout=5).close()
-            return
-        time.sleep(0.2)
-    raise TimeoutError(f"Apicurio does not answer; its log ends with {log.read_text()[-1000:]}")
+            return True
+        return False
+
+    def said() -> str:
+        return f"Apicurio answers; its log ends with {log.read_text()[-1000:]}"
+
+    wait_until(answers, START_TIMEOUT_S, said, useless=lambda: registry.process.poll() is not None, poll_s=0.2)
