@@ -40,6 +40,7 @@ from onceflow.planning.read_until import Until, check_until
 from onceflow.planning.record_order import check_order
 from onceflow.planning.source_starts import StartingOffsets
 from onceflow.planning.step_frames import state_columns
+from onceflow.planning.time_joins import RESULT, TimeJoinOptions, as_of_join, both_streams, interval_join
 from onceflow.planning.write_options import CheckedWrite, WriteOptions, check_no_dead_letters, check_write
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.query import FlowWriter
@@ -50,6 +51,7 @@ from onceflow.spark.master import is_local
 from onceflow.spark.pickling import pickled
 from onceflow.state.api import serdes
 from onceflow.state.api.processor import MAX_AHEAD, ColumnProcessor, Processor
+from onceflow.state.api.time_joins import TimeJoin
 from onceflow.state.joins.spec import JoinTable
 from onceflow.state.stores.base import Store
 from onceflow.task.call_rows import CallOrder, CallReports, CallRows
@@ -340,6 +342,121 @@ class Flow:
         processor = check_deduplication(own, self.name)
         columns = partial(dedup_columns, df, own, self.name)
         return self._step(df, options, processor, columns, caller="Flow.deduplicate")
+
+    @checked_arguments
+    def join_interval(
+        self,
+        left: DataFrame,
+        right: DataFrame,
+        *,
+        table: str,
+        before: str | float,
+        after: str | float,
+        how: str = "inner",
+        late_topic: str,
+        allowed_lateness: str | float = 0,
+        max_ahead: str | float | None = MAX_AHEAD,
+        partitions: int | None = None,
+        on_error: str = "fail",
+        dead_letter_topic: str | None = None,
+        store: str | type[Store] = "lmdb",
+        state_dir: str | Path | None = None,
+        adopt_existing: bool = False,
+        idle_timeout: str | float = "30 seconds",
+        clock_after: str | float | None = None,
+        max_dead_letters: int | float | None = None,
+        copies: int = 1,
+    ) -> DataFrame:
+        """Pairs of records of two streams with the same key and event times that are near each other.
+
+        The results are exactly those of a batch join over all records that are not late: a pair is in them if
+        ``left - before <= right <= left + after``. Records wait in a table, as state of `process`, until the watermark
+        says that no partner can come.
+
+        Args:
+            left, right: made from `read` or a step of this flow, with the columns key and value (string or binary) and
+                timestamp, which is the event time. Both may be of the same topic.
+            table: name of the table topic of waiting records.
+            before, after: how much earlier and later than the left record the right one may be, both inclusive.
+            how: ``inner``, ``left``, ``right`` or ``full``: of which streams also records without a partner are in the
+                results. These are written when no partner can come.
+            late_topic: the topic for records that are older than the watermark. They are in no result.
+            allowed_lateness: how far the watermark stays behind the latest event of both streams.
+            max_ahead: how far an event time may be ahead of the clock; None: as far as it likes.
+            on_error: what happens to a record without key or time, or with a time too far ahead, as of `process`.
+            partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, clock_after,
+                max_dead_letters, copies: as of `process`.
+
+        Returns:
+            A streaming DataFrame: key, left_value, right_value (binary), left_timestamp, right_timestamp, and
+            timestamp, the later of the two. Where there is no partner, its timestamp is null.
+
+        Raises:
+            OptionError, SchemaError: wrong arguments or columns.
+            UnsupportedQueryError, ProgressConflictError, PermissionDeniedError: as in `process`.
+        """
+        own = TimeJoinOptions("Flow.join_interval", how, allowed_lateness, max_ahead)
+        options = StepOptions(
+            table, partitions, on_error, dead_letter_topic, late_topic, None, store, state_dir, adopt_existing,
+            idle_timeout, max_dead_letters=max_dead_letters, clock_after=clock_after, copies=copies,
+        )  # fmt: skip
+        return self._time_join(left, right, options, interval_join(own, before, after, self.name), own.caller)
+
+    @checked_arguments
+    def join_as_of(
+        self,
+        left: DataFrame,
+        right: DataFrame,
+        *,
+        table: str,
+        how: str = "inner",
+        tolerance: str | float | None = None,
+        late_topic: str,
+        allowed_lateness: str | float = 0,
+        max_ahead: str | float | None = MAX_AHEAD,
+        partitions: int | None = None,
+        on_error: str = "fail",
+        dead_letter_topic: str | None = None,
+        store: str | type[Store] = "lmdb",
+        state_dir: str | Path | None = None,
+        adopt_existing: bool = False,
+        idle_timeout: str | float = "30 seconds",
+        clock_after: str | float | None = None,
+        max_dead_letters: int | float | None = None,
+        copies: int = 1,
+    ) -> DataFrame:
+        """Each record of a stream with the record of another one that held at its event time: the last one of the same
+        key that is not later.
+
+        The results are exactly those of a batch as-of join over all records that are not late. The right stream may be
+        a topic of changes of rows: then each left record sees the row as it was at its time, also in a later run over
+        the same records. A tombstone deletes the row from its time on. Of right records of the same key and time, the
+        one that is read last counts.
+
+        Args:
+            left, right: as of `join_interval`.
+            table: name of the table topic of waiting left records, and of right ones that may still be asked for.
+            how: ``inner``: only records for which there is a right one; ``left``: all.
+            tolerance: how much earlier the right record may be; None: as much as it likes. With a tolerance, state is
+                deleted by time; without one, the last right record of each key stays.
+            late_topic, allowed_lateness, max_ahead, on_error: as of `join_interval`.
+            partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, clock_after,
+                max_dead_letters, copies: as of `process`.
+
+        Returns:
+            A streaming DataFrame with the columns of `join_interval`; timestamp is that of the left record. A result is
+            written when the watermark is later than its left record.
+
+        Raises:
+            OptionError, SchemaError: wrong arguments or columns.
+            UnsupportedQueryError, ProgressConflictError, PermissionDeniedError: as in `process`.
+        """
+        own = TimeJoinOptions("Flow.join_as_of", how, allowed_lateness, max_ahead)
+        options = StepOptions(
+            table, partitions, on_error, dead_letter_topic, late_topic, None, store, state_dir, adopt_existing,
+            idle_timeout, max_dead_letters=max_dead_letters, clock_after=clock_after, copies=copies,
+        )  # fmt: skip
+        return self._time_join(left, right, options, as_of_join(own, tolerance, self.name), own.caller)
 
     @checked_arguments
     def join_table(
@@ -670,6 +787,12 @@ class Flow:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _time_join(
+        self, left: DataFrame, right: DataFrame, options: StepOptions, join: TimeJoin, caller: str
+    ) -> DataFrame:
+        both = both_streams(left, right, caller, self.name)
+        return self._step(both, options, join, lambda one_topic: both, caller=caller).select(*RESULT)
 
     def _step(
         self,

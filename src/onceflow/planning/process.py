@@ -18,6 +18,7 @@ from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor, overrides
 from onceflow.state.api.serdes import is_serde, prepare
+from onceflow.state.api.time_joins import TimeJoin
 from onceflow.state.changelog.topics import TableTopics
 from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.retry import Retry
@@ -152,7 +153,7 @@ def check_options(
 def _check_defined(processor: Processor | ColumnProcessor, flow: str) -> None:
     """Check that the class defines process(). Without it every record would become a dead letter."""
     given = all(overrides(processor.process, each.process) for each in (Processor, ColumnProcessor))
-    if not given and not isinstance(processor, Deduplication):
+    if not given and not isinstance(processor, Deduplication | TimeJoin):
         own = [name for name in vars(type(processor)) if not name.startswith("_")]
         raise OptionError(
             f"{type(processor).__name__} does not define process()",

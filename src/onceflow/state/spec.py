@@ -17,6 +17,7 @@ from onceflow.protocol.versions import TimerId
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.changelog.topics import TableTopics
+from onceflow.state.api.time_joins import TimeJoin
 from onceflow.state.joins.spec import Ends, JoinSpec
 from onceflow.state.local.format import CommitId, Goal, default_state_dir, partition_folder
 from onceflow.state.stores.base import Store
@@ -58,7 +59,7 @@ class ProcessSpec:
 
     def without_code(self) -> ProcessSpec:
         """The same for tasks that do not process records. They may lack a module that the user's code needs."""
-        return self if isinstance(self.processor, Deduplication) else replace(self, processor=Processor())
+        return self if isinstance(self.processor, Deduplication | TimeJoin) else replace(self, processor=Processor())
 
     @property
     def side_topics(self) -> dict[str, str]:

@@ -17,6 +17,7 @@ from onceflow.messages import NotColocatedError, Owners
 from onceflow.protocol.headers import HEADERS
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state.api.deduplication import SOURCE_COLUMNS, Deduplication
+from onceflow.state.api.time_joins import JOINED_COLUMNS, TimeJoin
 from onceflow.task.row_writer import RowWriter
 
 #: How many rows a task may return to the driver instead of writing them. With more, the batch runs in two stages.
@@ -38,17 +39,25 @@ OUTPUT_SCHEMA = pa.schema(
         ("timestamp", pa.timestamp("us", tz="UTC")),
     ]
 )
+_TIME = pa.timestamp("us", tz="UTC")
 _SOURCE_TYPES = dict(zip(SOURCE_COLUMNS.values(), (pa.string(), pa.int32(), pa.int64()), strict=True))
-_SOURCE_SPARK_SCHEMA = ", ".join(map(" ".join, zip(SOURCE_COLUMNS.values(), ("string", "int", "bigint"), strict=True)))
-_WITH_SOURCE = pa.schema([*OUTPUT_SCHEMA, *_SOURCE_TYPES.items()])
+_JOINED_TYPES = dict(zip(JOINED_COLUMNS, (pa.binary(), pa.binary(), _TIME, _TIME), strict=True))
+_SPARK_TYPES = {pa.string(): "string", pa.int32(): "int", pa.int64(): "bigint", pa.binary(): "binary"}
+FURTHER_COLUMNS = (*SOURCE_COLUMNS.values(), *JOINED_COLUMNS)
+"""Columns that the rows of some steps have besides those of records."""
 _WRITTEN = ["key", "value", "headers", "timestamp"]
 
 
 def rows_schema(processor: object) -> str:
     """The schema of the rows that a step yields, for Spark. Only a de-duplication passes on the records themselves, so
     only its rows say where they were read."""
-    is_record = isinstance(processor, Deduplication)
-    return f"{OUTPUT_SPARK_SCHEMA}, {_SOURCE_SPARK_SCHEMA}" if is_record else OUTPUT_SPARK_SCHEMA
+    further: dict[str, pa.DataType] = {}
+    if isinstance(processor, Deduplication):
+        further = _SOURCE_TYPES
+    elif isinstance(processor, TimeJoin):
+        further = _JOINED_TYPES
+    columns = [f"{name} {_SPARK_TYPES.get(kind, 'timestamp_ltz')}" for name, kind in further.items()]
+    return ", ".join([OUTPUT_SPARK_SCHEMA, *columns])
 
 
 class TaskOutputs:
@@ -141,14 +150,19 @@ class TaskOutputs:
 
 
 def output_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The outputs of an engine as rows of ``OUTPUT_SCHEMA``; with the columns of the source, if they are there."""
-    millis = batch.column("timestamp")
-    if not pa.types.is_timestamp(millis.type):
-        millis = pc.multiply(millis, 1000).cast(pa.timestamp("us", tz="UTC"))
-    columns = {name: batch.column(name) for name in ("key", "value", "topic", "headers")}
-    source = [batch.column(name) for name in _SOURCE_TYPES if name in batch.schema.names]
-    schema = _WITH_SOURCE if source else OUTPUT_SCHEMA
-    return pa.record_batch([*columns.values(), millis, *source], schema=schema)
+    """The outputs of an engine as rows of ``OUTPUT_SCHEMA``, with the further columns that are there."""
+    further = {name: kind for name, kind in (_SOURCE_TYPES | _JOINED_TYPES).items() if name in batch.schema.names}
+    schema = pa.schema([*OUTPUT_SCHEMA, *further.items()]) if further else OUTPUT_SCHEMA
+    columns = [batch.column(field.name) for field in schema]
+    return pa.record_batch(
+        [_times(column) if field.type == _TIME else column for field, column in zip(schema, columns, strict=True)],
+        schema=schema,
+    )
+
+
+def _times(column: pa.Array) -> pa.Array:
+    """Epoch milliseconds as timestamps."""
+    return column if pa.types.is_timestamp(column.type) else pc.multiply(column, 1000).cast(_TIME)
 
 
 def written_rows(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -25,9 +25,8 @@ from onceflow.planning.step_tree import StepNode, StepQuery, Tree, branch_frames
 from onceflow.spark import function_names, plans
 from onceflow.spark.placed_jobs import PlacedJobs
 from onceflow.spark.task_shuffle import repartition_by_task
-from onceflow.state.api.deduplication import SOURCE_COLUMNS
 from onceflow.task.state_tasks import FusedTask, RowsTask
-from onceflow.task.step_outputs import rows_schema
+from onceflow.task.step_outputs import FURTHER_COLUMNS, rows_schema
 
 
 def placed(
@@ -142,7 +141,7 @@ class Stages:
         if not self._placement.exchanged:
             return rows
         rows = plans.exchanged(rows, tasks)
-        self._sides.append(rows.where("topic IS NOT NULL").drop(*SOURCE_COLUMNS.values()))
+        self._sides.append(rows.where("topic IS NOT NULL").drop(*FURTHER_COLUMNS))
         return rows.where("topic IS NULL")
 
 

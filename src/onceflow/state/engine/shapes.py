@@ -6,6 +6,7 @@ from typing import Any
 
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.serdes import Struct
+from onceflow.state.api.time_joins import TimeJoin
 from onceflow.state.windows.aggregates import described
 from onceflow.state.windows.processor import WindowProcessor
 
@@ -44,6 +45,8 @@ def declared_fields(processor: Processor | ColumnProcessor, *, aggregates: bool 
     Args:
         aggregates: False: without them, as the earlier versions have noted it.
     """
+    if isinstance(processor, TimeJoin):
+        return processor.kept
     if isinstance(processor, ColumnProcessor):
         if processor.state_fields is None:
             return None

@@ -10,6 +10,7 @@ letter    rest of the row key                             row                   
 ``t``     escaped user key, timer's name                  when it is due         internal topic, unchanged
 ``T``     clock, time, escaped user key, timer's name     empty                  nowhere: an index of ``t``
 ``X``     time, row key                                   empty                  nowhere: an index of expiry
+``D``     event time, row key                             empty                  nowhere: an index of due rows
 ``J``     escaped canonical form, the user's key          empty                  nowhere: see `json_index`
 ``S``     segment, user key                               a stamped row          table topic: key, stamp
 ``F``     segment, or nothing                             filter, or the list    nowhere: see ``segments.py``
@@ -19,7 +20,8 @@ Escaped means that each zero byte becomes ``00 01``, and that ``00 00`` marks th
 bytes, and shows where the part ends. Index rows are computed from the other rows (`with_index`), so they are created
 again wherever rows are applied.
 
-A row consists of a byte of flags, the fields that the flags announce, and the payload. In the table topic, flags and
+A row consists of a byte of flags, the fields that the flags announce, and the payload. A row that is *due* at an event
+time says so in a field: joins by time handle it, and delete it, when the watermark reaches this time. In the table topic, flags and
 fields of ``v`` rows are in the record's headers, so that other readers see an ordinary table. Only the flag of stamped
 rows (``stamps.py``) is not in the records: whoever reads the topic of such a table knows what it is.
 """
@@ -35,14 +37,16 @@ from typing import NamedTuple
 from onceflow.state.format import exact_json
 
 VALUE, MAP, TIMER, TIMER_INDEX, EXPIRY_INDEX, SEGMENT, FILTER = b"v", b"m", b"t", b"T", b"X", b"S", b"F"
-JSON_INDEX = b"J"
+JSON_INDEX, DUE_INDEX = b"J", b"D"
 
 # Keys of rows may have any length: stores see to that.
 
 EXPIRES_HEADER = "onceflow.expires"
 VERSION_HEADER = "onceflow.version"
 
-HAS_EXPIRY, HAS_VERSION, STAMPED = 1, 2, 4
+HAS_EXPIRY, HAS_VERSION, STAMPED, IS_DUE = 1, 2, 4, 8
+INDEXED = HAS_EXPIRY | IS_DUE
+"""Flags of rows that have an index row of their time."""
 _TIMER_PAYLOAD = 1  # where it begins in a row without fields: clock and time
 _TIME = struct.Struct(">Q")
 _VERSION = struct.Struct(">I")
@@ -63,11 +67,13 @@ class Row(NamedTuple):
         payload: the user's bytes.
         expires_ms: time in epoch milliseconds after which the row counts as deleted; None: never.
         version: version of the processor that wrote it; 0 if it declared none.
+        due_ms: the event time at which the row is due; None: at none.
     """
 
     payload: bytes
     expires_ms: int | None = None
     version: int = 0
+    due_ms: int | None = None
 
 
 def pack(payload: bytes, expires_ms: int | None = None, version: int = 0) -> bytes:
@@ -89,6 +95,8 @@ def unpack(row: bytes) -> Row:
         expires_ms, at = time_of(row[at : at + 8]), at + 8
     if flags & HAS_VERSION:
         version, at = _VERSION.unpack_from(row, at)[0], at + 4
+    if flags & IS_DUE:
+        return Row(row[at + 8 :], expires_ms, version, time_of(row[at : at + 8]))
     return Row(row[at:], expires_ms, version)
 
 
@@ -210,6 +218,20 @@ def expiry_index_parts(row_key: bytes) -> tuple[int, bytes]:
     return time_of(row_key[1:9]), row_key[9:]
 
 
+def due_of(row: bytes) -> int | None:
+    """The event time at which a row is due. Such a row has no other fields."""
+    return time_of(row[1:9]) if row[0] & IS_DUE else None
+
+
+def due_index(at_ms: int, row_key: bytes) -> bytes:
+    return DUE_INDEX + time_bytes(at_ms) + row_key
+
+
+def due_index_parts(row_key: bytes) -> tuple[int, bytes]:
+    """Time and row key of a ``D`` row."""
+    return time_of(row_key[1:9]), row_key[9:]
+
+
 def json_index(row_key: bytes) -> bytes | None:
     """The key of the index row of a ``v`` row whose key is a JSON document, but not in its canonical form; otherwise
     None. By this index, a key is found that has the same value in other bytes, such as other blanks or another order of
@@ -267,13 +289,14 @@ def with_index(changes: Changes, old_row: Callable[[bytes], bytes | None]) -> It
                 payload = unpack(row).payload
                 yield timer_index(payload[:1], time_of(payload[1:9]), key, name), b""
         else:
-            before = expiry_of(old) if old is not None else None
-            after_ms = expiry_of(row) if row is not None else None
-            if before != after_ms:
-                if before is not None:
-                    yield expiry_index(before, row_key), None
-                if after_ms is not None:
-                    yield expiry_index(after_ms, row_key), b""
+            for time_in, index_key in ((expiry_of, expiry_index), (due_of, due_index)):
+                before = time_in(old) if old is not None else None
+                after_ms = time_in(row) if row is not None else None
+                if before != after_ms:
+                    if before is not None:
+                        yield index_key(before, row_key), None
+                    if after_ms is not None:
+                        yield index_key(after_ms, row_key), b""
             if kind == VALUE and (old is None) != (row is None) and (found := json_index(row_key)) is not None:
                 yield found, None if row is None else b""
         yield row_key, row
@@ -290,7 +313,7 @@ def new_index(changes: Iterable[tuple[bytes, bytes | None]]) -> Iterator[tuple[b
                 at = _TIMER_PAYLOAD if not row[0] else len(row) - len(unpack(row).payload)
                 yield TIMER_INDEX + row[at : at + 9] + row_key[1:], b""
                 continue
-            if row[0] & HAS_EXPIRY:
-                yield EXPIRY_INDEX + row[1:9] + row_key, b""
+            if row[0] & INDEXED:
+                yield (EXPIRY_INDEX if row[0] & HAS_EXPIRY else DUE_INDEX) + row[1:9] + row_key, b""
             if row_key[:1] == VALUE and (found := json_index(row_key)) is not None:
                 yield found, b""

@@ -23,6 +23,7 @@ from onceflow.state.local.format import (
     AHEAD,
     COMMIT_RECORD,
     PENDING,
+    DUE_ROW_BYTES,
     TIMER_ROW_BYTES,
     Changes,
     Columns,
@@ -409,14 +410,16 @@ def internal_rows(records: RecordColumns) -> RowColumns:
 
 
 def _are_internal(keys: pa.BinaryArray, found: pa.BinaryArray) -> bool:
-    """Whether all of these are rows of a processor, without expiry and version: as `is_internal_row`, for most."""
+    """Whether all of these are rows of a processor, without expiry and version: as `is_internal_row`, for most. Rows
+    that are due may be among them."""
     if not len(keys) or keys.null_count or found.null_count:
         return False
     key_bytes, row_bytes = (pc.binary_length(each).to_numpy() for each in (keys, found))
-    if not key_bytes.all() or not row_bytes.all() or first_bytes(found).any():
+    if not key_bytes.all() or not row_bytes.all():
         return False
-    kinds = first_bytes(keys)
-    fits = (kinds == rows.MAP[0]) | ((kinds == rows.TIMER[0]) & (row_bytes == TIMER_ROW_BYTES))
+    kinds, flags = first_bytes(keys), first_bytes(found)
+    large = (flags == 0) | ((flags == rows.IS_DUE) & (row_bytes >= DUE_ROW_BYTES))
+    fits = ((kinds == rows.MAP[0]) & large) | ((kinds == rows.TIMER[0]) & (row_bytes == TIMER_ROW_BYTES) & (flags == 0))
     return bool(fits.all())
 
 

@@ -31,6 +31,9 @@ _FORMAT = 1
 _DELETED = 0xFFFF_FFFF
 # The smallest size of a row by its flags (see `rows.pack`).
 _MIN_ROW_BYTES = {row[:1]: len(row) for row in (rows.pack(b"", e, v) for e in (None, 0) for v in (0, 1))}
+DUE_ROW_BYTES = 1 + 8 + 1
+"""The smallest size of a row that is due: flags, time, marks (``waiting_rows.py``)."""
+_MIN_ROW_BYTES[bytes((rows.IS_DUE,))] = DUE_ROW_BYTES
 TIMER_ROW_BYTES = len(rows.pack(rows.timer_payload(b"e", 0)))
 
 

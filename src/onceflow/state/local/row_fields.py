@@ -17,6 +17,7 @@ from onceflow.state.local.row_columns import NOTHING, TO_THE_END, RowColumns, fi
 
 _SIGN = np.uint64(1 << 63)
 _JSON_BEGINS = pa.array(rows.JSON_BEGINS, pa.binary())
+_TIMED = ((rows.EXPIRY_INDEX, rows.HAS_EXPIRY), (rows.DUE_INDEX, rows.IS_DUE))
 _FIELDS = 1 + 8 + 4  # the most that a row begins with: flags, expiry, version
 
 
@@ -66,7 +67,7 @@ def index_of(block: RowColumns) -> RowColumns | None:
         return None
     kinds, flags = first_bytes(block.keys), first_bytes(block.rows)
     timers = kinds == rows.TIMER[0]
-    expiring = (flags & rows.HAS_EXPIRY).astype(np.bool_) & ~timers
+    timed = [(kind, (flags & flag).astype(np.bool_) & ~timers) for kind, flag in _TIMED]
     found = []
     if timers.any():
         keys, found_rows = _chosen(block, timers)
@@ -76,9 +77,10 @@ def index_of(block: RowColumns) -> RowColumns | None:
         else:
             names = pc.binary_slice(keys, 1, TO_THE_END)
             found.append(_joined(rows.TIMER_INDEX, pc.binary_slice(found_rows, 1, 10), names))
-    if expiring.any():
-        keys, found_rows = _chosen(block, expiring)
-        found.append(_joined(rows.EXPIRY_INDEX, pc.binary_slice(found_rows, 1, 9), keys))
+    for kind, chosen in timed:
+        if chosen.any():
+            keys, found_rows = _chosen(block, chosen)
+            found.append(_joined(kind, pc.binary_slice(found_rows, 1, 9), keys))
     found += _json_index(block, kinds == rows.VALUE[0])
     if not found:
         return None

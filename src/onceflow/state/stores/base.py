@@ -227,11 +227,11 @@ def _index_rows(
     """
     timers, behind = (bisect_left(keys, each) for each in (rows.TIMER, bytes((rows.TIMER[0] + 1,))))
     concerned = {*keys[timers:behind], *rows.may_have_json_index(keys)}
-    if any(each & 1 for each in flags):
-        concerned.update(key for key, row in changes.items() if row and row[0] & 1)
+    if any(each & rows.INDEXED for each in flags):
+        concerned.update(key for key, row in changes.items() if row and row[0] & rows.INDEXED)
     if not old:
         return dict(rows.new_index((key, changes[key]) for key in concerned))
-    concerned.update(key for key, row in old.items() if row and row[0] & 1)
+    concerned.update(key for key, row in old.items() if row and row[0] & rows.INDEXED)
     follow = dict(rows.with_index(((key, changes[key]) for key in concerned), old.get))
     index: dict[bytes, bytes | None] = {key: row for key, row in follow.items() if key not in concerned}
     return index

@@ -129,7 +129,7 @@ class StoredRows:
         now_ms = self._clock_ms()
         with self._stores() as stores:
             for store in stores.values():
-                others = (rows.MAP, rows.TIMER, rows.TIMER_INDEX, rows.EXPIRY_INDEX)
+                others = (rows.MAP, rows.TIMER, rows.TIMER_INDEX, rows.EXPIRY_INDEX, rows.DUE_INDEX)
                 if all(next(store.scan(kind, rows.after(kind)), None) is None for kind in others):
                     index = store.scan(rows.JSON_INDEX, rows.after(rows.JSON_INDEX))
                     total += store.row_count() - sum(1 for _ in index)

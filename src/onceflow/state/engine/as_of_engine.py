@@ -1,0 +1,157 @@
+"""``AsOfEngine``: each left record with the right one that held at its event time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+
+from onceflow.state.api.time_joins import AsOfJoin
+from onceflow.state.engine.time_join_engine import Positions, Records, Side, TimeJoinEngine, bounds, keys_of
+from onceflow.state.format import rows, waiting_rows
+from onceflow.state.format.waiting_rows import Waiting
+
+_NEVER = -1
+
+
+class AsOfEngine(TimeJoinEngine):
+    """See `BaseEngine`.
+
+    A left record waits until the watermark is later than its time. Right records are *versions* of their key. A version
+    is due when the watermark is later than that of the version behind it, or when it is out of every tolerance. So the
+    last version of a key without a tolerance stays, unless it is a tombstone.
+    """
+
+    processor: AsOfJoin
+
+    def _handle(self, left: Waiting, right: Waiting) -> None:
+        """Write the results of left records, in the order of their times. The versions are still there."""
+        if not len(left.times):
+            return
+        names = keys_of(left)
+        number = {key: code for code, key in enumerate(dict.fromkeys(names))}
+        codes = np.array([number[key] for key in names], np.int64)
+        versions = self._between(self._ranges(list(number), codes, left.times))
+        found = _last_not_later(codes, left.times, versions)
+        if self.processor.tolerance_ms is not None and len(versions.times):
+            found = np.where(left.times - versions.times[found] > self.processor.tolerance_ms, -1, found)
+        values = versions.values
+        gone = [at for at, value in enumerate(values) if value is None]
+        found = np.where(np.isin(found, gone), -1, found) if gone else found
+        kept = np.arange(len(found)) if self.processor.keeps_unmatched(right=False) else np.flatnonzero(found >= 0)
+        found = found[kept]
+        places = pa.array(found, mask=found < 0)
+        of_right = Side(pa.array(values, pa.binary()).take(places), pa.array(versions.times, pa.int64()).take(places))
+        of_left = Side.of(pa.array(left.values, pa.binary()).take(pa.array(kept)), left.times[kept])
+        self._write(pa.array(names, pa.binary()).take(pa.array(kept)), of_left, of_right)
+
+    def _join(self, records: Records) -> None:
+        left, right = np.flatnonzero(~records.right), np.flatnonzero(records.right)
+        if len(left):
+            prefixes = [waiting_rows.prefix(key, right=False) for key in records.keys]
+            times = records.times[left]
+            pairs = zip(records.codes[left].tolist(), self._entries(times), strict=True)
+            values = records.values.take(pa.array(left)).to_pylist()
+            marks = np.zeros(len(left), np.uint8)
+            self._put(
+                [prefixes[code] + entry for code, entry in pairs],
+                waiting_rows.packed(times + 1, marks, values),
+                times + 1,
+            )
+        if len(right):
+            self._keep_versions(records, right)
+
+    def _keep_versions(self, records: Records, right: Positions) -> None:
+        codes, times = records.codes[right], records.times[right]
+        # Of records with the same key and time, the last one is kept.
+        order = np.lexsort((np.arange(len(right)), times, codes))
+        codes, times, right = codes[order], times[order], right[order]
+        last = np.ones(len(right), np.bool_)
+        last[:-1] = (codes[1:] != codes[:-1]) | (times[1:] != times[:-1])
+        codes, times, right = codes[last], times[last], right[last]
+        values = records.values.take(pa.array(right)).to_pylist()
+        prefixes = [waiting_rows.prefix(key, right=True) for key in records.keys]
+        entries = waiting_rows.time_entries(times)
+        keys = [prefixes[code] + entry for code, entry in zip(codes.tolist(), entries, strict=True)]
+        if self.processor.tolerance_ms is None:
+            due_ms = self._due_by_successor(records, codes, times, np.array([value is None for value in values]))
+        else:
+            due_ms = times + self.processor.tolerance_ms + 1
+        ends = due_ms != _NEVER
+        for chosen, due in ((ends, due_ms[ends]), (~ends, None)):
+            at = np.flatnonzero(chosen).tolist()
+            packed = waiting_rows.packed(due, np.zeros(len(at), np.uint8), [values[each] for each in at])
+            self._put([keys[each] for each in at], packed, due)
+
+    def _due_by_successor(
+        self,
+        records: Records,
+        codes: Positions,
+        times: Positions,
+        tombstones: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    ) -> Positions:
+        """When new versions are due. A version that was the last one of its key, and is no longer, becomes due, too.
+
+        Args:
+            codes, times: of the new versions, sorted, without equal ones.
+        """
+        present = np.unique(codes)
+        prefixes = [waiting_rows.prefix(records.keys[code], right=True) for code in present.tolist()]
+        known = self._between(
+            (code, prefix, b"", b"\xff" * 9) for code, prefix in zip(present.tolist(), prefixes, strict=True)
+        )
+        all_codes, all_times = np.concatenate([codes, known.codes]), np.concatenate([times, known.times])
+        order = np.lexsort((np.arange(len(all_codes)) >= len(codes), all_times, all_codes))
+        # The next one with another time: a new version may replace an old one of its own time.
+        ahead = _NEVER
+        successor = np.full(len(all_codes), _NEVER)
+        for here, behind in zip(order[-2::-1].tolist(), order[:0:-1].tolist(), strict=True):
+            if all_codes[here] != all_codes[behind]:
+                ahead = _NEVER
+            elif all_times[here] != all_times[behind]:
+                ahead = int(all_times[behind]) + 1
+            successor[here] = ahead
+        due_ms = successor
+        # A tombstone behind which nothing comes has nothing to hide when the versions before it are gone.
+        ending = tombstones & (due_ms[: len(codes)] == _NEVER)
+        due_ms[: len(codes)][ending] = times[ending] + 1
+        replaced = set(zip(codes.tolist(), times.tolist(), strict=True))
+        again, new_due = list[bytes](), list[int]()
+        changed = list[bytes]()
+        for at, (key, row) in enumerate(zip(known.keys, known.rows, strict=True)):
+            due = int(due_ms[len(codes) + at])
+            if (
+                due != _NEVER
+                and rows.due_of(row) is None
+                and (int(known.codes[at]), int(known.times[at])) not in replaced
+            ):
+                again.append(key)
+                changed.append(waiting_rows.due_at(row, due))
+                new_due.append(due)
+        self._put(again, changed, np.array(new_due, np.int64))
+        return due_ms[: len(codes)]
+
+    def _ranges(
+        self, names: list[bytes], codes: Positions, times: Positions
+    ) -> Iterator[tuple[int, bytes, bytes, bytes]]:
+        tolerance = self.processor.tolerance_ms
+        for code, low, high in bounds(codes, times, len(names)):
+            prefix = waiting_rows.prefix(names[code], right=True)
+            first = b"" if tolerance is None else rows.time_bytes(low - tolerance)
+            yield code, prefix, first, rows.time_bytes(high + 1)
+
+
+def _last_not_later(codes: Positions, times: Positions, versions: Waiting) -> Positions:
+    """For each record the last version of its key that is not later; -1: there is none.
+
+    Args:
+        versions: sorted by key and time.
+    """
+    distinct = np.unique(versions.times)
+    width = len(distinct) + 1
+    places = versions.codes * width + np.searchsorted(distinct, versions.times)
+    found = np.searchsorted(places, codes * width + np.searchsorted(distinct, times, side="right"), side="left") - 1
+    there = found >= 0
+    there[there] = versions.codes[found[there]] == codes[there]
+    return np.where(there, found, -1)
