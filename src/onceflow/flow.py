@@ -384,8 +384,8 @@ class Flow:
             allowed_lateness: how far the watermark stays behind the latest event of both streams.
             max_ahead: how far an event time may be ahead of the clock; None: as far as it likes.
             on_error: what happens to a record without key or time, or with a time too far ahead, as of `process`.
-            partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, clock_after,
-                max_dead_letters, copies: as of `process`.
+            partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, clock_after: as of `process`.
+            max_dead_letters, copies: as of `process`.
 
         Returns:
             A streaming DataFrame: key, left_value, right_value (binary), left_timestamp, right_timestamp, and
@@ -440,8 +440,8 @@ class Flow:
             tolerance: how much earlier the right record may be; None: as much as it likes. With a tolerance, state is
                 deleted by time; without one, the last right record of each key stays.
             late_topic, allowed_lateness, max_ahead, on_error: as of `join_interval`.
-            partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, clock_after,
-                max_dead_letters, copies: as of `process`.
+            partitions, dead_letter_topic, store, state_dir, adopt_existing, idle_timeout, clock_after: as of `process`.
+            max_dead_letters, copies: as of `process`.
 
         Returns:
             A streaming DataFrame with the columns of `join_interval`; timestamp is that of the left record. A result is

@@ -14,7 +14,6 @@ import pytest
 from confluent_kafka import Producer
 
 import onceflow
-from onceflow.errors import OptionError, ProgressConflictError, SchemaError
 from onceflow.planning import placement
 from onceflow.testing import independent
 
@@ -25,8 +24,10 @@ LATENESS_MS = 400
 NAMES = ("key", "left", "left_ms", "right", "right_ms")
 AS_JSON = (
     "key",
-    "to_json(struct(string(key) AS key, string(left_value) AS left, unix_millis(left_timestamp) AS left_ms, "
-    "string(right_value) AS right, unix_millis(right_timestamp) AS right_ms)) AS value",
+    (
+        "to_json(struct(string(key) AS key, string(left_value) AS left, unix_millis(left_timestamp) AS left_ms, "
+        "string(right_value) AS right, unix_millis(right_timestamp) AS right_ms)) AS value"
+    ),
 )
 
 
@@ -179,7 +180,7 @@ def in_pieces(streams: Streams, join: Callable[..., Any], seed: int, engine: str
 
 
 @pytest.mark.parametrize(
-    ("how", "engine"),
+    "how, engine",
     [
         pytest.param("full", "driver", id="full-driver"),
         pytest.param("full", "tasks", id="full-tasks"),
@@ -200,7 +201,7 @@ def test_intervals_are_those_of_pandas(
 
 
 @pytest.mark.parametrize(
-    ("how", "tolerance", "engine"),
+    "how, tolerance, engine",
     [
         pytest.param("left", None, "driver", id="left-driver"),
         pytest.param("left", 300, "tasks", id="tolerance-tasks"),

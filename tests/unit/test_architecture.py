@@ -69,7 +69,7 @@ ALLOWED = {
     ),
     "driver.standby": "client driver.record host logs protocol",
     "driver.step": (
-        "client driver.batch driver.record messages planning protocol spark state state.api "
+        "client driver.batch driver.record messages planning protocol spark state "
         "state.changelog state.engine state.joins state.local task"
     ),
     "external": "object_storage options",

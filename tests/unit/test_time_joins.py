@@ -13,15 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onceflow.protocol.record_columns import RecordColumns
 from onceflow.state.api.time_joins import IS_RIGHT, AsOfJoin, IntervalJoin
 from onceflow.state.engine import time_join_engine
 from onceflow.state.engine.as_of_engine import AsOfEngine
 from onceflow.state.engine.interval_engine import IntervalEngine
 from onceflow.state.format import rows
-from onceflow.state.local.row_columns import RowColumns
+from onceflow.state.local.catch_up import internal_rows
 from onceflow.state.local.row_fields import index_of
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow_workshop.testing.engines import engine_of
+
+pytestmark = pytest.mark.slow
 
 LATENESS_MS = 3
 
@@ -106,9 +109,11 @@ class Run:
     def restore(self) -> None:
         """Write the rows into an empty store, as a restore does."""
         kept = [(key, row) for key, row in self.store.scan(b"m", b"n")]
-        index = index_of(
-            RowColumns(pa.array([k for k, _ in kept], pa.binary()), pa.array([r for _, r in kept], pa.binary()))
-        )
+        columns = [pa.array(column, pa.binary()) for column in ([key for key, _ in kept], [row for _, row in kept])]
+        nothing = np.zeros(len(kept), np.int64)
+        found = internal_rows(RecordColumns(*columns, nothing, nothing, nothing.astype(np.int32)))
+        assert not found.ignored
+        index = index_of(found)
         there = [key for key, _ in self.store.scan(rows.DUE_INDEX, rows.after(rows.DUE_INDEX))]
         assert sorted([] if index is None else index.keys.to_pylist()) == there
         MemoryStore.remove(self.folder)
@@ -226,7 +231,7 @@ JOINS = [
 ]
 
 
-@pytest.mark.parametrize(("join", "judge"), JOINS)
+@pytest.mark.parametrize("join, judge", JOINS)
 @pytest.mark.parametrize("right_first", [False, True])
 def test_a_partner_that_comes_at_the_last_moment(tmp_path: Path, join: Any, judge: Any, right_first: bool) -> None:
     for watermark in range(6, 14):

@@ -38,7 +38,7 @@ def interval_join(options: TimeJoinOptions, before: Any, after: Any, flow: str) 
     """
     _check_how(options, INTERVAL_HOW, flow)
     bounds = [_milliseconds(name, given, flow) for name, given in (("before", before), ("after", after))]
-    return IntervalJoin(*bounds, options.how, options.allowed_lateness, options.max_ahead)  # type: ignore[arg-type]
+    return IntervalJoin(*bounds, options.how, options.allowed_lateness, options.max_ahead)
 
 
 def as_of_join(options: TimeJoinOptions, tolerance: Any, flow: str) -> AsOfJoin:
@@ -49,7 +49,7 @@ def as_of_join(options: TimeJoinOptions, tolerance: Any, flow: str) -> AsOfJoin:
     """
     _check_how(options, AS_OF_HOW, flow)
     tolerance_ms = None if tolerance is None else _milliseconds("tolerance", tolerance, flow)
-    return AsOfJoin(tolerance_ms, options.how, options.allowed_lateness, options.max_ahead)  # type: ignore[arg-type]
+    return AsOfJoin(tolerance_ms, options.how, options.allowed_lateness, options.max_ahead)
 
 
 def _check_how(options: TimeJoinOptions, known: tuple[str, ...], flow: str) -> None:

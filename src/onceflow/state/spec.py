@@ -16,8 +16,8 @@ from onceflow.host.identity import host_identity
 from onceflow.protocol.versions import TimerId
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
-from onceflow.state.changelog.topics import TableTopics
 from onceflow.state.api.time_joins import TimeJoin
+from onceflow.state.changelog.topics import TableTopics
 from onceflow.state.joins.spec import Ends, JoinSpec
 from onceflow.state.local.format import CommitId, Goal, default_state_dir, partition_folder
 from onceflow.state.stores.base import Store

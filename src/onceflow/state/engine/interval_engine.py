@@ -32,7 +32,7 @@ class IntervalEngine(TimeJoinEngine):
             alone = [at for at, row in enumerate(waiting.rows) if not waiting_rows.marks_of(row) & MATCHED]
             if not alone:
                 continue
-            chosen = Waiting(*(_taken(column, alone) for column in waiting))
+            chosen = waiting.take(alone)
             side = Side.of(pa.array(chosen.values, pa.binary()), chosen.times)
             sides = (Side.nothing(len(alone)), side) if is_right else (side, Side.nothing(len(alone)))
             self._write(pa.array(keys_of(chosen), pa.binary()), *sides)
@@ -138,7 +138,3 @@ def _ranges(
     low = np.searchsorted(places, first + np.searchsorted(times, earliest), side="left")
     high = np.searchsorted(places, first + np.searchsorted(times, latest, side="right"), side="left")
     return order, low, high
-
-
-def _taken(column: object, at: list[int]) -> object:
-    return column[at] if isinstance(column, np.ndarray) else [column[each] for each in at]  # type: ignore[index]

@@ -20,10 +20,12 @@ Escaped means that each zero byte becomes ``00 01``, and that ``00 00`` marks th
 bytes, and shows where the part ends. Index rows are computed from the other rows (`with_index`), so they are created
 again wherever rows are applied.
 
-A row consists of a byte of flags, the fields that the flags announce, and the payload. A row that is *due* at an event
-time says so in a field: joins by time handle it, and delete it, when the watermark reaches this time. In the table topic, flags and
+A row consists of a byte of flags, the fields that the flags announce, and the payload. In the table topic, flags and
 fields of ``v`` rows are in the record's headers, so that other readers see an ordinary table. Only the flag of stamped
 rows (``stamps.py``) is not in the records: whoever reads the topic of such a table knows what it is.
+
+Rows of joins by time (``waiting_rows.py``) are *due* at an event time, which is one of the fields: when the watermark
+reaches it, they are handled and deleted.
 """
 
 from __future__ import annotations
@@ -67,13 +69,11 @@ class Row(NamedTuple):
         payload: the user's bytes.
         expires_ms: time in epoch milliseconds after which the row counts as deleted; None: never.
         version: version of the processor that wrote it; 0 if it declared none.
-        due_ms: the event time at which the row is due; None: at none.
     """
 
     payload: bytes
     expires_ms: int | None = None
     version: int = 0
-    due_ms: int | None = None
 
 
 def pack(payload: bytes, expires_ms: int | None = None, version: int = 0) -> bytes:
@@ -95,8 +95,8 @@ def unpack(row: bytes) -> Row:
         expires_ms, at = time_of(row[at : at + 8]), at + 8
     if flags & HAS_VERSION:
         version, at = _VERSION.unpack_from(row, at)[0], at + 4
-    if flags & IS_DUE:
-        return Row(row[at + 8 :], expires_ms, version, time_of(row[at : at + 8]))
+    if flags & IS_DUE:  # it has no other fields
+        at += 8
     return Row(row[at:], expires_ms, version)
 
 

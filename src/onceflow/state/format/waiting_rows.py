@@ -46,6 +46,11 @@ class Waiting(NamedTuple):
         """The records' values."""
         return [value_of(row) for row in self.rows]
 
+    def take(self, at: Sequence[int]) -> Waiting:
+        """Some of the rows."""
+        keys, found = ([column[each] for each in at] for column in (self.keys, self.rows))
+        return Waiting(self.codes[at], self.times[at], keys, found)
+
 
 def prefix(key: bytes, *, right: bool) -> bytes:
     """What the row keys of one side of a key begin with."""

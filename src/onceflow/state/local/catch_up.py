@@ -22,8 +22,8 @@ from onceflow.state.format import rows, segments, stamps
 from onceflow.state.local.format import (
     AHEAD,
     COMMIT_RECORD,
-    PENDING,
     DUE_ROW_BYTES,
+    PENDING,
     TIMER_ROW_BYTES,
     Changes,
     Columns,
