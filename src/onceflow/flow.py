@@ -374,8 +374,8 @@ class Flow:
         says that no partner can come.
 
         Args:
-            left, right: made from `read` or a step of this flow, with the columns key and value (string or binary) and
-                timestamp, which is the event time. Both may be of the same topic.
+            left, right: made from `read` or a step of this flow, with the columns key, value and timestamp. The first
+                two are string or binary, the last one is the event time. Both may be of the same topic.
             table: name of the table topic of waiting records.
             before, after: how much earlier and later than the left record the right one may be, both inclusive.
             how: ``inner``, ``left``, ``right`` or ``full``: of which streams also records without a partner are in the

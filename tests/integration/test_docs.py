@@ -7,6 +7,7 @@ import builtins
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from confluent_kafka import Producer
 
 import onceflow
 from onceflow import Record
@@ -31,6 +33,7 @@ from onceflow.cli.main import cli
 from onceflow.session import submit_settings
 from onceflow.testing import independent
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow.testing.waiting import wait_until
 from onceflow_workshop.testing.s3 import S3Server
 
 pytestmark = pytest.mark.integration
@@ -232,6 +235,42 @@ def test_the_example_of_de_duplication(
         assert len(independent.read_topic(onceflow_broker, repeated, decided=True)) == expected
         seen = independent.read_topic(onceflow_broker, unique, decided=True)
         assert sorted((record.key, record.value) for record in seen) == sorted(sent)
+
+
+def test_the_examples_of_joins_by_time(
+    onceflow_broker: str,
+    onceflow_spark: Any,
+    make_topic: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(tmp_path))
+
+    read = functools.partial(independent.read_topic, onceflow_broker, decided=True)
+
+    def written(count: int, function: str, left: str, right: str, output: str, table: str) -> list[Any]:
+        topics = {name: make_topic(name, 1) for name in (left, right, output, "late")}
+        names = {f'"{name}"': topic for name, topic in topics.items()} | {f'table="{table}"': f"{topics[left]}-waiting"}
+        code = adapted(only(blocks(JOINS, "python", f"def {function}")), onceflow_broker, names, servers=False)
+        producer = Producer({"bootstrap.servers": onceflow_broker})
+        for topic, ms in itertools.product((right, left), (0, 1000, 600_000)):
+            producer.produce(topics[topic], f"{topic} {ms}".encode(), b"k", timestamp=1_700_000_000_000 + ms)
+        assert producer.flush(30) == 0
+        with onceflow.Flow(f"flow-{topics[left]}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+            query = execute(code)[function](flow).start()
+            wait_until(lambda: len(read(topics[output])) == count, 60, f"{count} results of {function}")
+            query.stop()
+        return [json.loads(record.value or b"0") for record in read(topics[output])]
+
+    seen = {
+        "clicks 0": {"orders 0", "orders 1000", "orders 600000"},
+        "clicks 1000": {"orders 0", "orders 1000", "orders 600000"},
+        "clicks 600000": {"orders 600000"},
+    }
+    pairs = written(7, "clicks_with_orders", "clicks", "orders", "clicks-with-orders", "clicks-waiting")
+    assert {click: {each["order"] for each in pairs if each["click"] == click} for click in seen} == seen
+    quotes = written(2, "trades_with_quotes", "trades", "quotes", "trades-with-quotes", "trades-waiting")
+    assert [quote["quote"] for quote in quotes] == ["quotes 0", "quotes 1000"]
 
 
 def test_the_examples_of_tables(
