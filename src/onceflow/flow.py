@@ -31,7 +31,7 @@ from onceflow.logs import json_logs
 from onceflow.options.arguments import checked_arguments
 from onceflow.options.durations import option_seconds
 from onceflow.planning import calls as planned_calls
-from onceflow.planning import joins, maps, process, step_query, value_formats
+from onceflow.planning import foreign_keys, joins, maps, process, step_query, value_formats
 from onceflow.planning.deduplicate import DedupOptions, check_deduplication, dedup_columns
 from onceflow.planning.external_write import ExternalOptions, check_external
 from onceflow.planning.process import StepOptions
@@ -52,6 +52,7 @@ from onceflow.spark.pickling import pickled
 from onceflow.state.api import serdes
 from onceflow.state.api.processor import MAX_AHEAD, ColumnProcessor, Processor
 from onceflow.state.api.time_joins import TimeJoin
+from onceflow.state.foreign_keys.processors import LeftRows, Results, RightRows
 from onceflow.state.joins.spec import JoinTable
 from onceflow.state.stores.base import Store
 from onceflow.task.call_rows import CallOrder, CallReports, CallRows
@@ -457,6 +458,58 @@ class Flow:
             idle_timeout, max_dead_letters=max_dead_letters, clock_after=clock_after, copies=copies,
         )  # fmt: skip
         return self._time_join(left, right, options, as_of_join(own, tolerance, self.name), own.caller)
+
+    @checked_arguments
+    def join_foreign_key(
+        self,
+        left: DataFrame,
+        right: DataFrame,
+        *,
+        foreign_key: str,
+        table: str,
+        how: str = "inner",
+        partitions: int | None = None,
+        on_error: str = "fail",
+        dead_letter_topic: str | None = None,
+        store: str | type[Store] = "lmdb",
+        state_dir: str | Path | None = None,
+        copies: int = 1,
+    ) -> DataFrame:
+        """A table of two tables: each left row with the right row whose key it names. It follows changes and deletions
+        of both.
+
+        Both streams are changes of a table: the last record of a key is its row, a null value deletes it. The result is
+        one, too: after each batch it is that of a batch join over the last rows of both.
+
+        Args:
+            left, right: made from `read` or a step of this flow, with the columns key and value (string or binary).
+            foreign_key: the column of ``left`` with the key of the right row: string or binary; null: there is none.
+            table: the names of the three tables of its state begin with it: ``<table>-left``, ``-right``, ``-result``.
+            how: ``inner``, or ``left``: left rows without a right one are in the result, too.
+            partitions, on_error, dead_letter_topic, store, state_dir, copies: as of `process`.
+
+        Returns:
+            A streaming DataFrame: key (that of the left row), left_value, right_value (binary). Where left_value is
+            null, there is no row any more: write a null value then.
+
+        Raises:
+            OptionError, SchemaError: wrong arguments or columns.
+            UnsupportedQueryError, ProgressConflictError, PermissionDeniedError: as in `process`.
+        """
+        keeps_left = foreign_keys.check_foreign_key_join(how, self.name)
+        rows = foreign_keys.left_rows(left, foreign_key, self.name)
+        others = foreign_keys.right_rows(right, self.name)
+        steps = (LeftRows(keeps_left=keeps_left), RightRows(keeps_left=keeps_left), Results())
+        for name, processor in zip(foreign_keys.TABLES, steps, strict=True):
+            if isinstance(processor, RightRows):
+                rows = rows.select("key", "value").unionByName(others, allowMissingColumns=True)
+            options = StepOptions(
+                table + name, partitions, on_error, dead_letter_topic, None, None, store, state_dir, False,
+                "30 seconds", copies=copies,
+            )  # fmt: skip
+            columns = partial(state_columns, rows, self.name, caller=foreign_keys.CALLER)
+            rows = self._step(rows, options, processor, columns, caller=foreign_keys.CALLER)
+        return foreign_keys.result_columns(rows)
 
     @checked_arguments
     def join_table(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from onceflow.state.api.time_joins import AsOfJoin
-from onceflow.state.engine.time_join_engine import Positions, Records, Side, TimeJoinEngine, bounds, keys_of
+from onceflow.state.engine.time_join_engine import Positions, Records, Side, TimeJoinEngine, bounds, keys_of, waiting_of
 from onceflow.state.format import rows, waiting_rows
 from onceflow.state.format.waiting_rows import Waiting
 
@@ -25,8 +25,9 @@ class AsOfEngine(TimeJoinEngine):
 
     processor: AsOfJoin
 
-    def _handle(self, left: Waiting, right: Waiting) -> None:
+    def _handle(self, due: Sequence[tuple[bytes, bytes]]) -> None:
         """Write the results of left records, in the order of their times. The versions are still there."""
+        left = waiting_of(due, right=False)
         if not len(left.times):
             return
         names = keys_of(left)

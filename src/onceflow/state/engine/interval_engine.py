@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from onceflow.state.api.time_joins import IntervalJoin
-from onceflow.state.engine.time_join_engine import Positions, Records, Side, TimeJoinEngine, bounds, keys_of
+from onceflow.state.engine.time_join_engine import Positions, Records, Side, TimeJoinEngine, bounds, keys_of, waiting_of
 from onceflow.state.format import rows, waiting_rows
 from onceflow.state.format.waiting_rows import MATCHED, Waiting
 
@@ -24,11 +26,12 @@ class IntervalEngine(TimeJoinEngine):
 
     processor: IntervalJoin
 
-    def _handle(self, left: Waiting, right: Waiting) -> None:
+    def _handle(self, due: Sequence[tuple[bytes, bytes]]) -> None:
         """Write records that have found no partner."""
-        for waiting, is_right in ((left, False), (right, True)):
+        for is_right in (False, True):
             if not self.processor.keeps_unmatched(right=is_right):
                 continue
+            waiting = waiting_of(due, right=is_right)
             alone = [at for at, row in enumerate(waiting.rows) if not waiting_rows.marks_of(row) & MATCHED]
             if not alone:
                 continue

@@ -29,7 +29,7 @@ DUE_PER_BATCH = 50_000
 """How many rows that are due one batch handles. The others follow at once."""
 
 # So many records are joined together. More of them would be in memory, less of them would be slower.
-_JOINED_AT_ONCE, _JOINED_BYTES = 50_000, 64_000_000
+_JOINED_AT_ONCE, _JOINED_BYTES = 200_000, 128_000_000
 _RESULT_BYTES = 256_000_000  # of one Arrow batch of results: far below the 2 GiB of its 32-bit offsets
 _ROW_OVERHEAD = 200  # the most that a row adds to key and value, besides the escaped zero bytes of its key
 
@@ -82,8 +82,7 @@ class TimeJoinEngine(BaseEngine):
         self._handled = found[-1] + b"\0"
         row_keys = [key[9:] for key in found]
         committed = self._overlay.get_many(row_keys)
-        known = [(key, row) for key, row in zip(row_keys, committed, strict=True) if row is not None]
-        self._handle(_waiting_of(known, right=False), _waiting_of(known, right=True))
+        self._handle([(key, row) for key, row in zip(row_keys, committed, strict=True) if row is not None])
         self._overlay.put_many(row_keys, [None] * len(row_keys))
         self.counts["expired"] += len(row_keys)
         self.fired.add("event")
@@ -121,8 +120,12 @@ class TimeJoinEngine(BaseEngine):
 
     # ---- what the kinds of joins define --------------------------------------------------------------
 
-    def _handle(self, left: Waiting, right: Waiting) -> None:
-        """Write the results of rows that are due. They are deleted afterwards."""
+    def _handle(self, due: Sequence[tuple[bytes, bytes]]) -> None:
+        """Write the results of rows that are due. They are deleted afterwards.
+
+        Args:
+            due: row keys and rows, in the order of the times.
+        """
         raise NotImplementedError
 
     def _join(self, records: Records) -> None:
@@ -137,15 +140,16 @@ class TimeJoinEngine(BaseEngine):
         Args:
             ranges: the code of a key, what its row keys begin with, and bounds of the entries behind that.
         """
-        codes, entries, keys, found = list[int](), list[bytes](), list[bytes](), list[bytes]()
-        scan = self._overlay.scan
-        for code, prefix, low, high in ranges:
-            for key, row in scan(prefix + low, prefix + high):
-                codes.append(code)
-                entries.append(key[len(prefix) : len(prefix) + 8])
-                keys.append(key)
-                found.append(row)
-        return Waiting(np.array(codes, np.int64), waiting_rows.times_of(entries), keys, found)
+        wanted = list(ranges)
+        numbers, keys, found = list[int](), list[bytes](), list[bytes]()
+        for number, key, row in self._overlay.scan_many([(each[1] + each[2], each[1] + each[3]) for each in wanted]):
+            numbers.append(number)
+            keys.append(key)
+            found.append(row)
+        at = [len(each[1]) for each in wanted]  # where the entry begins
+        entries = [key[at[number] : at[number] + 8] for number, key in zip(numbers, keys, strict=True)]
+        codes = np.array([each[0] for each in wanted], np.int64)[np.array(numbers, np.int64)]
+        return Waiting(codes, waiting_rows.times_of(entries), keys, found)
 
     def _put(self, keys: Sequence[bytes], new: Sequence[bytes], due_ms: Positions | None) -> None:
         """Keep rows.
@@ -288,7 +292,7 @@ class Side(NamedTuple):
         return cls(values, pa.array(times, pa.int64()))
 
 
-def _waiting_of(known: Iterable[tuple[bytes, bytes]], *, right: bool) -> Waiting:
+def waiting_of(known: Iterable[tuple[bytes, bytes]], *, right: bool) -> Waiting:
     """The rows of one side. The codes are of no use there."""
     name = waiting_rows.RIGHT if right else waiting_rows.LEFT
     entries, keys, found = list[bytes](), list[bytes](), list[bytes]()

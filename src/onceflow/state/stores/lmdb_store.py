@@ -30,7 +30,7 @@ from onceflow.state.stores.lmdb_long_keys import SHORT_KEY_BYTES_MAX, LongKeys
 from onceflow.state.stores.lmdb_pages import check_pages
 
 _T = TypeVar("_T")
-_SCANNED_FIRST, _SCANNED_AT_ONCE = 16, 1024
+_SCANNED_FIRST, _SCANNED_AT_ONCE, _RANGES_AT_ONCE = 16, 1024, 1024
 # Two pages for each row, because each may be in another page that has to be split, and room for rows that are so large
 # that they have pages of their own.
 _BULK_ROOM = 2 * BULK_ROWS_MAX * 4096 + 2 * BULK_BYTES_MAX
@@ -99,6 +99,17 @@ class LmdbStore(Store):
             if len(part) < wanted:
                 return
             wanted = min(2 * wanted, _SCANNED_AT_ONCE)
+
+    def scan_many(self, ranges: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[int, bytes, bytes]]:
+        at, start = 0, b""  # the range to go on with, and where in it
+        while at < len(ranges):
+            found, at, start = self._environment.read(self._many_read(ranges, at, start))
+            if found is None:
+                for number in range(at, len(ranges)):
+                    for key, row in self.scan(*ranges[number]):
+                        yield number, key, row
+                return
+            yield from found
 
     def blob(self, name: str) -> bytes | None:
         found: bytes | None = self._environment.read(lambda txn, _: txn.get(name.encode(), db=self._environment.blobs))
@@ -251,6 +262,28 @@ class LmdbStore(Store):
                 if not there or _are_short([key for key, _ in part]):  # between long keys there are mostly short ones
                     return part
             return list(islice(long.scan(start, end, reverse=reverse), wanted))
+
+        return read
+
+    def _many_read(
+        self, ranges: Sequence[tuple[bytes, bytes]], at: int, start: bytes
+    ) -> Callable[[Any, Any], tuple[list[tuple[int, bytes, bytes]] | None, int, bytes]]:
+        """Reads a part of `scan_many`. It returns the rows (None: there are long keys), and where the next part begins."""
+
+        def read(txn: Any, db: Any) -> tuple[list[tuple[int, bytes, bytes]] | None, int, bytes]:
+            part = ranges[at : at + _RANGES_AT_ONCE]
+            if self._keys(txn).are_there or not all(map(_are_short, part)):
+                return None, at, b""
+            cursor = txn.cursor(db)
+            found: list[tuple[int, bytes, bytes]] = []
+            for number, (low, high) in enumerate(part, at):
+                key = cursor.key() if cursor.set_range(max(low, start) if number == at else low) else high
+                while key < high:
+                    if len(found) >= _SCANNED_AT_ONCE:
+                        return found, number, key
+                    found.append((number, key, cursor.value()))
+                    key = cursor.key() if cursor.next() else high
+            return found, at + len(part), b""
 
         return read
 

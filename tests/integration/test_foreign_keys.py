@@ -1,0 +1,139 @@
+"""``Flow.join_foreign_key``: after each run, the result is that of a join over the last rows of both tables."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+
+import onceflow
+from onceflow.errors import OptionError, SchemaError
+from onceflow.planning import placement
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+AS_JSON = (
+    "key",
+    (
+        "CASE WHEN left_value IS NOT NULL THEN "
+        "to_json(struct(string(left_value) AS left, hex(right_value) AS right)) END AS value"
+    ),
+)
+
+
+class Tables:
+    """Two tables, a flow that joins them, and what their last rows are."""
+
+    def __init__(self, pipe: Any, right: str, how: str, engine: str) -> None:
+        self.pipe, self.right, self.how, self.engine = pipe, right, how, engine
+        self.rows: tuple[dict[str, str | None], dict[str, bytes]] = ({}, {})
+        self.producer = Producer({"bootstrap.servers": pipe.bootstrap, "partitioner": "murmur2_random"})
+
+    def put_left(self, key: str, name: str | None, number: int) -> None:
+        value = json.dumps({"customer": name, "n": number}) if name is not None else json.dumps({"n": number})
+        self.producer.produce(self.pipe.source, value.encode(), key.encode())
+        self.rows[0][key] = value
+
+    def delete_left(self, key: str) -> None:
+        self.producer.produce(self.pipe.source, None, key.encode())
+        self.rows[0].pop(key, None)
+
+    def put_right(self, key: str, value: bytes) -> None:
+        self.producer.produce(self.right, value, key.encode())
+        self.rows[1][key] = value
+
+    def delete_right(self, key: str) -> None:
+        self.producer.produce(self.right, None, key.encode())
+        self.rows[1].pop(key, None)
+
+    def run(self, **read: Any) -> None:
+        assert self.producer.flush(30) == 0
+        pipe = self.pipe
+        with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+            left = flow.read(pipe.source, **read).selectExpr("*", "get_json_object(string(value), '$.customer') AS fk")
+            joined = flow.join_foreign_key(
+                left,
+                flow.read(self.right, **read),
+                foreign_key="fk",
+                table=pipe.flow,
+                how=self.how,
+                state_dir=pipe.tmp_path,
+            )
+            flow.write(
+                joined.selectExpr(*AS_JSON), topic=pipe.target, once=True, engine=self.engine
+            ).start().awaitTermination()
+
+    def expected(self) -> dict[str, tuple[str, str | None]]:
+        found = {}
+        for key, value in self.rows[0].items():
+            right = self.rows[1].get(json.loads(value or "").get("customer"))
+            if right is not None or self.how == "left":
+                found[key] = (value or "", None if right is None else right.hex().upper())
+        return found
+
+    def result(self) -> dict[str, tuple[str, str | None]]:
+        """The last rows of the output."""
+        found = {}
+        for seen in independent.read_topic(self.pipe.bootstrap, self.pipe.target, decided=True):
+            key = (seen.key or b"").decode()
+            if seen.value is None:
+                assert key in found, "only rows that are there are deleted"
+                del found[key]
+            else:
+                row = json.loads(seen.value)
+                found[key] = (row["left"], row.get("right"))
+        return found
+
+
+@pytest.mark.parametrize(
+    "how, engine",
+    [
+        pytest.param("inner", "driver", id="inner-driver"),
+        pytest.param("left", "tasks", id="left-tasks"),
+        pytest.param("left", "driver", id="left-driver", marks=pytest.mark.long),
+        pytest.param("inner", "tasks", id="inner-tasks", marks=pytest.mark.long),
+    ],
+)
+def test_the_result_follows_both_tables(
+    make_pipe: Any, make_topic: Any, how: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "TASK_ROWS", 4)
+    pipe = make_pipe(partitions=3, target_partitions=2)
+    tables = Tables(pipe, make_topic("customers", 2), how, engine)
+    picked = random.Random(how)
+    names = [f"c{n}" for n in range(5)]
+    for run in range(5):
+        for number in range(60):
+            key, name = f"o{picked.randrange(12)}", picked.choice(names)
+            chance = picked.random()
+            if chance < 0.5:
+                tables.put_left(key, picked.choice([name, name, name, None, "unknown", ""]), number)
+            elif chance < 0.65:
+                tables.delete_left(key)
+            elif chance < 0.85:
+                tables.put_right(name, picked.randbytes(picked.randrange(4)))
+            else:
+                tables.delete_right(name)
+        tables.run(max_records_per_batch=[None, 5, 20][run % 3])
+        assert tables.result() == tables.expected(), run
+        if run == 2:
+            shutil.rmtree(pipe.tmp_path / pipe.flow)
+    assert tables.expected()
+
+
+def test_what_cannot_be_joined(make_pipe: Any) -> None:
+    pipe = make_pipe(partitions=1)
+    with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+        rows = flow.read(pipe.source)
+        with pytest.raises(OptionError, match="how='outer' of Flow.join_foreign_key is unknown"):
+            flow.join_foreign_key(rows, rows, foreign_key="key", table="t", how="outer")
+        with pytest.raises(SchemaError, match="from the column 'ky' .*it is missing") as caught:
+            flow.join_foreign_key(rows, rows, foreign_key="ky", table="t")
+        assert "did you mean" in str(caught.value).lower()
+        with pytest.raises(SchemaError, match="it is bigint"):
+            flow.join_foreign_key(rows, rows, foreign_key="offset", table="t")
