@@ -350,6 +350,7 @@ class StatePipe:
         read: dict[str, Any] | None = None,
         process: dict[str, Any] | None = None,
         deduplicate: dict[str, Any] | None = None,
+        joined: dict[str, Any] | None = None,
         inside: bool = False,
         **write: Any,
     ) -> Any:
@@ -357,6 +358,7 @@ class StatePipe:
 
         Args:
             deduplicate: the step is a ``Flow.deduplicate`` of the records of ``tests/faults/dedup_ledger.py``.
+            joined: the step is a join by time of the records of ``tests/faults/join_ledger.py``.
         """
         from onceflow import Flow
 
@@ -367,6 +369,8 @@ class StatePipe:
             if deduplicate is not None:
                 rows = source.selectExpr("*", *fault_module("dedup_ledger").COLUMNS)
                 output = flow.deduplicate(rows, **options, **deduplicate)
+            elif joined is not None:
+                output = fault_module("join_ledger").joined(flow, source, **options, **joined)
             else:
                 output = flow.process(source, **{"processor": self.ledger.Ledger(), **options, **(process or {})})
             if inside:

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import dedup_ledger
+import join_ledger
 import ledger
 from driver import session
 
@@ -25,6 +26,8 @@ def start(given: dict[str, Any], spark: Any) -> Any:
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
     if "deduplicate" in given:
         output = deduplicated(flow, source, given)
+    elif "joined" in given:
+        output = join_ledger.joined(flow, source, given["table"], given["state_dir"], **given["joined"])
     else:
         output = processed(flow, source, given)
     if given.get("inside"):

@@ -130,9 +130,9 @@ def test_what_cannot_be_joined(make_pipe: Any) -> None:
     pipe = make_pipe(partitions=1)
     with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
         rows = flow.read(pipe.source)
-        with pytest.raises(OptionError, match="how='outer' of Flow.join_foreign_key is unknown"):
+        with pytest.raises(OptionError, match=r"how='outer' of .* is unknown"):
             flow.join_foreign_key(rows, rows, foreign_key="key", table="t", how="outer")
-        with pytest.raises(SchemaError, match="from the column 'ky' .*it is missing") as caught:
+        with pytest.raises(SchemaError, match=r"from the column 'ky' .*it is missing") as caught:
             flow.join_foreign_key(rows, rows, foreign_key="ky", table="t")
         assert "did you mean" in str(caught.value).lower()
         with pytest.raises(SchemaError, match="it is bigint"):

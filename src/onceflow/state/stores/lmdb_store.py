@@ -268,7 +268,7 @@ class LmdbStore(Store):
     def _many_read(
         self, ranges: Sequence[tuple[bytes, bytes]], at: int, start: bytes
     ) -> Callable[[Any, Any], tuple[list[tuple[int, bytes, bytes]] | None, int, bytes]]:
-        """Reads a part of `scan_many`. It returns the rows (None: there are long keys), and where the next part begins."""
+        """Reads a part of `scan_many`. It returns rows (None: there are long keys), and where the next part begins."""
 
         def read(txn: Any, db: Any) -> tuple[list[tuple[int, bytes, bytes]] | None, int, bytes]:
             part = ranges[at : at + _RANGES_AT_ONCE]
