@@ -320,6 +320,21 @@ def test_the_examples_of_tables(
     assert [seen.value for seen in independent.read_topic(onceflow_broker, good)] == [b'{"name":"Ada"}']
     assert [seen.value for seen in independent.read_topic(onceflow_broker, bad)] == [b'{"customer": "c9"}']
     independent.fill(onceflow_broker, customers, [(b"c9", None)])
+    joined, own = make_topic("joined", 2), {'table="orders-customers"': f"joined-{orders}"}
+    own['"orders-with-customers"'] = joined
+    code = adapted(only(blocks(TABLES, "python", "def orders_with")), onceflow_broker, {**own, **names}, servers=False)
+    with onceflow.Flow(f"flow-{joined}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        query = execute(code)["orders_with_customers"](flow).start()
+        query.processAllAvailable()
+        query.stop()
+    rows = {
+        seen.key: json.loads(seen.value or b"")
+        for seen in independent.read_topic(onceflow_broker, joined, decided=True)
+    }
+    assert rows == {
+        b"o1": {"order": '{"customer": "c1"}', "customer": '{"name": "Ada", "tier": 3}'},
+        b"o2": {"order": '{"customer": "c9"}'},
+    }
     tiers = execute(only(blocks(TABLES, "python", "class Tiers")))["Tiers"]()
     found = written(
         lambda flow: flow.process(

@@ -79,7 +79,7 @@ ALLOWED = {
     "options": "",
     "planning": (
         "arrow_types calls engine_query external messages options protocol schema_registry spark state state.api "
-        "state.changelog state.engine state.joins state.local state.stores state.windows task"
+        "state.changelog state.engine state.foreign_keys state.joins state.local state.stores state.windows task"
     ),
     "protocol": "",
     "schema_registry": "arrow_types options protocol state.format",
@@ -90,6 +90,7 @@ ALLOWED = {
     "state.api": "options protocol state.format state.stores",
     "state.changelog": "client protocol",
     "state.engine": "calls options protocol state.api state.format state.stores state.windows",
+    "state.foreign_keys": "state.api",
     "state.joins": "host options protocol state.api state.local state.stores",
     "state.local": "host protocol state.format state.stores",
     "state.stores": "host protocol state.format",

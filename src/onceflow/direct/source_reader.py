@@ -186,11 +186,13 @@ class SourceReader:
     def _pause(self) -> None:
         """Leave partitions out of requests that are at their bound, or of which enough waits.
 
-        If a batch has enough of a topic, its partitions get the same room in responses, and the others of them are
-        still asked for: without that, whoever has answered first would be read first.
+        With a backlog, partitions get the same room in responses: without that, one would be read after the other, and
+        the watermark would stand still meanwhile. If a batch has enough of a topic, the others of its partitions are
+        still asked for.
         """
         full = self._full()
-        self._poll.partition_bytes = max(_PARTITION_BYTES, FETCH_BYTES // len(self._arrived)) if full else None
+        sharing = len(self._arrived) if full else self._count_behind()
+        self._poll.partition_bytes = max(_PARTITION_BYTES, FETCH_BYTES // sharing) if sharing > 1 else None
         if not (full or self._pausing or self._bounds is not None):
             return
         self._pausing = False
@@ -202,6 +204,11 @@ class SourceReader:
                 self._poll.pause(*topic_partition)
             elif each.paused:
                 self._poll.resume(*topic_partition)
+
+    def _count_behind(self) -> int:
+        """How many partitions have records that have not arrived, as far as it is known."""
+        followed = self._poll.followed.items()
+        return sum(each.last_stable_offset > self._arrived[topic_partition] for topic_partition, each in followed)
 
     def _has_share(self, each: Followed, now: float) -> bool:
         """Whether nothing more of a partition is needed for now. Of its topic as much waits as a batch may take."""
