@@ -6,6 +6,7 @@
 - ``unlogged``: count and sum of a key, too, in a table without a changelog.
 - ``totals``: an aggregation with state in Spark, in a checkpoint that is kept.
 - ``joiner``: looks up each key in the ledger's table, as it was at the offsets of the batch.
+- ``pairs``: an interval join of two parts of the source, each number with the next one of its key.
 - ``sorter``: a processor with dead letters and late records, followed by operators that change from start to start.
 - ``sqlite``, ``postgres``, ``delta``: every record as a row of another system, see ``external.py``.
 
@@ -27,10 +28,12 @@ import onceflow
 from onceflow.planning.engine import AUTO, DRIVER, TASKS
 from onceflow.testing.recorder import TAGGED_SCHEMA, tag_of, tagged_rows
 from onceflow_workshop.chaos import external
+from onceflow_workshop.chaos.feeder import KEYS
 
 COPY, PLAIN, LEDGER, UNLOGGED = "copy", "plain", "ledger", "unlogged"
-TOTALS, SORTER, JOINER = "totals", "sorter", "joiner"
-FLOWS = (COPY, PLAIN, LEDGER, UNLOGGED, TOTALS, SORTER, JOINER, *external.KINDS)
+TOTALS, SORTER, JOINER, PAIRS = "totals", "sorter", "joiner", "pairs"
+FLOWS = (COPY, PLAIN, LEDGER, UNLOGGED, TOTALS, SORTER, JOINER, PAIRS, *external.KINDS)
+PAIRS_BEGIN_MS = 1_000_000
 ALARM_EVERY = 10
 ALARM_AFTER_MS = 500
 # Numbers that are bad for the sorter, and numbers that are late for it as soon as there is a watermark.
@@ -62,7 +65,7 @@ class Names:
 
     def own_table(self, kind: str) -> str | None:
         """The table of a flow."""
-        return {LEDGER: self.table, SORTER: self.sums, JOINER: self.seen}.get(kind)
+        return {LEDGER: self.table, SORTER: self.sums, JOINER: self.seen, PAIRS: self.waiting}.get(kind)
 
     @property
     def source(self) -> str:
@@ -85,6 +88,15 @@ class Names:
     def seen(self) -> str:
         """The joiner's table."""
         return self._of_version(JOINER, "seen")
+
+    @property
+    def waiting(self) -> str:
+        """The table of the pairs."""
+        return self._of_version(PAIRS, "waiting")
+
+    @property
+    def late_pairs(self) -> str:
+        return f"{self.prefix}-late-pairs{self._suffix}"
 
     @property
     def dead(self) -> str:
@@ -149,7 +161,10 @@ class Names:
         """All topics that the flows of these kinds write to, without tables."""
         outputs = [self.output(kind) for kind in kinds if kind not in external.KINDS]
         return (
-            outputs + ([self.alarms] if LEDGER in kinds else []) + ([self.dead, self.late] if SORTER in kinds else [])
+            outputs
+            + ([self.alarms] if LEDGER in kinds else [])
+            + ([self.dead, self.late] if SORTER in kinds else [])
+            + ([self.late_pairs] if PAIRS in kinds else [])
         )
 
 
@@ -323,6 +338,9 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
             **kept,
         )
         return flow.write(_behind(rows, choices.operator), topic=names.output(kind), **choices.write(kind)).start()
+    if kind == PAIRS:
+        rows = _pairs(flow, source, names.waiting, names.late_pairs, **kept)
+        return flow.write(rows, topic=names.output(kind), **choices.write(kind)).start()
     if kind == JOINER:
         # On half of the starts each task has only its own partition of the ledger's table.
         own_part = choices.operator in OPERATORS[::2]
@@ -331,6 +349,29 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
         return flow.write(rows, topic=names.output(kind), **choices.write(kind)).start()
     options: dict[str, Any] = {**choices.write(kind), "checkpoint": str(names.checkpoint), "output_mode": "update"}
     return flow.write(_totals(source), topic=names.output(kind), **options).start()
+
+
+def _pairs(flow: onceflow.Flow, source: DataFrame, table: str, late_topic: str, **kept: Any) -> DataFrame:
+    """The source has the numbers of a key in the distance of `KEYS`. They are of the left and the right stream in turn,
+    and event time is the number in milliseconds, so each left one has the next one of its key as its partner."""
+    number = "bigint(get_json_object(string({}), '$.n'))"
+    numbered = source.selectExpr("*", f"{number.format('value')} AS n").selectExpr(
+        *["key", "value", "topic", "partition", "offset"],
+        f"timestamp_millis({PAIRS_BEGIN_MS} + n) AS timestamp",
+        f"(n div {KEYS}) % 2 AS side",
+    )
+    joined = flow.join_interval(
+        numbered.where("side = 0").drop("side"),
+        numbered.where("side = 1").drop("side"),
+        table=table,
+        before=0,
+        after=1.5 * KEYS / 1000,
+        allowed_lateness="1 second",
+        late_topic=late_topic,
+        **kept,
+    )
+    left, right = number.format("left_value"), number.format("right_value")
+    return joined.selectExpr("key", f"to_json(struct({left} AS n, {right} AS partner)) AS value")
 
 
 def _unchanged(rows: DataFrame, operator: str) -> DataFrame:

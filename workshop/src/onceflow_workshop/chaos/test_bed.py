@@ -23,7 +23,7 @@ from onceflow_workshop.chaos import daemon, external
 from onceflow_workshop.chaos.commands import Commands
 from onceflow_workshop.chaos.driver_process import Driver
 from onceflow_workshop.chaos.feeder import Feeder
-from onceflow_workshop.chaos.flows import COPY, JOINER, LEDGER, PLAIN, SORTER, TOTALS, UNLOGGED, Choices, Names
+from onceflow_workshop.chaos.flows import COPY, JOINER, LEDGER, PAIRS, PLAIN, SORTER, TOTALS, UNLOGGED, Choices, Names
 from onceflow_workshop.chaos.hosts import GIVEN_UP, Hosts
 from onceflow_workshop.chaos.replacement import Replacement
 from onceflow_workshop.chaos.servers import Servers
@@ -85,10 +85,10 @@ _FORGETS = {
 SETUPS = {
     setup.name: replace(setup, flows=tuple(filter(external.is_installed, setup.flows)))
     for setup in (
-        Setup("one-node", flows=(COPY, PLAIN, LEDGER, SORTER, JOINER, external.SQLITE), servers=2),
+        Setup("one-node", flows=(COPY, PLAIN, LEDGER, SORTER, JOINER, PAIRS, external.SQLITE), servers=2),
         Setup("three-nodes", nodes=3, flows=(COPY, PLAIN, LEDGER, external.DELTA)),
         Setup("one-copy", nodes=3, copies=1),
-        Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER, external.DELTA), rate=1_000),
+        Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER, PAIRS, external.DELTA), rate=1_000),
         Setup("hosts", workers=3, own_hosts=True, flows=(LEDGER, SORTER, JOINER), rate=300, partitions=6),
         Setup("forgetful", flows=(COPY, LEDGER, external.POSTGRES), properties=_FORGETS),
         Setup("checkpoint", flows=(COPY, TOTALS)),

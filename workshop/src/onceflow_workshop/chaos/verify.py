@@ -26,6 +26,7 @@ from onceflow.protocol.position import Position
 from onceflow.testing import history, independent, recorder
 from onceflow.testing.final import read_final
 from onceflow_workshop.chaos import external
+from onceflow_workshop.chaos.feeder import KEYS
 from onceflow_workshop.chaos.flows import (
     ALARM_EVERY,
     BAD,
@@ -35,6 +36,7 @@ from onceflow_workshop.chaos.flows import (
     LATE,
     LATE_EVERY,
     LEDGER,
+    PAIRS,
     PLAIN,
     SORTER,
     TOTALS,
@@ -145,6 +147,8 @@ def verify(
         _sorter(bootstrap_servers, names, source, found, replays=replays)
     if JOINER in kinds:
         _joiner(bootstrap_servers, names, source, found)
+    if PAIRS in kinds:
+        _pairs_of_keys(bootstrap_servers, names, source, found)
     for kind, copy in copies:
         written = _numbers(kind, _read(bootstrap_servers, copy.output(kind)))
         check_copy(copy.flow(kind), written, _numbers(kind, source), found)
@@ -355,6 +359,15 @@ def _sorter(
     table = check_rows(names.sums, _read(bootstrap_servers, names.sums), found)
     if table != dict(sums):
         found.see(history.STATE, f"{names.sums}: {_difference(table, sums)}")
+
+
+def _pairs_of_keys(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:
+    """Every left number must be written once with the next number of its key, unless one of them was late."""
+    late = {_number(record) for record in _read(bootstrap_servers, names.late_pairs)}
+    taken = {n for n in map(_number, source) if n not in late}
+    expected = Counter((n, n + KEYS) for n in taken if n // KEYS % 2 == 0 and n + KEYS in taken)
+    written = (json.loads(record.value or b"") for record in _read(bootstrap_servers, names.output(PAIRS)))
+    found.compare("pairs", Counter((value["n"], value["partner"]) for value in written), expected)
 
 
 def _joiner(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:
