@@ -65,7 +65,7 @@ ALLOWED = {
     "driver.start": (
         "arrow_types calls client driver.batch driver.external driver.kafka driver.record driver.standby driver.step "
         "engine_query external interactive logs messages options planning protocol spark state.api "
-        "state.changelog state.joins task"
+        "state.changelog state.format state.joins state.windows task"
     ),
     "driver.standby": "client driver.record host logs protocol",
     "driver.step": (

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from onceflow.schema_registry import wire_format
+from onceflow.schema_registry.avro_changes import unreadable
 from onceflow.schema_registry.avro_defaults import filled
 from onceflow.schema_registry.avro_schema import AvroSchema, value_of
-from onceflow.schema_registry.base import RegistrySerde
+from onceflow.schema_registry.base import RegistrySerde, shortened
 from onceflow.schema_registry.client import RegisteredSchema
 
 _MOST_SHOWN = 300
@@ -73,11 +74,13 @@ class AvroSerde(RegistrySerde[AvroSchema]):
         """
         schema_id, at = wire_format.split(raw)
         writer = self._writer(schema_id)
+        wanted = writer if reader is None else reader
         try:
-            return _read(raw, at, writer, writer if reader is None else reader, plain)
+            return _read(raw, at, writer, wanted, plain)
         except _UnresolvedError as error:
+            why = shortened(unreadable(writer, wanted)) or error
             of = f"its schema with {schema_id}"
-            raise ValueError(f"{of} cannot be read with that of {self.subject}: {error}"[:_MOST_SHOWN]) from None
+            raise ValueError(f"{of} cannot be read with that of {self.subject}: {why}"[:_MOST_SHOWN]) from None
         except EOFError:
             raise ValueError(f"it ends too early for its schema with {schema_id}: {len(raw)} bytes") from None
         except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError) as error:
@@ -86,6 +89,9 @@ class AvroSerde(RegistrySerde[AvroSchema]):
 
     def _parse(self, schema: RegisteredSchema) -> AvroSchema:
         return AvroSchema(schema)
+
+    def _changes(self, writer: AvroSchema, reader: AvroSchema) -> list[str]:
+        return unreadable(writer, reader)
 
 
 class _UnresolvedError(Exception):

@@ -74,6 +74,8 @@ class AvroSchema:
     def _expanded(self, schema: Any, known: dict[str, Any], above: tuple[str, ...]) -> Any:
         """The schema with each type of other schemas in the place of its first name."""
         if isinstance(schema, list):
+            if any(isinstance(each, list) for each in schema):
+                raise ValueError("a union is directly in another one")
             return [self._expanded(each, known, above) for each in schema]
         if isinstance(schema, str):
             self.is_recursive = self.is_recursive or schema in above

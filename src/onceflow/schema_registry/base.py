@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 from onceflow.errors import EnvironmentUnusableError
@@ -11,6 +12,7 @@ from onceflow.schema_registry.client import RegisteredSchema, RegistryClient
 from onceflow.schema_registry.wire_format import VALUE_HEADER, SchemaId, prefix
 
 _Parsed = TypeVar("_Parsed")
+_MOST_CHANGES = 5
 
 
 class RegistrySerde(ABC, Generic[_Parsed]):
@@ -79,6 +81,34 @@ class RegistrySerde(ABC, Generic[_Parsed]):
         """Called when the flow is defined: what is wrong with the own schema is said there. Raises: as `own`."""
         self._ours()
 
+    def writes_with(self) -> int:
+        """The id of the schema of all values that it writes. Raises: as `own`."""
+        found = self._ours()[1]
+        return int.from_bytes(found[-4:], "big")
+
+    def unreadable(self, ids: Iterable[int]) -> dict[bytes, str]:
+        """Which values of other schemas may be unreadable for this serde: how they begin, and what has changed.
+
+        Raises:
+            RegistryUnavailableError: the registry does not answer.
+        """
+        own, before = self._ours()
+        found = {}
+        for number in ids:
+            schema_id = SchemaId(number)
+            try:
+                changes = [] if prefix(number) == before else self._changes(self._writer(schema_id), own)
+                version = self.registry.version_of(schema_id, self.subject) if changes else ""
+            except ValueError as error:
+                changes, version = [str(error)], ""
+            if changes:
+                found[prefix(number)] = f"schema with {schema_id}{version}: {shortened(changes)}"
+        return found
+
+    @abstractmethod
+    def _changes(self, writer: _Parsed, reader: _Parsed) -> list[str]:
+        """What of a schema cannot be read with another one, as far as the schemas alone tell."""
+
     def _find(self) -> RegisteredSchema:
         if self._text is None:
             return self.registry.newest(self.subject, self.form)
@@ -120,3 +150,9 @@ class RegistrySerde(ABC, Generic[_Parsed]):
     def _of_kind(self, found: RegisteredSchema, what: str, refused: type[Exception]) -> None:
         if found.kind != self.kind:
             raise refused(f"{what} is {found.kind}, and this serde is for {self.kind}")
+
+
+def shortened(changes: list[str]) -> str:
+    """The first changes of a schema, in words."""
+    more = len(changes) - _MOST_CHANGES
+    return "; ".join([*changes[:_MOST_CHANGES], *([f"and {more} more"] if more > 0 else [])])

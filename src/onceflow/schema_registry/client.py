@@ -169,6 +169,21 @@ class RegistryClient:
             raise self._without_subject(subject)
         return self._whole(schema, found, None)
 
+    def version_of(self, schema_id: SchemaId, subject: str) -> str:
+        """Which version of a subject a schema is, in words for an error; empty: none, or it cannot be told."""
+        key = schema_id.key
+        if not isinstance(key, int):
+            return ""
+
+        def look() -> Any:
+            return self.library.lookup_schema(subject, self.library.get_schema(key, subject))
+
+        try:
+            found = self._asked_once("for a version", look, False)
+        except (_NotNowError, RegistryUnavailableError):  # it is no more than a help to people
+            return ""
+        return "" if found is None or found.version is None else f" (version {found.version} of {subject})"
+
     # ---- the client ----------------------------------------------------------------------------------
 
     @property

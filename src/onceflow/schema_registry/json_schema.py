@@ -11,6 +11,7 @@ from urllib.parse import urljoin
 from onceflow.schema_registry import wire_format
 from onceflow.schema_registry.base import RegistrySerde
 from onceflow.schema_registry.client import RegisteredSchema
+from onceflow.schema_registry.json_changes import unreadable
 from onceflow.state.format import exact_json
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class JsonSchemaSerde(RegistrySerde["_Checked"]):
         if reader.schema[:3] != writer.schema[:3]:  # with all that they refer to
             _check(reader.validator, value, f"the schema of {self.subject}")
         return value
+
+    def _changes(self, writer: _Checked, reader: _Checked) -> list[str]:
+        if reader.schema[:3] == writer.schema[:3]:
+            return []
+        return unreadable(*(json.loads(each.schema.text) for each in (writer, reader)))
 
     def _parse(self, schema: RegisteredSchema) -> _Checked:
         from jsonschema import Draft7Validator, validators

@@ -13,6 +13,7 @@ from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.schema_registry import proto_text, wire_format
 from onceflow.schema_registry.base import RegistrySerde
 from onceflow.schema_registry.client import RegisteredSchema, RegistryClient
+from onceflow.schema_registry.wire_format import SchemaId
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import FileDescriptor
@@ -27,11 +28,33 @@ _WELL_KNOWN = (
     "wrappers",
 )  # fmt: skip
 
-#: The full name of each message of a file, by the path to it.
-_Messages = dict[tuple[int, ...], str]
+
+class ProtobufFile:
+    """A file of messages.
+
+    Args:
+        schema: of the registry.
+        messages: the full name of each message, by the path to it.
+
+    Attributes:
+        changes: what of a message of this file another class may lose, once that was looked at.
+    """
+
+    def __init__(self, schema: RegisteredSchema, messages: dict[tuple[int, ...], str]) -> None:
+        self.messages = messages
+        self.changes: list[str] | None = None
+        self._schema = schema
+
+    def message(self, name: str) -> Any:
+        """The class of a message; None: the registry gives only the text of the file, or cannot be understood."""
+        path = next((path for path, each in self.messages.items() if each == name), None)
+        try:
+            return None if path is None else message_class(self._schema, path)
+        except ValueError:
+            return None
 
 
-class ProtobufSerde(RegistrySerde[_Messages]):
+class ProtobufSerde(RegistrySerde[ProtobufFile]):
     """A serde of Protobuf. Made by `SchemaRegistry.protobuf`.
 
     Values are messages of the given class. A field that the class does not have is kept, and is there again when the
@@ -96,7 +119,8 @@ class ProtobufSerde(RegistrySerde[_Messages]):
 
         schema_id, at = wire_format.split(raw)
         path, at = wire_format.message_path(raw, at)
-        messages = self._writer(schema_id)
+        file = self._writer(schema_id)
+        messages = file.messages
         wanted = self._message.DESCRIPTOR.full_name
         if path not in messages:
             raise ValueError(f"its file with {schema_id} has no message {'.'.join(map(str, path))}")
@@ -108,14 +132,40 @@ class ProtobufSerde(RegistrySerde[_Messages]):
             raise ValueError(f"it is no {wanted}: {error}") from None
         if not message.IsInitialized():
             raise ValueError(f"it lacks {', '.join(message.FindInitializationErrors())}")
+        if self._changes_of(file):
+            self._check(file, message, raw, at, schema_id)
         return message
+
+    def _check(self, file: ProtobufFile, message: Any, raw: bytes, at: int, schema_id: SchemaId) -> None:
+        """Refuse a value with a field that the class has read as another value."""
+        from onceflow.schema_registry.protobuf_changes import lost
+
+        field = lost(file.message(message.DESCRIPTOR.full_name).FromString(bytes(raw[at:])), message)
+        if field:
+            raise ValueError(f"its schema with {schema_id} cannot be read with that of the class: {field}")
+
+    def _changes_of(self, file: ProtobufFile) -> list[str]:
+        """What of its message in a file the class may lose. It is looked up once a file."""
+        if file.changes is None:
+            from onceflow.schema_registry.protobuf_changes import unreadable
+
+            descriptor = self._message.DESCRIPTOR
+            written = file.message(descriptor.full_name)
+            file.changes = [] if written is None else unreadable(written.DESCRIPTOR, descriptor)
+        return file.changes
+
+    def _changes(self, writer: ProtobufFile, reader: ProtobufFile) -> list[str]:
+        wanted = self._message.DESCRIPTOR.full_name
+        if wanted not in writer.messages.values():
+            return [f"its file has no message {wanted}, but {', '.join(writer.messages.values())}"[:300]]
+        return self._changes_of(writer)
 
     # ---- its file ------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _path(self) -> bytes:
         """The bytes that say which message of its file it is."""
-        messages, _ = self._ours()
+        messages = self._ours()[0].messages
         wanted = self._message.DESCRIPTOR.full_name
         for path, name in messages.items():
             if name == wanted:
@@ -144,7 +194,10 @@ class ProtobufSerde(RegistrySerde[_Messages]):
         text = base64.b64encode(file.serialized_pb).decode()
         return self.registry.register(subject, text, self.kind, references)
 
-    def _parse(self, schema: RegisteredSchema) -> _Messages:
+    def _parse(self, schema: RegisteredSchema) -> ProtobufFile:
+        return ProtobufFile(schema, self._messages(schema))
+
+    def _messages(self, schema: RegisteredSchema) -> dict[tuple[int, ...], str]:
         from google.protobuf.descriptor_pb2 import FileDescriptorProto
         from google.protobuf.message import DecodeError
 
