@@ -105,6 +105,23 @@ class RegistrySerde(ABC, Generic[_Parsed]):
                 found[prefix(number)] = f"schema with {schema_id}{version}: {shortened(changes)}"
         return found
 
+    def in_own_schema(self, raw: bytes) -> bytes:
+        """A value as it would be written now; what cannot be read stays as it is. Raises: as `unreadable`."""
+        if raw.startswith(self._ours()[1]):
+            return raw
+        try:
+            return self.encode(self.decode(raw))
+        except ValueError:
+            return raw
+
+    @abstractmethod
+    def encode(self, value: Any) -> bytes:
+        """See the class."""
+
+    @abstractmethod
+    def decode(self, raw: bytes) -> Any:
+        """See the class."""
+
     @abstractmethod
     def _changes(self, writer: _Parsed, reader: _Parsed) -> list[str]:
         """What of a schema cannot be read with another one, as far as the schemas alone tell."""
@@ -118,6 +135,10 @@ class RegistrySerde(ABC, Generic[_Parsed]):
     @abstractmethod
     def _parse(self, schema: RegisteredSchema) -> _Parsed:
         """What the codec makes of a schema. Raises: ValueError: it is none."""
+
+    def learn(self, schema_id: SchemaId) -> None:
+        """Have a schema. Raises: as `_writer`."""
+        self._writer(schema_id)
 
     def _writer(self, schema_id: SchemaId) -> _Parsed:
         """The schema that a record was written with.

@@ -45,6 +45,11 @@ class ProtobufFile:
         self.changes: list[str] | None = None
         self._schema = schema
 
+    @classmethod
+    def of(cls, schema: RegisteredSchema) -> ProtobufFile:
+        """The file of a schema. Raises: ValueError: it is none."""
+        return cls(schema, _all_messages(schema))
+
     def message(self, name: str) -> Any:
         """The class of a message; None: the registry gives only the text of the file, or cannot be understood."""
         path = next((path for path, each in self.messages.items() if each == name), None)
@@ -195,19 +200,21 @@ class ProtobufSerde(RegistrySerde[ProtobufFile]):
         return self.registry.register(subject, text, self.kind, references)
 
     def _parse(self, schema: RegisteredSchema) -> ProtobufFile:
-        return ProtobufFile(schema, self._messages(schema))
+        return ProtobufFile.of(schema)
 
-    def _messages(self, schema: RegisteredSchema) -> dict[tuple[int, ...], str]:
-        from google.protobuf.descriptor_pb2 import FileDescriptorProto
-        from google.protobuf.message import DecodeError
 
-        try:
-            file = FileDescriptorProto.FromString(base64.b64decode(schema.text, validate=True))
-        except ValueError:  # not in Base64: registries that do not know the form give the text
-            return proto_text.messages(schema.text)
-        except DecodeError as error:
-            raise ValueError(f"it is no Protobuf file: {error}") from None
-        return dict(_messages(file.message_type, (), f"{file.package}." if file.package else ""))
+def _all_messages(schema: RegisteredSchema) -> dict[tuple[int, ...], str]:
+    """The full name of each message of a file, by the path to it."""
+    from google.protobuf.descriptor_pb2 import FileDescriptorProto
+    from google.protobuf.message import DecodeError
+
+    try:
+        file = FileDescriptorProto.FromString(base64.b64decode(schema.text, validate=True))
+    except ValueError:  # not in Base64: registries that do not know the form give the text
+        return proto_text.messages(schema.text)
+    except DecodeError as error:
+        raise ValueError(f"it is no Protobuf file: {error}") from None
+    return dict(_messages(file.message_type, (), f"{file.package}." if file.package else ""))
 
 
 def _messages(found: Any, above: tuple[int, ...], before: str) -> Iterator[tuple[tuple[int, ...], str]]:

@@ -76,6 +76,17 @@ def unreadable(serde: Any, ids: Iterable[int]) -> dict[bytes, str]:
     return {} if found is None else dict(found(ids))
 
 
+def in_own_schema(serde: Any, raw: bytes) -> bytes:
+    """The bytes of a value as a serde would write it now: another version of its schema may have written it. What the
+    serde cannot read stays as it is.
+
+    Raises:
+        EnvironmentUnusableError: its registry does not answer.
+    """
+    found = getattr(serde, "in_own_schema", None)
+    return raw if found is None else bytes(found(raw))
+
+
 def _to_bytes(value: Any) -> bytes:
     if type(value) is bytes:
         return value
