@@ -61,6 +61,14 @@ class JsonSchemaSerde(RegistrySerde["_Checked"]):
             _check(reader.validator, value, f"the schema of {self.subject}")
         return value
 
+    def document(self) -> Any:
+        """The own schema. Raises: as `own`."""
+        return self._ours()[0].validator.schema
+
+    def resolver(self) -> Any:
+        """What finds the schemas that the own one refers to; see ``referencing``. Raises: as `own`."""
+        return self._ours()[0].resolver
+
     def _changes(self, writer: _Checked, reader: _Checked) -> list[str]:
         if reader.schema[:3] == writer.schema[:3]:
             return []
@@ -83,16 +91,18 @@ class JsonSchemaSerde(RegistrySerde["_Checked"]):
             found: Any = validators.validator_for(contents, default=Draft7Validator)
             found.check_schema(contents)
             exact = validators.extend(found, {"multipleOf": _multiple_of})
-            return _Checked(schema, exact(contents, registry=registry))
+            resolver = registry.resolver_with_root(Resource.from_contents(contents, DRAFT7))
+            return _Checked(schema, exact(contents, registry=registry), resolver)
         except Exception as error:  # jsonschema raises its own, and what a malformed schema makes its code raise
             raise ValueError(f"it is no JSON Schema: {type(error).__name__}: {error}"[:_MOST_SHOWN]) from None
 
 
 class _Checked(NamedTuple):
-    """A schema, and what checks values by it."""
+    """A schema, what checks values by it, and what finds those that it refers to."""
 
     schema: RegisteredSchema
     validator: Validator
+    resolver: Any
 
 
 def _all_references(schema: RegisteredSchema) -> dict[str, str]:

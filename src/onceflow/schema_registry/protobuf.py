@@ -89,6 +89,11 @@ class ProtobufSerde(RegistrySerde[ProtobufFile]):
         place, name, files = state["_message"]
         super().__setstate__({**state, "_message": _class_of(place, name, files)})
 
+    @property
+    def descriptor(self) -> Any:
+        """Of the message."""
+        return self._message.DESCRIPTOR
+
     def prepare(self) -> None:
         """See `RegistrySerde.prepare`."""
         _ = self._path

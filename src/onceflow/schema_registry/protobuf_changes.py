@@ -53,7 +53,7 @@ def _compare(writer: Descriptor, reader: Descriptor, path: str, seen: set[tuple[
 
 
 def _fits(written: FieldDescriptor, field: FieldDescriptor) -> bool:
-    if _is_repeated(written) and not _is_repeated(field):
+    if is_repeated(written) and not is_repeated(field):
         return False
     if written.type == field.type == F.TYPE_ENUM:
         if not field.enum_type.is_closed:
@@ -78,12 +78,12 @@ def lost(written: Message, read: Message) -> str:
 
 def _of_field(field: FieldDescriptor, value: Any, target: FieldDescriptor, got: Any) -> str | None:
     changed = f" = {field.number}: {_shown(field)} has become {_shown(target)}"
-    if _is_map(field) or _is_map(target):
-        if not (_is_map(field) and _is_map(target)) or {*value} != {*got}:
+    if is_map(field) or is_map(target):
+        if not (is_map(field) and is_map(target)) or {*value} != {*got}:
             return changed
         pairs = [(value[key], got[key]) for key in value]
     else:
-        values, others = (list(each) if _is_repeated(of) else [each] for of, each in ((field, value), (target, got)))
+        values, others = (list(each) if is_repeated(of) else [each] for of, each in ((field, value), (target, got)))
         if len(values) != len(others):
             return changed
         pairs = list(zip(values, others, strict=True))
@@ -109,17 +109,24 @@ def _is_required(field: FieldDescriptor) -> bool:
     return bool(field.label == F.LABEL_REQUIRED if found is None else found)
 
 
-def _is_repeated(field: FieldDescriptor) -> bool:
+def is_repeated(field: FieldDescriptor) -> bool:
+    """Whether a field is a list or a map."""
     found = getattr(field, "is_repeated", None)
     return bool(field.label == F.LABEL_REPEATED if found is None else found)
 
 
-def _is_map(field: FieldDescriptor) -> bool:
+def is_map(field: FieldDescriptor) -> bool:
+    """Whether a field is a map."""
     return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
 
 
+def kind_name(field: FieldDescriptor) -> str:
+    """The type of a field, as ``.proto`` files call it."""
+    return _NAMES[field.type]
+
+
 def _shown(field: FieldDescriptor) -> str:
-    if _is_map(field):
+    if is_map(field):
         key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
         return f"map of {_NAMES[key.type]} to {_NAMES[value.type]}"
-    return f"repeated {_NAMES[field.type]}" if _is_repeated(field) else _NAMES[field.type]
+    return f"repeated {_NAMES[field.type]}" if is_repeated(field) else _NAMES[field.type]
