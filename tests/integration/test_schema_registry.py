@@ -11,7 +11,12 @@ from typing import Any
 
 import confluent_kafka
 import pytest
-from confluent_kafka.schema_registry import Schema, SchemaReference, header_schema_id_serializer
+from confluent_kafka.schema_registry import (
+    Schema,
+    SchemaReference,
+    dual_schema_id_deserializer,
+    header_schema_id_serializer,
+)
 from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
 from confluent_kafka.schema_registry.json_schema import JSONDeserializer, JSONSerializer
 from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer, ProtobufSerializer
@@ -155,6 +160,58 @@ def test_ids_in_headers(
         query.processAllAvailable()
         query.stop()
     assert [record.value for record in independent.read_topic(onceflow_broker, dead, decided=True)] == [b"5", b"6"]
+
+
+class Copies(onceflow.Processor):
+    """Yields what it reads, with its headers."""
+
+    def __init__(self, value: Any, output: Any) -> None:
+        self.value, self.output = value, output
+
+    def process(self, key: Any, records: Any, state: Any) -> Iterator[Record]:
+        for record in records:
+            yield Record(key, record.value, headers=record.headers)
+
+
+@pytest.mark.long_but("driver")
+@pytest.mark.parametrize("place", ["driver", "tasks"])
+def test_ids_are_written_into_headers(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, place: str,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """Confluent's deserializers read them, and the id of what was read is not passed on with its headers."""
+    mock = f"mock://{uuid.uuid4()}"  # only this process has its schemas
+    registry = SchemaRegistry(mock if place == "driver" else request.getfixturevalue("apicurio").url)
+    source, target, last, Order = make_topic("in", 1), make_topic("out", 1), make_topic("last", 1), shop_order()
+    payment = registry.avro(f"{source}-value", PAYMENT, register=True)
+    other = json.dumps({**json.loads(PAYMENT), "doc": "another id"})
+    out = registry.avro(f"{target}-value", other, register=True, ids_in_headers=True)
+    independent.fill(
+        onceflow_broker, source, [(b"a", payment.encode({"cents": 5, "note": "at least 6 bytes"})), (b"b", None)]
+    )
+
+    def run(topic: str, to: str, processor: Any) -> list[independent.Seen]:
+        with onceflow.Flow(f"flow-{topic}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+            read = flow.read(topic, include_headers=True)
+            rows = flow.process(read, processor, table=f"table-{topic}", state_dir=tmp_path)
+            query = flow.write(rows, topic=to, engine=place).start()
+            query.processAllAvailable()
+            query.stop()
+        return sorted(independent.read_topic(onceflow_broker, to, decided=True), key=lambda each: each.key or b"")
+
+    found, empty = run(source, target, Copies(payment, out))
+    assert (found.headers, empty.headers) == ((("__value_schema_id", out.head()),), ())
+    assert out.head() + (found.value or b"") == out.encode({"cents": 5, "note": "at least 6 bytes"})
+    deserializer = AvroDeserializer(
+        registry.client.library, conf={"schema.id.deserializer": dual_schema_id_deserializer}
+    )
+    context = SerializationContext(target, MessageField.VALUE, [*found.headers])
+    assert deserializer(found.value, context) == {"cents": 5, "note": "at least 6 bytes"}
+    # What is written in front takes the place of the header that was read.
+    found, _ = run(target, last, Copies(out, payment))
+    assert (found.headers, payment.decode(found.value or b"")) == ((), {"cents": 5, "note": "at least 6 bytes"})
+    orders = registry.protobuf(f"{target}-orders", Order, register=True, ids_in_headers=True)
+    assert orders.encode(Order(cents=5)) == orders.head() + Order(cents=5).SerializeToString()
 
 
 @pytest.mark.long_but("driver")

@@ -102,6 +102,7 @@ def _read(raw: bytes, at: int, writer: AvroSchema, reader: AvroSchema, plain: bo
     from fastavro import _read_py, schemaless_reader
     from fastavro.read import SchemaResolutionError
 
+    writer.check(raw, at)
     # The compiled reader has no limit for nested values, and ends the process.
     is_deep = (writer.is_recursive or reader.is_recursive) and len(raw) > _SHALLOW_BYTES
     read: Callable[..., Any] = _read_py.schemaless_reader if is_deep else schemaless_reader
@@ -113,6 +114,4 @@ def _read(raw: bytes, at: int, writer: AvroSchema, reader: AvroSchema, plain: bo
         found = value_of(read(data, given, None if given is wanted else wanted, **named))
     except SchemaResolutionError as error:
         raise _UnresolvedError(str(error)) from None
-    if data.tell() != len(raw):
-        raise ValueError(f"{len(raw) - data.tell()} bytes follow the value")
     return found if given is wanted else filled(found)

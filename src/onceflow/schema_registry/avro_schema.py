@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
+from onceflow.schema_registry.avro_check import check_of
 from onceflow.schema_registry.avro_defaults import Default
 from onceflow.schema_registry.avro_fit import fit_of
 from onceflow.schema_registry.avro_names import EXACT_DECIMAL, NAMED, logical_of
@@ -29,7 +30,7 @@ class AvroSchema:
         root: the type, with full names, each type with a name at its first use.
         named: the types with a name.
         is_recursive: whether a type refers to itself.
-        fit: see `fit_of`.
+        fit: see `fit_of`. check: see `check_of`.
 
     Raises:
         ValueError: it is no Avro schema, or its values need no bytes and so may be without end.
@@ -48,6 +49,7 @@ class AvroSchema:
         _check_sizes(self.root, self.named)
         _exact_decimals()
         self.fit = fit_of(self.root, self.named)
+        self.check = check_of(self.root, self.named)
         self._written = parse_schema(_around(_without_logical(self.root)))
         self.reading = self._reading(plain=False)
         self.reading_plain = self._reading(plain=True)

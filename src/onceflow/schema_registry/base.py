@@ -20,7 +20,7 @@ class RegistrySerde(ABC, Generic[_Parsed]):
 
     Args:
         subject: where its own schema is. text: the schema; None: the newest version.
-        register: see `SchemaRegistry.avro`.
+        register, ids_in_headers: see `SchemaRegistry.avro`.
     """
 
     #: As the registry calls it.
@@ -30,8 +30,18 @@ class RegistrySerde(ABC, Generic[_Parsed]):
     #: In which form the registry shall give texts; None: as they were registered.
     form: str | None = None
 
-    def __init__(self, registry: RegistryClient, subject: str, text: str | None, *, register: bool) -> None:
+    def __init__(
+        self,
+        registry: RegistryClient,
+        subject: str,
+        text: str | None,
+        *,
+        register: bool = False,
+        ids_in_headers: bool = False,
+    ) -> None:
         self.registry = registry
+        #: Whether outputs have what `head` returns in the header of this name, and not in front.
+        self.ids_in_headers = ids_in_headers
         self.subject = subject
         self._text = text
         self._register = register
@@ -85,6 +95,10 @@ class RegistrySerde(ABC, Generic[_Parsed]):
         """The id of the schema of all values that it writes. Raises: as `own`."""
         found = self._ours()[1]
         return int.from_bytes(found[-4:], "big")
+
+    def head(self) -> bytes:
+        """What stands in front of all values that it writes. Raises: as `own`."""
+        return self._ours()[1]
 
     def unreadable(self, ids: Iterable[int]) -> dict[bytes, str]:
         """Which values of other schemas may be unreadable for this serde: how they begin, and what has changed.

@@ -70,12 +70,20 @@ class ProtobufSerde(RegistrySerde[ProtobufFile]):
     kind = "PROTOBUF"
     form = "serialized"  # a FileDescriptorProto, in Base64
 
-    def __init__(self, registry: RegistryClient, subject: str, message: Any, *, register: bool) -> None:
+    def __init__(
+        self,
+        registry: RegistryClient,
+        subject: str,
+        message: Any,
+        *,
+        register: bool = False,
+        ids_in_headers: bool = False,
+    ) -> None:
         if not hasattr(message, "DESCRIPTOR") or not hasattr(message, "FromString"):
             raise OptionError(
                 f"{message!r} is no class of Protobuf messages", next_step="give a class of a module that protoc made"
             )
-        super().__init__(registry, subject, None, register=register)
+        super().__init__(registry, subject, None, register=register, ids_in_headers=ids_in_headers)
         self._message: Any = message
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,6 +105,10 @@ class ProtobufSerde(RegistrySerde[ProtobufFile]):
     def prepare(self) -> None:
         """See `RegistrySerde.prepare`."""
         _ = self._path
+
+    def head(self) -> bytes:
+        """See `RegistrySerde.head`: the id, and the place of the message in its file."""
+        return super().head() + self._path
 
     def encode(self, value: Any) -> bytes:
         """The bytes of a message, with the id of its file.
