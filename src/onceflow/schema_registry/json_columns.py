@@ -27,6 +27,7 @@ class JsonSchemaColumn(Column):
     serde: JsonSchemaSerde
 
     def _made(self) -> tuple[Any, Callable[[bytes], Any]]:
+        self.serde.prepare()
         kind, convert = _Types(self.serde.resolver()).of(self.serde.document())
         decode = self.serde.decode
         return kind, decode if convert is None else lambda raw: convert(decode(raw))

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: Files that every program with Protobuf has: Confluent's serializers do not register them.
 _EVERYBODYS = ("google/protobuf/", "google/type/", "confluent/")
 
+#: So many bytes cannot be nested deeper than Protobuf reads.
+_SHALLOW_BYTES = 200
+
 #: Each after those that it imports.
 _WELL_KNOWN = (
     "any", "source_context", "type", "api", "descriptor", "duration", "empty", "field_mask", "struct", "timestamp",
@@ -128,7 +131,19 @@ class ProtobufSerde(RegistrySerde[ProtobufFile]):
             data: bytes = value.SerializeToString(deterministic=True)
         except EncodeError as error:
             raise ValueError(str(error)) from None
+        if len(data) > _SHALLOW_BYTES:
+            self._check_depth(data)
         return before + self._path + data
+
+    def _check_depth(self, data: bytes) -> None:
+        """Refuse what Protobuf writes and does not read: more than 100 messages, each in another."""
+        from google.protobuf.message import DecodeError
+
+        if self._is_recursive:
+            try:
+                self._message.FromString(data)
+            except DecodeError as error:
+                raise ValueError(f"it could not be read again: {error}; is it nested too deeply?") from None
 
     def decode(self, raw: bytes) -> Message:
         """The message.
@@ -183,6 +198,11 @@ class ProtobufSerde(RegistrySerde[ProtobufFile]):
         return self._changes_of(writer)
 
     # ---- its file ------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _is_recursive(self) -> bool:
+        """Whether a message may have another one of its own type in it, at any depth."""
+        return _is_recursive(self._message.DESCRIPTOR, (), set())
 
     @functools.cached_property
     def _path(self) -> bytes:
@@ -262,6 +282,9 @@ def message_class(schema: RegisteredSchema, path: tuple[int, ...]) -> Any:
         file.name = name or file.name or "schema.proto"
         if file.name not in added:
             added.add(file.name)
+            for imported in file.dependency:
+                if imported not in added and imported.startswith(_EVERYBODYS):
+                    _add_known(pool, imported, added)
             pool.Add(file)
         return str(file.name)
 
@@ -276,6 +299,39 @@ def message_class(schema: RegisteredSchema, path: tuple[int, ...]) -> Any:
     except (LookupError, TypeError, ValueError, DecodeError) as error:
         raise ValueError(f"its Protobuf file cannot be used: {error}"[:300]) from None
     return message_factory.GetMessageClass(found)
+
+
+def _add_known(pool: Any, name: str, added: set[str]) -> None:
+    """Add a file that no registry has, and those that it imports: it is in a module of this host.
+
+    Raises:
+        ValueError: it is not.
+    """
+    module = name.removesuffix(".proto").replace("/", ".") + "_pb2"
+    for place in ("", "confluent_kafka.schema_registry."):
+        try:
+            file = importlib.import_module(place + module).DESCRIPTOR
+        except ImportError:
+            continue
+        for each in _with_imports(file):
+            if each.name not in added and not each.name.startswith("google/protobuf/"):
+                added.add(each.name)
+                pool.AddSerializedFile(each.serialized_pb)
+        return
+    if not name.startswith("google/protobuf/"):
+        raise ValueError(f"it imports {name}, which this host does not have")
+
+
+def _is_recursive(message: Any, above: tuple[str, ...], done: set[str]) -> bool:
+    name = message.full_name
+    if name in above:
+        return True
+    if name in done:
+        return False
+    inside = (field.message_type for field in message.fields if field.message_type is not None)
+    found = any(_is_recursive(each, (*above, name), done) for each in inside)
+    done.add(name)
+    return found
 
 
 def _with_imports(file: FileDescriptor) -> list[FileDescriptor]:
