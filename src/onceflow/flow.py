@@ -166,7 +166,7 @@ class Flow:
                 ``latest``: at the end of the topic at this call. An offset is the first that is not read. A time (a
                 datetime with a time zone, a text such as ``2025-01-31T08:00:00Z``, or epoch milliseconds): before the
                 first record with this timestamp or a later one. The query ends when all reads are there.
-            key_format, value_format: a serde of Avro, whose types the column has in place of bytes.
+            key_format, value_format: a serde of a `SchemaRegistry`, whose types the column has in place of bytes.
             corrupt_column: a further column with what is wrong with such a key or value, which is null then. None: it
                 stops the flow.
 

@@ -11,12 +11,17 @@ from typing import Any
 
 import confluent_kafka
 import pytest
-from confluent_kafka.schema_registry import Schema, SchemaReference, header_schema_id_serializer
+from confluent_kafka.schema_registry import (
+    Schema,
+    SchemaReference,
+    dual_schema_id_deserializer,
+    header_schema_id_serializer,
+)
 from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
 from confluent_kafka.schema_registry.json_schema import JSONDeserializer, JSONSerializer
 from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer, ProtobufSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
-from google.protobuf import descriptor_pool, message_factory
+from google.protobuf import descriptor_pool, message_factory, timestamp_pb2
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 import onceflow
@@ -157,6 +162,58 @@ def test_ids_in_headers(
     assert [record.value for record in independent.read_topic(onceflow_broker, dead, decided=True)] == [b"5", b"6"]
 
 
+class Copies(onceflow.Processor):
+    """Yields what it reads, with its headers."""
+
+    def __init__(self, value: Any, output: Any) -> None:
+        self.value, self.output = value, output
+
+    def process(self, key: Any, records: Any, state: Any) -> Iterator[Record]:
+        for record in records:
+            yield Record(key, record.value, headers=record.headers)
+
+
+@pytest.mark.long_but("driver")
+@pytest.mark.parametrize("place", ["driver", "tasks"])
+def test_ids_are_written_into_headers(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, place: str,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """Confluent's deserializers read them, and the id of what was read is not passed on with its headers."""
+    mock = f"mock://{uuid.uuid4()}"  # only this process has its schemas
+    registry = SchemaRegistry(mock if place == "driver" else request.getfixturevalue("apicurio").url)
+    source, target, last, Order = make_topic("in", 1), make_topic("out", 1), make_topic("last", 1), shop_order()
+    payment = registry.avro(f"{source}-value", PAYMENT, register=True)
+    other = json.dumps({**json.loads(PAYMENT), "doc": "another id"})
+    out = registry.avro(f"{target}-value", other, register=True, ids_in_headers=True)
+    independent.fill(
+        onceflow_broker, source, [(b"a", payment.encode({"cents": 5, "note": "at least 6 bytes"})), (b"b", None)]
+    )
+
+    def run(topic: str, to: str, processor: Any) -> list[independent.Seen]:
+        with onceflow.Flow(f"flow-{topic}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+            read = flow.read(topic, include_headers=True)
+            rows = flow.process(read, processor, table=f"table-{topic}", state_dir=tmp_path)
+            query = flow.write(rows, topic=to, engine=place).start()
+            query.processAllAvailable()
+            query.stop()
+        return sorted(independent.read_topic(onceflow_broker, to, decided=True), key=lambda each: each.key or b"")
+
+    found, empty = run(source, target, Copies(payment, out))
+    assert (found.headers, empty.headers) == ((("__value_schema_id", out.head()),), ())
+    assert out.head() + (found.value or b"") == out.encode({"cents": 5, "note": "at least 6 bytes"})
+    deserializer = AvroDeserializer(
+        registry.client.library, conf={"schema.id.deserializer": dual_schema_id_deserializer}
+    )
+    context = SerializationContext(target, MessageField.VALUE, [*found.headers])
+    assert deserializer(found.value, context) == {"cents": 5, "note": "at least 6 bytes"}
+    # What is written in front takes the place of the header that was read.
+    found, _ = run(target, last, Copies(out, payment))
+    assert (found.headers, payment.decode(found.value or b"")) == ((), {"cents": 5, "note": "at least 6 bytes"})
+    orders = registry.protobuf(f"{target}-orders", Order, register=True, ids_in_headers=True)
+    assert orders.encode(Order(cents=5)) == orders.head() + Order(cents=5).SerializeToString()
+
+
 @pytest.mark.long_but("driver")
 @pytest.mark.parametrize("place", ["driver", "tasks", "spark"])
 def test_columns_with_the_types_of_the_schema(
@@ -185,6 +242,56 @@ def test_columns_with_the_types_of_the_schema(
     assert found.pop(b"bad").startswith("value: it does not begin with the id of a schema")
     assert found.pop(b"null") == ""
     assert found == {b"k%d" % n: f"{2 * n}" if n % 2 else f"{2 * n}|é{n}" for n in range(20)}
+
+
+def shop_order() -> Any:
+    """The class of a Protobuf message that no module has."""
+    file = FileDescriptorProto(name="shop.proto", package="shop", syntax="proto3")
+    file.dependency.append("google/protobuf/timestamp.proto")
+    message = file.message_type.add(name="Order")
+    message.field.add(name="cents", number=1, type="TYPE_INT64", label="LABEL_OPTIONAL")
+    message.field.add(name="notes", number=2, type="TYPE_STRING", label="LABEL_REPEATED")
+    message.field.add(
+        name="at", number=3, type="TYPE_MESSAGE", label="LABEL_OPTIONAL", type_name=".google.protobuf.Timestamp"
+    )
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(timestamp_pb2.DESCRIPTOR.serialized_pb)
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("shop.Order"))
+
+
+@pytest.mark.long_but("driver")
+@pytest.mark.parametrize("place", ["driver", "tasks", "spark"])
+def test_columns_of_protobuf_and_of_json_with_a_schema(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, place: str,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """The key is JSON, the value is Protobuf."""
+    mock = f"mock://{uuid.uuid4()}"  # only this process has its schemas
+    registry = SchemaRegistry(mock if place == "driver" else request.getfixturevalue("apicurio").url)
+    source, target, Order = make_topic("in", 2), make_topic("out", 2), shop_order()
+    text = json.dumps({**DRAFT, "type": "object", "properties": {"n": {"type": "integer"}}, "title": source})
+    account = registry.json_schema(f"{source}-key", text, register=True)
+    order = registry.protobuf(f"{source}-value", Order, register=True)
+    sent = [(account.encode({"n": n}), order.encode(Order(cents=n, notes=["a"] * n))) for n in range(3)]
+    at = order.encode(Order(at={"seconds": 5, "nanos": 6000}))
+    independent.fill(onceflow_broker, source, [*sent, (account.encode({"n": 7}), at), (b"bad", b"bad")])
+    with onceflow.Flow(f"flow-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        rows = flow.read(source, key_format=account, value_format=order, corrupt_column="problem")
+        kinds = [rows.schema[name].dataType.simpleString() for name in ("key", "value")]
+        assert kinds == ["struct<n:bigint>", "struct<cents:bigint,notes:array<string>,at:timestamp>"]
+        text = "concat_ws('|', value.cents, size(value.notes), unix_micros(value.at), problem)"
+        made = rows.selectExpr("coalesce(string(key.n), 'bad') AS key", f"{text} AS value")
+        options = {"checkpoint": str(tmp_path)} if place == "spark" else {"engine": place}
+        query = flow.write(made, topic=target, **options).start()
+        query.processAllAvailable()
+        query.stop()
+    found = {
+        record.key: (record.value or b"").decode()
+        for record in independent.read_topic(onceflow_broker, target, decided=True)
+    }
+    assert "key: it does not begin with the id of a schema" in found.pop(b"bad")
+    assert found == {b"0": "0|0", b"1": "1|1", b"2": "2|2", b"7": "0|0|5000006"}
 
 
 def test_a_value_that_cannot_be_read_stops_a_flow_without_such_a_column(

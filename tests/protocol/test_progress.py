@@ -78,6 +78,17 @@ def test_golden_bytes_of_a_flow_with_state() -> None:
     assert decode(b"orders", golden) == progress
 
 
+def test_golden_bytes_of_a_flow_whose_state_has_schemas() -> None:
+    golden = GOLDEN.replace(
+        b'"time_ms"', b'"tables":{"sums":{"schemas":[3,17],"version":0,"watermark_ms":null}},"time_ms"'
+    )
+    progress = replace(PROGRESS, tables={"sums": TableProgress(schemas=(3, 17))})
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+    with pytest.raises(ProtocolError, match="not a progress record"):
+        decode(b"orders", golden.replace(b"[3,17]", b'["3"]'))
+
+
 def test_golden_bytes_of_a_flow_that_names_its_driver() -> None:
     """Versions before ignore the field, as any that they do not know; records of theirs have none."""
     golden = GOLDEN.replace(b'"flow":', b'"driver":{"host":"web-1","pid":412,"since_ms":1700000000000},"flow":')

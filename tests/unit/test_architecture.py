@@ -65,7 +65,7 @@ ALLOWED = {
     "driver.start": (
         "arrow_types calls client driver.batch driver.external driver.kafka driver.record driver.standby driver.step "
         "engine_query external interactive logs messages options planning protocol spark state.api "
-        "state.changelog state.joins task"
+        "state.changelog state.format state.joins state.windows task"
     ),
     "driver.standby": "client driver.record host logs protocol",
     "driver.step": (
@@ -83,7 +83,7 @@ ALLOWED = {
     ),
     "protocol": "",
     "schema_registry": "arrow_types options protocol state.format",
-    "server": "_version client options protocol state.format state.local state.stores tables",
+    "server": "_version client options protocol schema_registry state.format state.local state.stores tables",
     "service": "interactive logs metrics options planning query spark uncaught",
     "spark": "arrow_types client engine_query host interactive state state.api",
     "state": "host protocol state.api state.changelog state.joins state.local state.stores",

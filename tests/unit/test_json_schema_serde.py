@@ -16,6 +16,7 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onceflow.errors import EnvironmentUnusableError
 from onceflow.schema_registry.json_schema import JsonSchemaSerde
 from onceflow.schema_registry.registry import SchemaRegistry
 
@@ -85,6 +86,82 @@ def test_numbers_keep_their_digits() -> None:
     for value in (Decimal("12345678901234567.255"), 0.001):
         with pytest.raises(ValueError, match="is not a multiple of"):
             ours.encode(value)
+
+
+NUMBERS = st.decimals(allow_nan=False, allow_infinity=False, min_value=-5, max_value=5, places=20) | st.integers(-5, 5)
+
+
+@given(NUMBERS | st.floats(-5, 5), NUMBERS | st.floats(-5, 5))
+def test_numbers_are_compared_by_their_digits(value: Any, limit: Any) -> None:
+    number, bound = (Decimal(repr(each)) if isinstance(each, float) else Decimal(each) for each in (value, limit))
+    for name, fits in (
+        ("minimum", number >= bound),
+        ("maximum", number <= bound),
+        ("exclusiveMinimum", number > bound),
+        ("exclusiveMaximum", number < bound),
+        ("const", number == bound),
+    ):
+        ours = registry().json_schema("s", f'{{"{name}": {bound:f}}}', register=True)
+        try:
+            raw = ours.encode(value)
+        except ValueError:
+            assert not fits, name
+            continue
+        assert fits, name
+        found = ours.decode(raw)
+        assert (Decimal(repr(found)) if isinstance(found, float) else found) == number
+
+
+@pytest.mark.parametrize(
+    "schema, good, bad",
+    [
+        ({"enum": [0.1, [1, {"a": 2.0}]]}, [Decimal("0.1"), 0.1, [1.0, {"a": 2}]], [0.2, [True, {"a": 2}], 1]),
+        ({"const": 1}, [1, 1.0, Decimal("1.00")], [True, "1", 2]),
+        ({"const": False}, [False], [0, None]),
+        ({"type": "integer"}, [1, 1.0, Decimal(5), 10**400], [1.5, Decimal("1.5"), True]),
+        ({"multipleOf": 0.1}, [0.3, Decimal("0.30"), 0], [0.35, Decimal("1e-300")]),
+        ({"type": "number", "minimum": 0.1}, [Decimal("0.10000000000000000001"), 0.1], [0.09]),
+    ],
+    ids=str,
+)
+def test_rules_of_numbers(schema: Any, good: list[Any], bad: list[Any]) -> None:
+    ours = serde(schema)
+    for value in good:
+        if value != 10**400:  # which JSON of this kind does not have
+            ours.encode(value)
+    for value in bad:
+        with pytest.raises(ValueError, match="does not fit the schema"):
+            ours.encode(value)
+
+
+@pytest.mark.parametrize(
+    "schema, said",
+    [
+        ({"$ref": "nowhere.json"}, r"its reference 'nowhere.json' leads nowhere"),
+        ({"properties": {"a": {"items": {"$ref": "#/definitions/b"}}}}, r"its reference '#/definitions/b' leads nowh"),
+        ({"$ref": "#/definitions/a", "definitions": {"a": {"$ref": "#/definitions/b"}}}, r"'#/definitions/b' leads"),
+        ({"properties": {"a": {"pattern": r"^\p{L}+$"}}}, r"Python does not understand the pattern .*p\{L"),
+        ({"patternProperties": {"(?<name>x)": {}}}, r"Python does not understand the pattern"),
+    ],
+)
+def test_what_a_schema_lacks_is_said_where_the_flow_is_defined(schema: Any, said: str) -> None:
+    with pytest.raises(EnvironmentUnusableError, match=said):
+        serde(schema).prepare()
+
+
+def test_what_values_do_not_need_may_be_missing() -> None:
+    schema = {
+        "definitions": {"unused": {"$ref": "nowhere.json"}},
+        "properties": {"$ref": {"type": "string"}, "pattern": {"const": "("}, "of": {"$ref": "#/definitions/node"}},
+        "enum": [{"$ref": "x"}, {"of": {"next": {}}}],
+    }
+    schema["definitions"]["node"] = {"properties": {"next": {"$ref": "#/definitions/node"}}}
+    serde(schema).prepare()
+    meta = serde({"$ref": "http://json-schema.org/draft-07/schema#"})
+    meta.prepare()
+    assert meta.decode(meta.encode({"type": "string"})) == {"type": "string"}
+    with pytest.raises(ValueError, match="does not fit the schema"):
+        meta.encode({"type": "strin"})
 
 
 @given(st.binary(max_size=20))

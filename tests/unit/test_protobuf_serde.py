@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import pickle
 import uuid
 from typing import Any
 
 import pytest
+from confluent_kafka.schema_registry import Schema
 from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer, ProtobufSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 from google.protobuf import any_pb2, descriptor_pool, message_factory, timestamp_pb2
@@ -17,6 +19,8 @@ from hypothesis import strategies as st
 
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.schema_registry import proto_text, wire_format
+from onceflow.schema_registry.json_input import json_encoder
+from onceflow.schema_registry.json_view import JsonView
 from onceflow.schema_registry.registry import SchemaRegistry
 
 F = FieldDescriptorProto
@@ -159,6 +163,46 @@ def test_confluents_serializers_read_and_write_the_same() -> None:
         assert read == message
 
 
+def nested(depth: int) -> Any:
+    """A message in so many others."""
+    message = found = OLD["Order"]()
+    for _ in range(depth):
+        message.note = "x" * 200
+        message = message.parent
+    message.id = 7
+    return found
+
+
+@pytest.mark.parametrize("depth", [50, 98, 99, 100, 101, 150])
+def test_what_is_written_can_be_read(depth: int) -> None:
+    """Protobuf writes messages that are nested more deeply than it reads them."""
+    message = nested(depth)
+    refused = pytest.raises(ValueError, match="nested too deeply") if depth > 100 else contextlib.nullcontext()
+    with refused:
+        raw = SHARED.encode(message)
+        assert SHARED.decode(raw).SerializeToString() == message.SerializeToString()
+
+
+def test_files_that_no_registry_has_are_those_of_this_host() -> None:
+    there = registry()
+    text = FileDescriptorProto(name="trip.proto", package="shop", syntax="proto3")
+    text.dependency.extend(["google/type/date.proto", "confluent/meta.proto", "google/protobuf/timestamp.proto"])
+    trip = text.message_type.add(name="Trip")
+    trip.field.append(field("on", 1, F.TYPE_MESSAGE, ".google.type.Date"))
+    trip.field.append(field("at", 2, F.TYPE_MESSAGE, ".google.protobuf.Timestamp"))
+    schema = Schema(base64.b64encode(text.SerializeToString()).decode(), "PROTOBUF")
+    there.client.library.register_schema("trips-value", schema)
+    encode = json_encoder(there.client, "trips-value")
+    document = {"on": {"year": 2026, "month": 12, "day": 1}, "at": "1970-01-01T00:00:05Z"}
+    assert JsonView(there.client).read(encode(document))[0] == document
+    text.dependency.append("google/type/nothing.proto")
+    schema = Schema(base64.b64encode(text.SerializeToString()).decode(), "PROTOBUF")
+    there.client.library.register_schema("lost-value", schema)
+    raw = there.client.library.get_latest_version("lost-value").schema_id
+    with pytest.raises(ValueError, match=r"it imports google/type/nothing.proto, which this host does not have"):
+        JsonView(there.client).read(wire_format.prefix(raw) + b"\0")
+
+
 TEXT = """
 // package wrong; message Wrong {}
 syntax = "proto3"; /* message Wrong { */
@@ -195,6 +239,14 @@ def test_messages_of_a_text_are_numbered_as_protobuf_does() -> None:
         (1,): "shop.v1.Second",
     }
     assert proto_text.messages("message A {}") == {(0,): "A"}
+    text = """edition = "2024"; import option "o.proto";
+    extend B { optional group Extra = 7 { int32 x = 1; } int32 y = 8; }
+    export message A { extend B { repeated group More = 9 { map<string, int32> z = 1; } } local message In {} }
+    local message C {}
+    """
+    assert proto_text.messages(text) == {
+        (0,): "Extra", (1,): "A", (1, 0): "A.More", (1, 0, 0): "A.More.ZEntry", (1, 1): "A.In", (2,): "C",
+    }  # fmt: skip
 
 
 @given(st.text("message A{}oneof;map<,>group\"'/*[]", max_size=60))

@@ -80,3 +80,18 @@ def test_a_table_twice() -> None:
     done = CliRunner().invoke(serve, ["a", "b", "a,key=long", "--bootstrap-servers", "127.0.0.1:1"])
     assert done.exit_code == 2
     assert "table a is given twice" in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["t", "--value", "schema"], "--value schema needs a registry"),
+        (["t,value=schema"], "--value schema needs a registry"),
+        (["t", "--registry", "http://127.0.0.1:9"], "--registry is given, but no table has --value schema"),
+        (["t", "--registry-config", "f"], "--registry-config needs --registry"),
+        (["t", "--value", "avro"], "use one of json, text, base64, schema"),
+    ],
+)
+def test_values_with_schemas_need_a_registry(arguments: list[str], said: str) -> None:
+    found = CliRunner().invoke(serve, [*arguments, "--bootstrap-servers", "127.0.0.1:1"])
+    assert said in found.output + str(found.exception) + str(getattr(found.exception, "next_step", ""))

@@ -145,6 +145,12 @@ class ClaimCheck:
         """Have the inner serde find what it needs."""
         prepare(self._inner)
 
+    def __getattr__(self, name: str) -> Any:
+        # What the inner serde has of schemas: of values that are not stored, the bytes are its own.
+        if name in ("writes_with", "unreadable", "in_own_schema") and "_inner" in self.__dict__:
+            return getattr(self._inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def decodes_large(self, values: Any) -> bool:
         """Whether there is a reference in an Arrow column that `decode` would read: then fewer are decoded at once."""
         if self._lazy or values.null_count == len(values):

@@ -57,7 +57,8 @@ def consume(
     come partition by partition. No consumer group is used.
 
     Lines are for people: control characters are replaced, bytes that are no UTF-8 look like b'\\xff', null is null.
-    --json loses nothing, and `onceflow produce --json` takes it, unless --registry is given.
+    --json loses nothing, and `onceflow produce --json` takes it. With --registry, values are documents in it: then
+    produce needs --value-subject.
     """
     from onceflow.admin.records import topic_records
     from onceflow.admin.records.record_lines import to_json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from io import BufferedIOBase
 from typing import TYPE_CHECKING, cast
@@ -12,11 +13,12 @@ import click
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
+from onceflow.cli.registry import address_options, client_of, url_of
 from onceflow.cli.text import standard_input
 from onceflow.errors import counted
 
 if TYPE_CHECKING:
-    from onceflow.admin.records.record_lines import Parser
+    from onceflow.admin.records.record_lines import Encoder, Parser
     from onceflow.admin.records.topic_records import TopicWriter
     from onceflow.client.settings import ClientSettings
     from onceflow.state.api.record import Record
@@ -25,13 +27,22 @@ _READ_BYTES = 1_000_000
 _SNIPPET_BYTES = 60
 
 
-@examples("echo 'ada:5' | onceflow produce deposits --key-separator :")
+@examples(
+    "echo 'ada:5' | onceflow produce deposits --key-separator :",
+    "onceflow produce payments --registry http://localhost:8081 --value-subject payments-value < payments.jsonl",
+)
 @click.command()
 @click.argument("topic")
 @connection
 @click.option("--key-separator", metavar="TEXT", help="Each line is a key, this separator, and a value.")
 @click.option("--json", "as_json", is_flag=True, help="Each line is a JSON object, as described above.")
-def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_json: bool) -> None:
+@address_options("The schema registry of --key-subject and --value-subject.")
+@click.option("--value-subject", metavar="SUBJECT", help="Values are JSON, and are written with its newest schema.")
+@click.option("--value-message", metavar="NAME", help="The Protobuf message of values.  [default: the first one]")
+@click.option("--key-subject", metavar="SUBJECT", help="The same for keys.")
+def produce(
+    topic: str, settings: ClientSettings, key_separator: str | None, as_json: bool, **schemas: str | None
+) -> None:
     """Write each line of standard input to TOPIC as a record.
 
     A line is a value without a key. With --key-separator : it is key:value. With --json it is an object such as
@@ -47,13 +58,16 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
     built on librdkafka (kcat, confluent-kafka) put keys elsewhere by default; with partitioner=murmur2_random they do
     the same. Records without a key go to all partitions in turn.
 
+    With --value-subject, a value is a JSON document, and becomes Avro, Protobuf or JSON with a schema: bytes are
+    given in Base64, times as ISO 8601, as `onceflow consume --registry` prints them. Nothing is registered.
+
     A line that cannot be written ends the command: the lines before it are written, it and those after it are not.
     There is no transaction.
     """
     from onceflow.admin.records.topic_records import TopicWriter
     from onceflow.client.cluster import Cluster
 
-    parser = _parser(key_separator, as_json)
+    parser = _parser(key_separator, as_json, **_encoders(**schemas))
     source = cast(BufferedIOBase, standard_input().buffer)  # the type BinaryIO has no read1
     with contextlib.closing(Cluster(settings)) as cluster, interruptible() as check:
         writer = TopicWriter(cluster, topic)
@@ -71,16 +85,46 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
     click.echo(f"{counted(writer.written)} written to {topic}.")
 
 
-def _parser(key_separator: str | None, as_json: bool) -> Parser:
+def _parser(key_separator: str | None, as_json: bool, key: Encoder | None, value: Encoder | None) -> Parser:
     from onceflow.admin.records import record_lines
 
     if as_json and key_separator is not None:
         raise click.UsageError("give either --json or --key-separator")
     if key_separator == "":
         raise click.UsageError("--key-separator is empty")
+    if as_json:
+        return functools.partial(record_lines.json_object, key=key, value=value)
     if key_separator is not None:
-        return record_lines.key_and_value(key_separator)
-    return record_lines.json_object if as_json else record_lines.value_only
+        return record_lines.with_documents(record_lines.key_and_value(key_separator), key, value)
+    if key is not None:
+        raise click.UsageError("--key-subject needs --json or --key-separator: otherwise lines have no keys")
+    return record_lines.value_only if value is None else record_lines.document_only(value)
+
+
+def _encoders(
+    registry: str | None,
+    registry_config: str | None,
+    key_subject: str | None,
+    value_subject: str | None,
+    value_message: str | None,
+) -> dict[str, Encoder | None]:
+    """What makes the bytes of keys and values that have schemas."""
+    url = url_of(registry, registry_config)
+    if value_message and not value_subject:
+        raise click.UsageError("--value-message needs --value-subject")
+    if not (key_subject or value_subject):
+        if registry:
+            raise click.UsageError("--registry needs --value-subject or --key-subject")
+        return {"key": None, "value": None}
+    if not url:
+        raise click.UsageError("--value-subject and --key-subject need --registry")
+    from onceflow.schema_registry.json_input import json_encoder
+
+    client = client_of(url, registry_config)
+    return {
+        "key": json_encoder(client, key_subject) if key_subject else None,
+        "value": json_encoder(client, value_subject, value_message or "") if value_subject else None,
+    }
 
 
 def _lines(source: BufferedIOBase) -> Iterator[list[tuple[int, bytes]]]:

@@ -10,43 +10,60 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from onceflow.schema_registry.client import RegistryClient
     from onceflow.schema_registry.json_view import JsonView
     from onceflow.state.api.record import Record
 
 VARIABLE = "ONCEFLOW_SCHEMA_REGISTRY"
 
 
+def address_options(registry: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command ``--registry``, with this help, and ``--registry-config``."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        command = click.option(
+            "--registry-config",
+            metavar="FILE",
+            help="Settings of confluent-kafka's SchemaRegistryClient, in the properties format, for example "
+            "basic.auth.user.info=USER:PASSWORD.",
+        )(command)
+        return click.option("--registry", metavar="URL", help=f"{registry}  [default: ${VARIABLE}]")(command)
+
+    return add
+
+
+def url_of(registry: str | None, config: str | None) -> str:
+    """The URL of the registry; empty: there is none."""
+    url = registry or os.environ.get(VARIABLE, "").strip()
+    if config and not url:
+        raise click.UsageError("--registry-config needs --registry")
+    return url
+
+
 def registry_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options of a registry; it is called with ``view``, a `JsonView`; None: there is none."""
 
-    @click.option(
-        "--registry",
-        metavar="URL",
-        help="A schema registry: what begins with the id of one of its schemas is shown as JSON.  "
-        f"[default: ${VARIABLE}]",
-    )
-    @click.option(
-        "--registry-config",
-        metavar="FILE",
-        help="Settings of confluent-kafka's SchemaRegistryClient, in the properties format, for example "
-        "basic.auth.user.info=USER:PASSWORD.",
-    )
+    @address_options("A schema registry: what begins with the id of one of its schemas is shown as JSON.")
     @functools.wraps(command)
     def with_view(*arguments: Any, registry: str | None, registry_config: str | None, **named: Any) -> Any:
-        url = registry or os.environ.get(VARIABLE, "").strip()
-        if registry_config and not url:
-            raise click.UsageError("--registry-config needs --registry")
+        url = url_of(registry, registry_config)
         return command(*arguments, view=_view(url, registry_config) if url else None, **named)
 
     return with_view
 
 
 def _view(url: str, config: str | None) -> JsonView:
-    from onceflow.client.properties import load_properties
-    from onceflow.schema_registry.client import RegistryClient
     from onceflow.schema_registry.json_view import JsonView
 
-    return JsonView(RegistryClient(url, load_properties(config) if config else None))
+    return JsonView(client_of(url, config))
+
+
+def client_of(url: str, config: str | None, **options: Any) -> RegistryClient:
+    """The client of a registry. Args: config: a file of properties. options: of `RegistryClient`."""
+    from onceflow.client.properties import load_properties
+    from onceflow.schema_registry.client import RegistryClient
+
+    return RegistryClient(url, load_properties(config) if config else None, **options)
 
 
 def with_schemas(view: JsonView | None, record: Record) -> Record:
@@ -68,6 +85,7 @@ def with_schemas(view: JsonView | None, record: Record) -> Record:
 
 
 def _shown(view: JsonView, record: Record, header: str, raw: bytes | None) -> bytes | None:
+    from onceflow.admin.records.record_lines import JsonText
     from onceflow.protocol.headers import behind_header
     from onceflow.state.format import exact_json
 
@@ -75,6 +93,6 @@ def _shown(view: JsonView, record: Record, header: str, raw: bytes | None) -> by
         return None
     try:
         found, _ = view.read(behind_header(raw, record.headers, header))
-        return exact_json.written(found, ", ", ": ", ensure_ascii=False).encode()
+        return JsonText(exact_json.written(found, ", ", ": ", ensure_ascii=False).encode())
     except ValueError:  # it has no schema, or other bytes
         return raw

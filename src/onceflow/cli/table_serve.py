@@ -12,6 +12,7 @@ import click
 
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
+from onceflow.cli.registry import address_options, client_of, url_of
 from onceflow.cli.table_lookup import naming_state_dir
 from onceflow.cli.text import timeout_ms
 from onceflow.errors import EnvironmentUnusableError
@@ -19,6 +20,7 @@ from onceflow.logs import json_logs
 
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
+    from onceflow.server.schema_values import SchemaValues
 
 _TOKENS_VARIABLE, _SECRETS_VARIABLE = "ONCEFLOW_SERVER_TOKENS", "ONCEFLOW_PEER_SECRETS"
 
@@ -28,7 +30,10 @@ _TOKENS_VARIABLE, _SECRETS_VARIABLE = "ONCEFLOW_SERVER_TOKENS", "ONCEFLOW_PEER_S
 @click.argument("tables", nargs=-1, required=True, metavar="TABLE...")
 @connection
 @click.option("--key", default="text", show_default=True, help="How clients write keys: text, long or base64.")
-@click.option("--value", default="json", show_default=True, help="How clients get values: json, text or base64.")
+@click.option(
+    "--value", default="json", show_default=True, help="How clients get values: json, text, base64 or schema."
+)
+@address_options("The schema registry of tables with --value schema: values are given as JSON.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8790, show_default=True, help="0: any free port.")
 @click.option(
@@ -95,7 +100,10 @@ def _options(tables: tuple[str, ...], settings: ClientSettings, given: dict[str,
     if (given["tls_certificate"] is None) != (given["tls_key"] is None):
         raise click.UsageError("--tls-certificate and --tls-key belong together")
     session = given["session_timeout"]
-    named_tables = [_table(text, given["key"], given["value"]) for text in tables]
+    schemas = _schemas(given["registry"], given["registry_config"])
+    named_tables = [_table(text, given["key"], given["value"], schemas) for text in tables]
+    if given["registry"] and not any(each.values.schemas for _, each in named_tables):
+        raise click.UsageError("--registry is given, but no table has --value schema, or value=schema of its own")
     topics = [topic for topic, _ in named_tables]
     if twice := next((topic for topic in topics if topics.count(topic) > 1), None):
         raise click.UsageError(f"table {twice} is given twice")
@@ -120,7 +128,17 @@ def _options(tables: tuple[str, ...], settings: ClientSettings, given: dict[str,
     )
 
 
-def _table(text: str, key: str, value: str) -> tuple[str, Any]:
+def _schemas(registry: str | None, config: str | None) -> SchemaValues | None:
+    """What shows values with schemas; None: there is no registry."""
+    from onceflow.schema_registry.json_view import JsonView
+    from onceflow.server.schema_values import SchemaValues
+
+    url = url_of(registry, config)
+    # Clients ask again themselves, and until then their requests wait.
+    return SchemaValues(JsonView(client_of(url, config, wait=0))) if url else None
+
+
+def _table(text: str, key: str, value: str, schemas: SchemaValues | None) -> tuple[str, Any]:
     from onceflow.server.formats import Format
 
     topic, *formats = text.split(",")
@@ -130,7 +148,7 @@ def _table(text: str, key: str, value: str) -> tuple[str, Any]:
         if name not in named or not separator:
             raise click.UsageError(f"{text!r} is not TOPIC or TOPIC,key=FORMAT,value=FORMAT")
         named[name] = wanted
-    return topic, Format.of(**named)
+    return topic, Format.of(**named, schemas=schemas)
 
 
 def _lines(file: Path | None, variable: str, option: str, what: str) -> list[str]:

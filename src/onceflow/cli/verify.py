@@ -14,11 +14,13 @@ from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
+from onceflow.cli.registry import registry_options
 from onceflow.cli.report_text import print_report
 
 if TYPE_CHECKING:
     from onceflow.admin.verify.report import Report
     from onceflow.client.settings import ClientSettings
+    from onceflow.schema_registry.json_view import JsonView
 
 
 @examples(
@@ -85,6 +87,7 @@ if TYPE_CHECKING:
     "--json", "as_json", is_flag=True, help="Print a line of JSON for each finding, and a last one with the sums."
 )
 @connection
+@registry_options
 def verify(
     flow: str,
     identity: str | None,
@@ -109,6 +112,7 @@ def verify(
     group_id_prefix: str | None,
     as_json: bool,
     settings: ClientSettings,
+    view: JsonView | None,
 ) -> int:
     """Check what FLOW has committed: its progress, its group, its tables, and with --id or --replay every record.
 
@@ -143,7 +147,7 @@ def verify(
     )
     names = Names(flow, transactional_id_prefix, group_id_prefix)
     target = None if begin is None else parse_target(begin, "--from")
-    place = None if identity is None else identity_of(identity)
+    place = None if identity is None else identity_of(identity, None if view is None else lambda raw: view.read(raw)[0])
     processor = None if replay is None else load(replay)
     export = None if since is None else parse(_text(since), since.name)
     with contextlib.ExitStack() as stack:

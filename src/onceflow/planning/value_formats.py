@@ -12,9 +12,15 @@ from onceflow.errors import BadRecordError, OptionError, located
 from onceflow.protocol.headers import behind_header
 from onceflow.schema_registry.avro import AvroSerde
 from onceflow.schema_registry.avro_columns import AvroColumn
+from onceflow.schema_registry.columns import Column
+from onceflow.schema_registry.json_columns import JsonSchemaColumn
+from onceflow.schema_registry.json_schema import JsonSchemaSerde
+from onceflow.schema_registry.protobuf import ProtobufSerde
+from onceflow.schema_registry.protobuf_columns import ProtobufColumn
 from onceflow.schema_registry.wire_format import KEY_HEADER, VALUE_HEADER
 from onceflow.spark.collect import spark_type_of
 
+_SERDES = (AvroSerde, ProtobufSerde, JsonSchemaSerde)
 _OF_KAFKA = ("key", "value", "topic", "partition", "offset", "timestamp", "timestamptype", "headers")
 
 
@@ -27,7 +33,7 @@ class ReadColumns:
             value stops the flow.
     """
 
-    def __init__(self, columns: Mapping[str, AvroColumn], corrupt: str | None) -> None:
+    def __init__(self, columns: Mapping[str, Column], corrupt: str | None) -> None:
         self.columns = columns
         self.corrupt = corrupt
 
@@ -67,6 +73,12 @@ def _with_ids(batch: pa.RecordBatch, name: str) -> Any:
     return pa.array(found, values.type)
 
 
+def _column_of(serde: Any) -> Column:
+    if isinstance(serde, ProtobufSerde):
+        return ProtobufColumn(serde)
+    return JsonSchemaColumn(serde) if isinstance(serde, JsonSchemaSerde) else AvroColumn(serde)
+
+
 def check_formats(key: Any, value: Any, corrupt: str | None, flow: str) -> ReadColumns | None:
     """What makes the columns; None: there are no formats.
 
@@ -76,19 +88,19 @@ def check_formats(key: Any, value: Any, corrupt: str | None, flow: str) -> ReadC
     """
     formats = {name: serde for name, serde in (("key", key), ("value", value)) if serde is not None}
     for name, serde in formats.items():
-        if not isinstance(serde, AvroSerde):
+        if not isinstance(serde, _SERDES):
             raise OptionError(
                 f"{name}_format={serde!r:.100} is no format of columns",
                 flow=flow,
-                next_step="give a serde of Avro: SchemaRegistry(...).avro(subject). Others can be used in "
-                "Flow.process, and in the function of Flow.map",
+                next_step="give a serde of a registry, such as SchemaRegistry(...).avro(subject). Others can be used "
+                "in Flow.process, and in the function of Flow.map",
             )
     if corrupt is not None and (not formats or corrupt.lower() in _OF_KAFKA):
         why = "is a column of Kafka" if formats else "is for values with a format"
         raise OptionError(
             f"corrupt_column={corrupt!r} {why}", flow=flow, next_step="choose another name, and give value_format="
         )
-    columns = {name: AvroColumn(serde) for name, serde in formats.items()}
+    columns = {name: _column_of(serde) for name, serde in formats.items()}
     with located(flow=flow):
         for column in columns.values():
             _ = column.type

@@ -107,6 +107,7 @@ class TableProgress:
         event_times: how far event time has come, by partition; empty if the table does not use it.
         event_times_ms: as of when that is, epoch milliseconds of the driver's clock. The record may be newer: a start
             and commands commit progress, too, and know nothing new of event time.
+        schemas: ids of the schemas in a registry with which this version of the processor has written state.
     """
 
     version: int = 0
@@ -120,6 +121,7 @@ class TableProgress:
     processing_timers: bool | None = None
     event_times: Mapping[Origin, EventTime] = field(default_factory=dict)
     event_times_ms: int = 0
+    schemas: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -380,6 +382,8 @@ def _table_content(table: TableProgress) -> dict[str, Any]:
         content["soonest"] = succession.times_content(table.soonest)
     if table.unfired:
         content["unfired"] = [int(partition) for partition in sorted(table.unfired)]
+    if table.schemas:
+        content["schemas"] = [int(schema_id) for schema_id in sorted(table.schemas)]
     if table.processing_timers is not None:
         content["processing_timers"] = table.processing_timers
     if table.event_times:
@@ -431,20 +435,21 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
             open_ended=table.get("open_ended") is True,
             fired=succession.times_of(table, flow, "fired") if "fired" in table else {},
             soonest=succession.times_of(table, flow, "soonest") if "soonest" in table else {},
-            unfired=_partitions(table, flow, "unfired") if "unfired" in table else (),
+            unfired=_numbers(table, flow, "unfired") if "unfired" in table else (),
             processing_timers=processing if isinstance(processing, bool) else None,
             event_times=times,
             event_times_ms=take(times_of, flow, "event_times_ms", int) if times else 0,
             local=_local(take(table, flow, "local", dict), flow) if "local" in table else None,
+            schemas=_numbers(table, flow, "schemas") if "schemas" in table else (),
         )
     return result
 
 
-def _partitions(content: dict[str, Any], flow: str, name: str) -> tuple[int, ...]:
-    partitions = take(content, flow, name, list)
-    if any(type(partition) is not int or partition < 0 for partition in partitions):
-        garbage(flow, f"{name} is {short(partitions)}")
-    return tuple(partitions)
+def _numbers(content: dict[str, Any], flow: str, name: str) -> tuple[int, ...]:
+    numbers = take(content, flow, name, list)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        garbage(flow, f"{name} is {short(numbers)}")
+    return tuple(numbers)
 
 
 def _event_times_content(found: Mapping[Origin, EventTime]) -> dict[str, Any]:

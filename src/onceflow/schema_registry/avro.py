@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from onceflow.schema_registry import wire_format
+from onceflow.schema_registry.avro_changes import unreadable
 from onceflow.schema_registry.avro_defaults import filled
 from onceflow.schema_registry.avro_schema import AvroSchema, value_of
-from onceflow.schema_registry.base import RegistrySerde
+from onceflow.schema_registry.base import RegistrySerde, shortened
 from onceflow.schema_registry.client import RegisteredSchema
 
 _MOST_SHOWN = 300
@@ -73,11 +74,13 @@ class AvroSerde(RegistrySerde[AvroSchema]):
         """
         schema_id, at = wire_format.split(raw)
         writer = self._writer(schema_id)
+        wanted = writer if reader is None else reader
         try:
-            return _read(raw, at, writer, writer if reader is None else reader, plain)
+            return _read(raw, at, writer, wanted, plain)
         except _UnresolvedError as error:
+            why = shortened(unreadable(writer, wanted)) or error
             of = f"its schema with {schema_id}"
-            raise ValueError(f"{of} cannot be read with that of {self.subject}: {error}"[:_MOST_SHOWN]) from None
+            raise ValueError(f"{of} cannot be read with that of {self.subject}: {why}"[:_MOST_SHOWN]) from None
         except EOFError:
             raise ValueError(f"it ends too early for its schema with {schema_id}: {len(raw)} bytes") from None
         except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError) as error:
@@ -86,6 +89,9 @@ class AvroSerde(RegistrySerde[AvroSchema]):
 
     def _parse(self, schema: RegisteredSchema) -> AvroSchema:
         return AvroSchema(schema)
+
+    def _changes(self, writer: AvroSchema, reader: AvroSchema) -> list[str]:
+        return unreadable(writer, reader)
 
 
 class _UnresolvedError(Exception):
@@ -96,6 +102,7 @@ def _read(raw: bytes, at: int, writer: AvroSchema, reader: AvroSchema, plain: bo
     from fastavro import _read_py, schemaless_reader
     from fastavro.read import SchemaResolutionError
 
+    writer.check(raw, at)
     # The compiled reader has no limit for nested values, and ends the process.
     is_deep = (writer.is_recursive or reader.is_recursive) and len(raw) > _SHALLOW_BYTES
     read: Callable[..., Any] = _read_py.schemaless_reader if is_deep else schemaless_reader
@@ -107,6 +114,4 @@ def _read(raw: bytes, at: int, writer: AvroSchema, reader: AvroSchema, plain: bo
         found = value_of(read(data, given, None if given is wanted else wanted, **named))
     except SchemaResolutionError as error:
         raise _UnresolvedError(str(error)) from None
-    if data.tell() != len(raw):
-        raise ValueError(f"{len(raw) - data.tell()} bytes follow the value")
     return found if given is wanted else filled(found)

@@ -8,11 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from onceflow.arrow_types import made_anew
-from onceflow.errors import EnvironmentUnusableError
 from onceflow.schema_registry.avro import AvroSerde
 from onceflow.schema_registry.avro_names import branch_name, logical_of
 from onceflow.schema_registry.avro_schema import AvroSchema
+from onceflow.schema_registry.columns import Column, unusable
 
 _Convert = Callable[[Any], Any]
 
@@ -85,7 +84,7 @@ class ColumnSchema:
         logical = logical_of(schema)
         if logical == "decimal":
             if schema["precision"] > _MOST_DIGITS:
-                raise _unusable(f"a decimal with {schema['precision']} digits; Spark has {_MOST_DIGITS}")
+                raise unusable(f"a decimal with {schema['precision']} digits; Spark has {_MOST_DIGITS}")
             return pa.decimal128(schema["precision"], schema.get("scale", 0)), None
         if kind == "enum":
             return pa.string(), None
@@ -96,7 +95,7 @@ class ColumnSchema:
     def _record(self, schema: Any) -> tuple[Any, _Convert | None]:
         name = schema["name"]
         if name in self._open:
-            raise _unusable(f"{name}, which refers to itself")
+            raise unusable(f"{name}, which refers to itself")
         self._open.append(name)
         fields, converts = [], dict[str, _Convert]()
         for field in schema["fields"]:
@@ -106,7 +105,7 @@ class ColumnSchema:
                 converts[field["name"]] = convert
         self._open.pop()
         if not fields:
-            raise _unusable(f"the record {name}, which has no fields")
+            raise unusable(f"the record {name}, which has no fields")
         return pa.struct(fields), _fields(converts) if converts else None
 
     def _union(self, branches: list[Any]) -> tuple[Any, _Convert | None]:
@@ -122,18 +121,11 @@ class ColumnSchema:
             ((name, (kind, convert)),) = made.items()
             return kind, None if convert is None and name not in self._named else _optional(convert)
         if "int" in made and "long" in made:
-            raise _unusable("a union of an int and a long of which one is a time or a date")
+            raise unusable("a union of an int and a long of which one is a time or a date")
         short = {name: name.rpartition(".")[2] for name in made}
         if len({each.lower() for each in short.values()}) < len(short):
             short = {name: f"{name.replace('.', '_')}_{at}" for at, name in enumerate(made)}
         return pa.struct([pa.field(short[name], kind) for name, (kind, _) in made.items()]), _member(made, short)
-
-
-def _unusable(what: str) -> EnvironmentUnusableError:
-    return EnvironmentUnusableError(
-        f"The schema has {what}: a column cannot have that",
-        next_step="read such values with a serde, in Flow.process or in the function of Flow.map",
-    )
 
 
 def _each(convert: _Convert) -> _Convert:
@@ -180,72 +172,15 @@ def _member(made: Mapping[str, tuple[Any, _Convert | None]], short: Mapping[str,
     return member
 
 
-class AvroColumn:
-    """Makes columns of Avro values.
+class AvroColumn(Column):
+    """Makes columns of Avro values; see `ColumnSchema`."""
 
-    Args:
-        serde: its schema says which fields there are.
+    serde: AvroSerde
 
-    Attributes:
-        type: of the columns; times are in microseconds, as Spark has them.
-
-    Raises:
-        EnvironmentUnusableError: see `ColumnSchema` and `RegistrySerde.own`.
-    """
-
-    def __init__(self, serde: AvroSerde) -> None:
-        self._serde = serde
-        self._schema: ColumnSchema | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_schema": None}
-
-    @property
-    def schema(self) -> ColumnSchema:
-        if self._schema is None:
-            self._schema = ColumnSchema(self._serde.own_schema())
-        return self._schema
-
-    @property
-    def type(self) -> Any:
-        return made_anew(self.schema.type, _in_us)
-
-    def decode(self, values: Any) -> tuple[Any, dict[int, str]]:
-        """The column, and what is wrong with values that are null in it because they cannot be read.
-
-        Args:
-            values: an array of binary values.
-
-        Raises:
-            RegistryUnavailableError: the registry does not answer.
-        """
-        schema, own = self.schema, self._serde.own_schema()
-        found: list[Any] = []
-        bad: dict[int, str] = {}
-        for at, raw in enumerate(values.to_pylist()):
-            value = None
-            if raw is not None:
-                try:
-                    value = self._serde.read(raw, own, plain=True)
-                    if schema.convert is not None:
-                        value = schema.convert(value)
-                except ValueError as error:
-                    bad[at] = str(error)
-            found.append(value)
-        try:
-            return pa.array(found, schema.type).cast(self.type), bad
-        except (pa.ArrowException, OverflowError):
-            return self._one_by_one(found, bad)
-
-    def _one_by_one(self, found: list[Any], bad: dict[int, str]) -> tuple[Any, dict[int, str]]:
-        """A value is beyond what a column has, such as a time in the year 300,000."""
-        for at, value in enumerate(found):
-            try:
-                pa.array([value], self.schema.type).cast(self.type)
-            except (pa.ArrowException, OverflowError) as beyond:
-                found[at], bad[at] = None, f"a column cannot have it: {beyond}"
-        return pa.array(found, self.schema.type).cast(self.type), bad
-
-
-def _in_us(kind: Any) -> Any:
-    return pa.timestamp("us", tz=kind.tz) if pa.types.is_timestamp(kind) else kind
+    def _made(self) -> tuple[Any, Callable[[bytes], Any]]:
+        own = self.serde.own_schema()
+        schema = ColumnSchema(own)
+        read, convert = self.serde.read, schema.convert
+        if convert is None:
+            return schema.type, lambda raw: read(raw, own, plain=True)
+        return schema.type, lambda raw: convert(read(raw, own, plain=True))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
+from onceflow.schema_registry.avro_check import check_of
 from onceflow.schema_registry.avro_defaults import Default
 from onceflow.schema_registry.avro_fit import fit_of
 from onceflow.schema_registry.avro_names import EXACT_DECIMAL, NAMED, logical_of
@@ -29,7 +30,7 @@ class AvroSchema:
         root: the type, with full names, each type with a name at its first use.
         named: the types with a name.
         is_recursive: whether a type refers to itself.
-        fit: see `fit_of`.
+        fit: see `fit_of`. check: see `check_of`.
 
     Raises:
         ValueError: it is no Avro schema, or its values need no bytes and so may be without end.
@@ -48,6 +49,7 @@ class AvroSchema:
         _check_sizes(self.root, self.named)
         _exact_decimals()
         self.fit = fit_of(self.root, self.named)
+        self.check = check_of(self.root, self.named)
         self._written = parse_schema(_around(_without_logical(self.root)))
         self.reading = self._reading(plain=False)
         self.reading_plain = self._reading(plain=True)
@@ -74,6 +76,8 @@ class AvroSchema:
     def _expanded(self, schema: Any, known: dict[str, Any], above: tuple[str, ...]) -> Any:
         """The schema with each type of other schemas in the place of its first name."""
         if isinstance(schema, list):
+            if any(isinstance(each, list) for each in schema):
+                raise ValueError("a union is directly in another one")
             return [self._expanded(each, known, above) for each in schema]
         if isinstance(schema, str):
             self.is_recursive = self.is_recursive or schema in above

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 from onceflow.errors import EnvironmentUnusableError
@@ -11,6 +12,7 @@ from onceflow.schema_registry.client import RegisteredSchema, RegistryClient
 from onceflow.schema_registry.wire_format import VALUE_HEADER, SchemaId, prefix
 
 _Parsed = TypeVar("_Parsed")
+_MOST_CHANGES = 5
 
 
 class RegistrySerde(ABC, Generic[_Parsed]):
@@ -18,7 +20,7 @@ class RegistrySerde(ABC, Generic[_Parsed]):
 
     Args:
         subject: where its own schema is. text: the schema; None: the newest version.
-        register: see `SchemaRegistry.avro`.
+        register, ids_in_headers: see `SchemaRegistry.avro`.
     """
 
     #: As the registry calls it.
@@ -28,8 +30,18 @@ class RegistrySerde(ABC, Generic[_Parsed]):
     #: In which form the registry shall give texts; None: as they were registered.
     form: str | None = None
 
-    def __init__(self, registry: RegistryClient, subject: str, text: str | None, *, register: bool) -> None:
+    def __init__(
+        self,
+        registry: RegistryClient,
+        subject: str,
+        text: str | None,
+        *,
+        register: bool = False,
+        ids_in_headers: bool = False,
+    ) -> None:
         self.registry = registry
+        #: Whether outputs have what `head` returns in the header of this name, and not in front.
+        self.ids_in_headers = ids_in_headers
         self.subject = subject
         self._text = text
         self._register = register
@@ -79,6 +91,55 @@ class RegistrySerde(ABC, Generic[_Parsed]):
         """Called when the flow is defined: what is wrong with the own schema is said there. Raises: as `own`."""
         self._ours()
 
+    def writes_with(self) -> int:
+        """The id of the schema of all values that it writes. Raises: as `own`."""
+        found = self._ours()[1]
+        return int.from_bytes(found[-4:], "big")
+
+    def head(self) -> bytes:
+        """What stands in front of all values that it writes. Raises: as `own`."""
+        return self._ours()[1]
+
+    def unreadable(self, ids: Iterable[int]) -> dict[bytes, str]:
+        """Which values of other schemas may be unreadable for this serde: how they begin, and what has changed.
+
+        Raises:
+            RegistryUnavailableError: the registry does not answer.
+        """
+        own, before = self._ours()
+        found = {}
+        for number in ids:
+            schema_id = SchemaId(number)
+            try:
+                changes = [] if prefix(number) == before else self._changes(self._writer(schema_id), own)
+                version = self.registry.version_of(schema_id, self.subject) if changes else ""
+            except ValueError as error:
+                changes, version = [str(error)], ""
+            if changes:
+                found[prefix(number)] = f"schema with {schema_id}{version}: {shortened(changes)}"
+        return found
+
+    def in_own_schema(self, raw: bytes) -> bytes:
+        """A value as it would be written now; what cannot be read stays as it is. Raises: as `unreadable`."""
+        if raw.startswith(self._ours()[1]):
+            return raw
+        try:
+            return self.encode(self.decode(raw))
+        except ValueError:
+            return raw
+
+    @abstractmethod
+    def encode(self, value: Any) -> bytes:
+        """See the class."""
+
+    @abstractmethod
+    def decode(self, raw: bytes) -> Any:
+        """See the class."""
+
+    @abstractmethod
+    def _changes(self, writer: _Parsed, reader: _Parsed) -> list[str]:
+        """What of a schema cannot be read with another one, as far as the schemas alone tell."""
+
     def _find(self) -> RegisteredSchema:
         if self._text is None:
             return self.registry.newest(self.subject, self.form)
@@ -88,6 +149,10 @@ class RegistrySerde(ABC, Generic[_Parsed]):
     @abstractmethod
     def _parse(self, schema: RegisteredSchema) -> _Parsed:
         """What the codec makes of a schema. Raises: ValueError: it is none."""
+
+    def learn(self, schema_id: SchemaId) -> None:
+        """Have a schema. Raises: as `_writer`."""
+        self._writer(schema_id)
 
     def _writer(self, schema_id: SchemaId) -> _Parsed:
         """The schema that a record was written with.
@@ -120,3 +185,9 @@ class RegistrySerde(ABC, Generic[_Parsed]):
     def _of_kind(self, found: RegisteredSchema, what: str, refused: type[Exception]) -> None:
         if found.kind != self.kind:
             raise refused(f"{what} is {found.kind}, and this serde is for {self.kind}")
+
+
+def shortened(changes: list[str]) -> str:
+    """The first changes of a schema, in words."""
+    more = len(changes) - _MOST_CHANGES
+    return "; ".join([*changes[:_MOST_CHANGES], *([f"and {more} more"] if more > 0 else [])])

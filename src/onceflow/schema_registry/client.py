@@ -6,8 +6,10 @@ import functools
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from onceflow.errors import EnvironmentUnusableError, OptionError, RegistryUnavailableError
@@ -23,6 +25,8 @@ log = logging.getLogger("onceflow.schema_registry")
 _T = TypeVar("_T")
 #: For each of its addresses: `SchemaRegistry` asks again itself, so that it can say so.
 _LIMITS = {"timeout": 10, "max.retries": 0}
+#: For a connection and an answer that both take nearly as long as they may.
+_MARGIN_S = 1.0
 WAIT = "30 seconds"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 3.0
 _NOT_FOUND = 404
@@ -34,6 +38,11 @@ _MISSING_S, _MOST_MISSING = 10.0, 10_000
 _NOT_ALLOWED = {401: "does not accept the credentials", 403: "does not allow it"}
 #: Answers to a schema that is wrong, in place of a registry that cannot answer.
 _REFUSED = (400, _CONFLICT, 422)
+
+
+#: The settings of a registry, and the process.
+_Place = tuple[tuple[tuple[str, Any], ...], int]
+_clients: dict[_Place, SchemaRegistryClient] = {}
 
 
 class RegisteredSchema(NamedTuple):
@@ -83,6 +92,10 @@ class RegistryClient:
             )
         self._properties = {**_LIMITS, **(properties or {}), "url": ",".join(urls)}
         self.name = ", ".join(map(_without_password, urls))
+        self._in_memory = all(each.strip().startswith("mock:") for each in urls)
+        given = self._properties["timeout"]
+        try_s = float(given) if isinstance(given, (int, float)) else float(_LIMITS["timeout"])
+        self._try_s = (try_s + _MARGIN_S) * len(urls)
         try:
             _ = self.library
         except (ValueError, TypeError, OSError) as error:  # OSError: a certificate cannot be read
@@ -169,12 +182,36 @@ class RegistryClient:
             raise self._without_subject(subject)
         return self._whole(schema, found, None)
 
+    def version_of(self, schema_id: SchemaId, subject: str) -> str:
+        """Which version of a subject a schema is, in words for an error; empty: none, or it cannot be told."""
+        key = schema_id.key
+        if not isinstance(key, int):
+            return ""
+
+        def look() -> Any:
+            return self.library.lookup_schema(subject, self.library.get_schema(key, subject))
+
+        try:
+            found = self._asked_once("for a version", look, False)
+        except (_NotNowError, RegistryUnavailableError):  # it is no more than a help to people
+            return ""
+        return "" if found is None or found.version is None else f" (version {found.version} of {subject})"
+
     # ---- the client ----------------------------------------------------------------------------------
 
     @property
     def library(self) -> SchemaRegistryClient:
-        """The client of confluent-kafka, one for each process."""
-        return _client_of(tuple(sorted(self._properties.items(), key=str)), os.getpid())
+        """The client of confluent-kafka, one for each registry and process: its connections do not live on in a process
+        that was forked."""
+        found = _clients.get(self._place)
+        return _clients.setdefault(self._place, _new_client(self._properties)) if found is None else found
+
+    @property
+    def _place(self) -> _Place:
+        return tuple(sorted(self._properties.items(), key=str)), os.getpid()
+
+    def _forget_library(self) -> None:
+        _clients.pop(self._place, None)
 
     def _schema(self, text: str, kind: str, references: Sequence[Any]) -> Any:
         from confluent_kafka.schema_registry import Schema
@@ -223,7 +260,7 @@ class RegistryClient:
         deadline, pause = time.monotonic() + self._wait_s, _FIRST_PAUSE_S
         while True:
             try:
-                return self._asked_once(what, request, refusals)
+                return self._asked_once(what, request, refusals, deadline - time.monotonic())
             except _NotNowError as problem:
                 error = problem.error
             if time.monotonic() + pause > deadline:
@@ -232,11 +269,12 @@ class RegistryClient:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _asked_once(self, what: str, request: Callable[[], _T], refusals: bool) -> _T | None:
+    def _asked_once(self, what: str, request: Callable[[], _T], refusals: bool, left_s: float = 0.0) -> _T | None:
+        """As `_asked`, without a second try. Args: left_s: how long that may take at least; one try always may."""
         from confluent_kafka.schema_registry.error import SchemaRegistryError
 
         try:
-            return request()
+            return request() if self._in_memory else self._within(max(left_s, self._try_s), request)
         except SchemaRegistryError as error:
             status = error.http_status_code
             if status == _NOT_FOUND and error.error_code != _NO_ANSWER:
@@ -253,6 +291,23 @@ class RegistryClient:
         except Exception as error:  # of its HTTP library, of TLS, or of the endpoint of OAuth
             raise _NotNowError(self._unavailable(what, "does not answer", error)) from None
 
+    def _within(self, seconds: float, request: Callable[[], _T]) -> _T:
+        """The answer to a request. The timeout of its HTTP library ends none of which a byte comes now and then."""
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(request())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name="onceflow-registry").start()
+        wait([answer], seconds)
+        if not answer.done():
+            self._forget_library()  # the request may hold its locks
+            raise TimeoutError(f"no whole answer within {seconds:.0f} s")
+        return answer.result()
+
     def _unavailable(self, what: str, says: str, error: Exception) -> RegistryUnavailableError:
         return RegistryUnavailableError(
             f"The schema registry {self.name} was asked {what}, and {says}",
@@ -261,9 +316,7 @@ class RegistryClient:
         )
 
 
-@functools.cache
-def _client_of(properties: tuple[tuple[str, Any], ...], process: int) -> SchemaRegistryClient:
-    """One client for each registry and process: its connections do not live on in a process that was forked."""
+def _new_client(properties: Mapping[str, Any]) -> SchemaRegistryClient:
     try:
         from confluent_kafka.schema_registry import SchemaRegistryClient
     except ImportError as missing:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urljoin
 
+from onceflow.errors import EnvironmentUnusableError
 from onceflow.schema_registry import wire_format
 from onceflow.schema_registry.base import RegistrySerde
 from onceflow.schema_registry.client import RegisteredSchema
+from onceflow.schema_registry.json_changes import unreadable
+from onceflow.schema_registry.json_reach import check_reach
+from onceflow.schema_registry.json_rules import exact_validator
 from onceflow.state.format import exact_json
 
 if TYPE_CHECKING:
-    from jsonschema.exceptions import ValidationError
     from jsonschema.protocols import Validator
 
 _MOST_SHOWN = 300
@@ -28,6 +29,14 @@ class JsonSchemaSerde(RegistrySerde["_Checked"]):
     """
 
     kind = "JSON"
+
+    def prepare(self) -> None:
+        """See `RegistrySerde.prepare`. What the schema refers to has to be there as well."""
+        super().prepare()
+        try:
+            check_reach(self.document(), self.resolver())
+        except ValueError as error:
+            raise EnvironmentUnusableError(f"The schema of {self.subject!r} cannot be used: {error}") from None
 
     def encode(self, value: Any) -> bytes:
         """The bytes of a value, with the id of the schema.
@@ -60,33 +69,53 @@ class JsonSchemaSerde(RegistrySerde["_Checked"]):
             _check(reader.validator, value, f"the schema of {self.subject}")
         return value
 
+    def document(self) -> Any:
+        """The own schema. Raises: as `own`."""
+        return self._ours()[0].validator.schema
+
+    def resolver(self) -> Any:
+        """What finds the schemas that the own one refers to; see ``referencing``. Raises: as `own`."""
+        return self._ours()[0].resolver
+
+    def _changes(self, writer: _Checked, reader: _Checked) -> list[str]:
+        if reader.schema[:3] == writer.schema[:3]:
+            return []
+        return unreadable(*(json.loads(each.schema.text) for each in (writer, reader)))
+
     def _parse(self, schema: RegisteredSchema) -> _Checked:
         from jsonschema import Draft7Validator, validators
-        from referencing import Registry, Resource
+        from jsonschema.exceptions import SchemaError
+        from jsonschema_specifications import REGISTRY
+        from referencing import Resource
         from referencing.jsonschema import DRAFT7
 
         try:
-            contents = json.loads(schema.text)
+            contents = exact_json.loads(schema.text)
             base = contents.get("$id", "") if isinstance(contents, dict) else ""
-            registry: Any = Registry()
+            registry: Any = REGISTRY  # with those of JSON Schema itself
             for name, each in _all_references(schema).items():
-                resource = Resource.from_contents(json.loads(each), DRAFT7)
+                resource = Resource.from_contents(exact_json.loads(each), DRAFT7)
                 # A name that is relative to the $id of the schema is looked up as a whole URL.
                 for uri in {name, urljoin(base, name)}:
                     registry = registry.with_resource(uri, resource)
             found: Any = validators.validator_for(contents, default=Draft7Validator)
             found.check_schema(contents)
-            exact = validators.extend(found, {"multipleOf": _multiple_of})
-            return _Checked(schema, exact(contents, registry=registry))
+            resolver = registry.resolver_with_root(Resource.from_contents(contents, DRAFT7))
+            return _Checked(schema, exact_validator(found)(contents, registry=registry), resolver)
+        except SchemaError as error:
+            is_pattern = error.validator == "format" and error.validator_value == "regex"
+            what = f"Python does not understand the pattern {error.instance!r:.100}" if is_pattern else error.message
+            raise ValueError(f"it is no JSON Schema: {what}"[:_MOST_SHOWN]) from None
         except Exception as error:  # jsonschema raises its own, and what a malformed schema makes its code raise
             raise ValueError(f"it is no JSON Schema: {type(error).__name__}: {error}"[:_MOST_SHOWN]) from None
 
 
 class _Checked(NamedTuple):
-    """A schema, and what checks values by it."""
+    """A schema, what checks values by it, and what finds those that it refers to."""
 
     schema: RegisteredSchema
     validator: Validator
+    resolver: Any
 
 
 def _all_references(schema: RegisteredSchema) -> dict[str, str]:
@@ -95,14 +124,6 @@ def _all_references(schema: RegisteredSchema) -> dict[str, str]:
     for name, each in schema.references:
         found.update({name: each.text, **_all_references(each)})
     return found
-
-
-def _multiple_of(validator: Validator, unit: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
-    """In fractions: jsonschema divides floats, so that 0.3 is no multiple of 0.1. A Decimal it cannot divide at all."""
-    from jsonschema.exceptions import ValidationError
-
-    if validator.is_type(value, "number") and (Fraction(str(value)) / Fraction(str(unit))).denominator != 1:
-        yield ValidationError(f"{value} is not a multiple of {unit}")
 
 
 def _check(validator: Validator, value: Any, schema: str) -> None:

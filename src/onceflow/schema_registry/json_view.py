@@ -48,6 +48,27 @@ class JsonView:
             return self._message(raw, schema_id, at), schema_id
         raise ValueError(f"its schema with {schema_id} is {kind}, which is not known")
 
+    @property
+    def name(self) -> str:
+        """Of the registry."""
+        return self._client.name
+
+    def id_of(self, raw: bytes) -> bytes:
+        """What a value begins with that names its schema; empty: nothing."""
+        try:
+            return raw[: wire_format.split(raw)[1]]
+        except ValueError:
+            return b""
+
+    def learn(self, raw: bytes) -> None:
+        """Have the schema of a value. After that, `read` does not ask the registry for values with this schema.
+
+        Raises: as `read`.
+        """
+        schema_id, _ = wire_format.split(raw)
+        if self._schema(schema_id).kind == "AVRO":
+            self._avro.learn(schema_id)
+
     def _schema(self, schema_id: SchemaId) -> RegisteredSchema:
         if schema_id.key not in self._kinds:
             self._kinds[schema_id.key] = self._client.by_id(schema_id, ProtobufSerde.form)

@@ -56,7 +56,7 @@ def _statements(tokens: list[str]) -> Iterator[tuple[list[str], str]]:
 def _scope(statements: Iterator[tuple[list[str], str]], above: Path, before: str) -> Iterator[tuple[Path, str]]:
     """The messages in a file or in a message, up to the brace that closes it."""
     count = 0
-    inside = 0  # of ``oneof``: its groups are messages of the one around it
+    inside = 0  # of ``oneof`` and ``extend``: their groups are messages of what is around them
     for words, end in statements:
         name = _message_of(words, end)
         if name:
@@ -65,7 +65,7 @@ def _scope(statements: Iterator[tuple[list[str], str]], above: Path, before: str
             yield path, before + name
             if end == "{":
                 yield from _scope(statements, path, f"{before}{name}.")
-        elif end == "{" and words[:1] == ["oneof"]:
+        elif end == "{" and words[:1] in (["oneof"], ["extend"]):
             inside += 1
         elif end == "{":
             _skip(statements)
@@ -81,6 +81,8 @@ def _scope(statements: Iterator[tuple[list[str], str]], above: Path, before: str
 
 def _message_of(words: list[str], end: str) -> str:
     """The name of the message that a statement makes; empty: none."""
+    if words[:1] in (["export"], ["local"]):  # since edition 2024
+        words = words[1:]
     if end == "{" and len(words) == 2 and words[0] == "message":
         return words[1]
     if end == "{" and "group" in words[:2] and words.index("group") + 1 < len(words):

@@ -13,6 +13,7 @@ from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.schema_registry import proto_text, wire_format
 from onceflow.schema_registry.base import RegistrySerde
 from onceflow.schema_registry.client import RegisteredSchema, RegistryClient
+from onceflow.schema_registry.wire_format import SchemaId
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import FileDescriptor
@@ -21,17 +22,47 @@ if TYPE_CHECKING:
 #: Files that every program with Protobuf has: Confluent's serializers do not register them.
 _EVERYBODYS = ("google/protobuf/", "google/type/", "confluent/")
 
+#: So many bytes cannot be nested deeper than Protobuf reads.
+_SHALLOW_BYTES = 200
+
 #: Each after those that it imports.
 _WELL_KNOWN = (
     "any", "source_context", "type", "api", "descriptor", "duration", "empty", "field_mask", "struct", "timestamp",
     "wrappers",
 )  # fmt: skip
 
-#: The full name of each message of a file, by the path to it.
-_Messages = dict[tuple[int, ...], str]
+
+class ProtobufFile:
+    """A file of messages.
+
+    Args:
+        schema: of the registry.
+        messages: the full name of each message, by the path to it.
+
+    Attributes:
+        changes: what of a message of this file another class may lose, once that was looked at.
+    """
+
+    def __init__(self, schema: RegisteredSchema, messages: dict[tuple[int, ...], str]) -> None:
+        self.messages = messages
+        self.changes: list[str] | None = None
+        self._schema = schema
+
+    @classmethod
+    def of(cls, schema: RegisteredSchema) -> ProtobufFile:
+        """The file of a schema. Raises: ValueError: it is none."""
+        return cls(schema, _all_messages(schema))
+
+    def message(self, name: str) -> Any:
+        """The class of a message; None: the registry gives only the text of the file, or cannot be understood."""
+        path = next((path for path, each in self.messages.items() if each == name), None)
+        try:
+            return None if path is None else message_class(self._schema, path)
+        except ValueError:
+            return None
 
 
-class ProtobufSerde(RegistrySerde[_Messages]):
+class ProtobufSerde(RegistrySerde[ProtobufFile]):
     """A serde of Protobuf. Made by `SchemaRegistry.protobuf`.
 
     Values are messages of the given class. A field that the class does not have is kept, and is there again when the
@@ -42,12 +73,20 @@ class ProtobufSerde(RegistrySerde[_Messages]):
     kind = "PROTOBUF"
     form = "serialized"  # a FileDescriptorProto, in Base64
 
-    def __init__(self, registry: RegistryClient, subject: str, message: Any, *, register: bool) -> None:
+    def __init__(
+        self,
+        registry: RegistryClient,
+        subject: str,
+        message: Any,
+        *,
+        register: bool = False,
+        ids_in_headers: bool = False,
+    ) -> None:
         if not hasattr(message, "DESCRIPTOR") or not hasattr(message, "FromString"):
             raise OptionError(
                 f"{message!r} is no class of Protobuf messages", next_step="give a class of a module that protoc made"
             )
-        super().__init__(registry, subject, None, register=register)
+        super().__init__(registry, subject, None, register=register, ids_in_headers=ids_in_headers)
         self._message: Any = message
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,9 +100,18 @@ class ProtobufSerde(RegistrySerde[_Messages]):
         place, name, files = state["_message"]
         super().__setstate__({**state, "_message": _class_of(place, name, files)})
 
+    @property
+    def descriptor(self) -> Any:
+        """Of the message."""
+        return self._message.DESCRIPTOR
+
     def prepare(self) -> None:
         """See `RegistrySerde.prepare`."""
         _ = self._path
+
+    def head(self) -> bytes:
+        """See `RegistrySerde.head`: the id, and the place of the message in its file."""
+        return super().head() + self._path
 
     def encode(self, value: Any) -> bytes:
         """The bytes of a message, with the id of its file.
@@ -83,7 +131,19 @@ class ProtobufSerde(RegistrySerde[_Messages]):
             data: bytes = value.SerializeToString(deterministic=True)
         except EncodeError as error:
             raise ValueError(str(error)) from None
+        if len(data) > _SHALLOW_BYTES:
+            self._check_depth(data)
         return before + self._path + data
+
+    def _check_depth(self, data: bytes) -> None:
+        """Refuse what Protobuf writes and does not read: more than 100 messages, each in another."""
+        from google.protobuf.message import DecodeError
+
+        if self._is_recursive:
+            try:
+                self._message.FromString(data)
+            except DecodeError as error:
+                raise ValueError(f"it could not be read again: {error}; is it nested too deeply?") from None
 
     def decode(self, raw: bytes) -> Message:
         """The message.
@@ -96,7 +156,8 @@ class ProtobufSerde(RegistrySerde[_Messages]):
 
         schema_id, at = wire_format.split(raw)
         path, at = wire_format.message_path(raw, at)
-        messages = self._writer(schema_id)
+        file = self._writer(schema_id)
+        messages = file.messages
         wanted = self._message.DESCRIPTOR.full_name
         if path not in messages:
             raise ValueError(f"its file with {schema_id} has no message {'.'.join(map(str, path))}")
@@ -108,14 +169,45 @@ class ProtobufSerde(RegistrySerde[_Messages]):
             raise ValueError(f"it is no {wanted}: {error}") from None
         if not message.IsInitialized():
             raise ValueError(f"it lacks {', '.join(message.FindInitializationErrors())}")
+        if self._changes_of(file):
+            self._check(file, message, raw, at, schema_id)
         return message
+
+    def _check(self, file: ProtobufFile, message: Any, raw: bytes, at: int, schema_id: SchemaId) -> None:
+        """Refuse a value with a field that the class has read as another value."""
+        from onceflow.schema_registry.protobuf_changes import lost
+
+        field = lost(file.message(message.DESCRIPTOR.full_name).FromString(bytes(raw[at:])), message)
+        if field:
+            raise ValueError(f"its schema with {schema_id} cannot be read with that of the class: {field}")
+
+    def _changes_of(self, file: ProtobufFile) -> list[str]:
+        """What of its message in a file the class may lose. It is looked up once a file."""
+        if file.changes is None:
+            from onceflow.schema_registry.protobuf_changes import unreadable
+
+            descriptor = self._message.DESCRIPTOR
+            written = file.message(descriptor.full_name)
+            file.changes = [] if written is None else unreadable(written.DESCRIPTOR, descriptor)
+        return file.changes
+
+    def _changes(self, writer: ProtobufFile, reader: ProtobufFile) -> list[str]:
+        wanted = self._message.DESCRIPTOR.full_name
+        if wanted not in writer.messages.values():
+            return [f"its file has no message {wanted}, but {', '.join(writer.messages.values())}"[:300]]
+        return self._changes_of(writer)
 
     # ---- its file ------------------------------------------------------------------------------------
 
     @functools.cached_property
+    def _is_recursive(self) -> bool:
+        """Whether a message may have another one of its own type in it, at any depth."""
+        return _is_recursive(self._message.DESCRIPTOR, (), set())
+
+    @functools.cached_property
     def _path(self) -> bytes:
         """The bytes that say which message of its file it is."""
-        messages, _ = self._ours()
+        messages = self._ours()[0].messages
         wanted = self._message.DESCRIPTOR.full_name
         for path, name in messages.items():
             if name == wanted:
@@ -144,17 +236,22 @@ class ProtobufSerde(RegistrySerde[_Messages]):
         text = base64.b64encode(file.serialized_pb).decode()
         return self.registry.register(subject, text, self.kind, references)
 
-    def _parse(self, schema: RegisteredSchema) -> _Messages:
-        from google.protobuf.descriptor_pb2 import FileDescriptorProto
-        from google.protobuf.message import DecodeError
+    def _parse(self, schema: RegisteredSchema) -> ProtobufFile:
+        return ProtobufFile.of(schema)
 
-        try:
-            file = FileDescriptorProto.FromString(base64.b64decode(schema.text, validate=True))
-        except ValueError:  # not in Base64: registries that do not know the form give the text
-            return proto_text.messages(schema.text)
-        except DecodeError as error:
-            raise ValueError(f"it is no Protobuf file: {error}") from None
-        return dict(_messages(file.message_type, (), f"{file.package}." if file.package else ""))
+
+def _all_messages(schema: RegisteredSchema) -> dict[tuple[int, ...], str]:
+    """The full name of each message of a file, by the path to it."""
+    from google.protobuf.descriptor_pb2 import FileDescriptorProto
+    from google.protobuf.message import DecodeError
+
+    try:
+        file = FileDescriptorProto.FromString(base64.b64decode(schema.text, validate=True))
+    except ValueError:  # not in Base64: registries that do not know the form give the text
+        return proto_text.messages(schema.text)
+    except DecodeError as error:
+        raise ValueError(f"it is no Protobuf file: {error}") from None
+    return dict(_messages(file.message_type, (), f"{file.package}." if file.package else ""))
 
 
 def _messages(found: Any, above: tuple[int, ...], before: str) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -185,6 +282,9 @@ def message_class(schema: RegisteredSchema, path: tuple[int, ...]) -> Any:
         file.name = name or file.name or "schema.proto"
         if file.name not in added:
             added.add(file.name)
+            for imported in file.dependency:
+                if imported not in added and imported.startswith(_EVERYBODYS):
+                    _add_known(pool, imported, added)
             pool.Add(file)
         return str(file.name)
 
@@ -199,6 +299,39 @@ def message_class(schema: RegisteredSchema, path: tuple[int, ...]) -> Any:
     except (LookupError, TypeError, ValueError, DecodeError) as error:
         raise ValueError(f"its Protobuf file cannot be used: {error}"[:300]) from None
     return message_factory.GetMessageClass(found)
+
+
+def _add_known(pool: Any, name: str, added: set[str]) -> None:
+    """Add a file that no registry has, and those that it imports: it is in a module of this host.
+
+    Raises:
+        ValueError: it is not.
+    """
+    module = name.removesuffix(".proto").replace("/", ".") + "_pb2"
+    for place in ("", "confluent_kafka.schema_registry."):
+        try:
+            file = importlib.import_module(place + module).DESCRIPTOR
+        except ImportError:
+            continue
+        for each in _with_imports(file):
+            if each.name not in added and not each.name.startswith("google/protobuf/"):
+                added.add(each.name)
+                pool.AddSerializedFile(each.serialized_pb)
+        return
+    if not name.startswith("google/protobuf/"):
+        raise ValueError(f"it imports {name}, which this host does not have")
+
+
+def _is_recursive(message: Any, above: tuple[str, ...], done: set[str]) -> bool:
+    name = message.full_name
+    if name in above:
+        return True
+    if name in done:
+        return False
+    inside = (field.message_type for field in message.fields if field.message_type is not None)
+    found = any(_is_recursive(each, (*above, name), done) for each in inside)
+    done.add(name)
+    return found
 
 
 def _with_imports(file: FileDescriptor) -> list[FileDescriptor]:

@@ -54,26 +54,35 @@ class SchemaRegistry:
     def __repr__(self) -> str:
         return f"<schema registry {self.client.name}>"
 
-    def avro(self, subject: str, schema: str | None = None, *, register: bool = False) -> AvroSerde:
+    def avro(
+        self, subject: str, schema: str | None = None, *, register: bool = False, ids_in_headers: bool = False
+    ) -> AvroSerde:
         """A serde of Avro; see `AvroSerde`.
 
         Args:
             subject: where the registry has the schema, for example ``payments-value`` for the values of a topic.
             schema: the schema, as JSON. None: the newest version of the subject, when the flow starts.
             register: register the schema if the subject lacks it. Otherwise that is an error.
+            ids_in_headers: outputs of processors have the id in the header ``__value_schema_id``, and not in front of
+                the value. State and tables have it in front.
         """
-        return AvroSerde(self.client, subject, schema, register=register)
+        return AvroSerde(self.client, subject, schema, register=register, ids_in_headers=ids_in_headers)
 
-    def json_schema(self, subject: str, schema: str | None = None, *, register: bool = False) -> JsonSchemaSerde:
+    def json_schema(
+        self, subject: str, schema: str | None = None, *, register: bool = False, ids_in_headers: bool = False
+    ) -> JsonSchemaSerde:
         """A serde of JSON that is checked by a schema; see `JsonSchemaSerde`. Arguments as for `avro`."""
-        return JsonSchemaSerde(self.client, subject, schema, register=register)
+        return JsonSchemaSerde(self.client, subject, schema, register=register, ids_in_headers=ids_in_headers)
 
-    def protobuf(self, subject: str, message: Any, *, register: bool = False) -> ProtobufSerde:
+    def protobuf(
+        self, subject: str, message: Any, *, register: bool = False, ids_in_headers: bool = False
+    ) -> ProtobufSerde:
         """A serde of Protobuf; see `ProtobufSerde`.
 
         Args:
             subject: as for `avro`.
             message: the class of the messages, which ``protoc`` has made.
             register: register the file of the message if the subject lacks it. Otherwise that is an error.
+            ids_in_headers: as for `avro`.
         """
-        return ProtobufSerde(self.client, subject, message, register=register)
+        return ProtobufSerde(self.client, subject, message, register=register, ids_in_headers=ids_in_headers)

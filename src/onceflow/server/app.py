@@ -120,6 +120,7 @@ def _add_lookups(app: FastAPI, service: Service) -> None:
         keys = list(dict.fromkeys(given_keys))
         freshness = given.freshness(table, service.limits)
         values, seen = await served.routed.get_many(keys, freshness)
+        await written.learn(values)
         found = [written.item(key, raw) for key, raw in zip(keys, values, strict=True) if raw is not None]
         return answer({"table": table, "rows": found, **seen.members(table)}, table, seen)
 

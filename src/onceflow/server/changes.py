@@ -185,6 +185,7 @@ def _texts(tail: Tail, topic: str, prefix: bytes, written: Format) -> Iterator[b
 
 def _events(tail: Tail, topic: str, prefix: bytes, written: Format) -> Iterator[bytes]:
     for partition, chunk in tail.read():
+        written.learn_now(chunk.values)
         columns = chunk.keys, chunk.values, chunk.offsets.tolist(), chunk.timestamps_ms.tolist()
         moves = tail.moves[partition] = tail.moves.get(partition, Moves()).after(len(chunk.keys), marks_of(chunk))
         for at, (key, value, offset, timestamp_ms) in enumerate(zip(*columns, strict=True)):

@@ -80,6 +80,7 @@ async def one_key(served: Served, path_key: bytes, written: Format, freshness: F
         if seen.lag_records:
             detail += f" as far as it is read here: up to {seen.lag_records:,} committed records are missing"
         raise Problem(404, detail, headers=seen.headers(topic), more=found)
+    await written.learn([raw])
     value, error = written.value(raw)
     if error:
         next_step = "ask with value_encoding=base64"

@@ -7,7 +7,7 @@ import binascii
 import re
 import reprlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -16,6 +16,7 @@ import orjson
 
 from onceflow.errors import OptionError
 from onceflow.server.problems import Problem
+from onceflow.server.schema_values import SchemaValues
 from onceflow.state.format import exact_json
 
 _LONG = struct.Struct(">q")
@@ -88,10 +89,12 @@ class ValueFormat:
 
     Args:
         show: a JSON value from the bytes, ready for orjson. Raises ValueError.
+        schemas: what has to be asked before values are shown; None: nothing.
     """
 
     name: str
     show: Callable[[bytes], Any]
+    schemas: SchemaValues | None = None
 
 
 def from_base64(text: str) -> bytes:
@@ -149,6 +152,8 @@ KEYS = {
     "base64": _BASE64URL,
     "base64url": _BASE64URL,
 }
+#: The values of this format have schemas in a registry, and are shown as JSON.
+SCHEMA = "schema"
 VALUES = {
     "json": ValueFormat("json", _show_json),
     "text": ValueFormat("text", bytes.decode),
@@ -164,12 +169,34 @@ class Format:
     values: ValueFormat = VALUES["json"]
 
     @classmethod
-    def of(cls, key: str, value: str) -> Format:
+    def of(cls, key: str, value: str, schemas: SchemaValues | None = None) -> Format:
+        """The formats with these names.
+
+        Args:
+            schemas: what ``schema`` means; None: there is no registry.
+
+        Raises:
+            OptionError: a name is unknown.
+        """
         if key not in KEYS:
             raise OptionError(f"--key {key} is unknown", next_step=f"use one of {', '.join(KEYS)}")
+        if value == SCHEMA and schemas is not None:
+            return cls(KEYS[key], ValueFormat(SCHEMA, schemas.show, schemas))
+        if value == SCHEMA:
+            raise OptionError(f"--value {SCHEMA} needs a registry", next_step="give its URL with --registry")
         if value not in VALUES:
-            raise OptionError(f"--value {value} is unknown", next_step=f"use one of {', '.join(VALUES)}")
+            raise OptionError(f"--value {value} is unknown", next_step=f"use one of {', '.join([*VALUES, SCHEMA])}")
         return cls(KEYS[key], VALUES[value])
+
+    async def learn(self, raws: Iterable[bytes | None]) -> None:
+        """Find out what is needed to show values. Raises: Problem: 503, the schema registry does not answer."""
+        if self.values.schemas is not None:
+            await self.values.schemas.learn(raws)
+
+    def learn_now(self, raws: Iterable[bytes | None]) -> None:
+        """As `learn`, in a thread."""
+        if self.values.schemas is not None:
+            self.values.schemas.learn_now(raws)
 
     def with_encodings(self, key: str | None, value: str | None) -> Format:
         """This one, or what a request asks for."""
@@ -182,7 +209,8 @@ class Format:
         try:
             return self.values.show(raw), ""
         except ValueError as wrong:
-            return None, f"The value is not {self.values.name}: {wrong}"
+            plain = self.values.schemas is None
+            return None, f"The value {f'is not {self.values.name}' if plain else 'cannot be shown'}: {wrong}"
 
     def item(self, key: bytes, raw: bytes | None) -> dict[str, Any]:
         """A row for JSON; raw None: a tombstone. What does not fit the formats is described in ``error``."""

@@ -56,9 +56,9 @@ async def as_page(service: Service, served: Served, wanted: Wanted) -> Response:
             size += len(row[0]) + len(row[1])
             # One row more than wanted shows that there is more.
             if found and (len(found) == limit or size > PAGE_BYTES):
-                return _page(served, wanted, found, seen, more=True)
+                return await _page(served, wanted, found, seen, more=True)
             found.append(row)
-    return _page(served, wanted, found, seen, more=False)
+    return await _page(served, wanted, found, seen, more=False)
 
 
 async def as_lines(service: Service, served: Served, wanted: Wanted) -> Response:
@@ -81,6 +81,7 @@ async def as_lines(service: Service, served: Served, wanted: Wanted) -> Response
         try:
             async for page in pages:
                 left = len(page) if wanted.limit is None else wanted.limit - count
+                await wanted.format.learn(raw for _, raw in page[:left])
                 yield b"".join(_line(wanted.format.item(*row)) for row in page[:left])
                 count += min(left, len(page))
                 last = page[:left][-1][0]
@@ -102,8 +103,9 @@ async def _read(served: Served, wanted: Wanted, page_rows: int) -> tuple[AsyncIt
     return await served.routed.range(wanted.low, high, wanted.freshness, reverse=wanted.reverse, page_rows=page_rows)
 
 
-def _page(served: Served, wanted: Wanted, found: Rows, seen: AnswerAge, *, more: bool) -> Response:
+async def _page(served: Served, wanted: Wanted, found: Rows, seen: AnswerAge, *, more: bool) -> Response:
     topic = served.topic
+    await wanted.format.learn(raw for _, raw in found)
     listed = [wanted.format.item(*row) for row in found]
     cursor = cursor_after(found[-1][0]) if more else None
     document = {"table": topic, "rows": listed, "cursor": cursor, **seen.members(topic)}

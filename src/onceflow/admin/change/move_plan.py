@@ -245,6 +245,7 @@ def without_state(progress: Progress, ends: Offsets) -> Progress:
             unfired=(),
             processing_timers=False,
             fields=None,  # there is no row any more that has them
+            schemas=(),
         )
     changelogs = {name: {**known, **ends.get(name, {})} for name, known in progress.changelogs.items()}
     return replace(progress, tables=tables, changelogs=changelogs, checkpoint=None, watermark_ms=None)

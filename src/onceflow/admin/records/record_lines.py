@@ -23,11 +23,38 @@ _MAX_TIMESTAMP_MS = 2**63 - 1
 
 Parser = Callable[[bytes], "Record | None"]
 """Parses a line, without its line end, into a record; None for a line without a record. Raises ValueError."""
+Encoder = Callable[[Any], "bytes | None"]
+"""Makes the bytes of a key or of a value from a JSON document. Raises ValueError."""
+
+
+class JsonText(bytes):
+    """JSON that `to_json` shows as a document, and not as a text."""
 
 
 def value_only(line: bytes) -> Record:
     """A record with the line as its value, and without a key."""
     return Record(None, line)
+
+
+def document_only(value: Encoder) -> Parser:
+    """A parser for lines of JSON, whose records have no keys. Empty lines are skipped."""
+    return lambda line: Record(None, value(load_json(line))) if line.strip() else None
+
+
+def with_documents(parser: Parser, key: Encoder | None, value: Encoder | None) -> Parser:
+    """A parser whose keys and values are JSON documents. None: they stay as they are."""
+
+    def parse(line: bytes) -> Record | None:
+        found = parser(line)
+        if found is None:
+            return None
+        encoded = [
+            raw if encode is None or raw is None else encode(load_json(raw))
+            for encode, raw in ((key, found.key), (value, found.value))
+        ]
+        return Record(encoded[0], encoded[1])
+
+    return parse
 
 
 def key_and_value(separator: str) -> Parser:
@@ -43,12 +70,15 @@ def key_and_value(separator: str) -> Parser:
     return parse
 
 
-def json_object(line: bytes) -> Record | None:
+def json_object(line: bytes, key: Encoder | None = None, value: Encoder | None = None) -> Record | None:
     """Parse an object with ``value``, and optionally ``key``, ``headers``, ``timestamp_ms``. Empty lines are skipped.
 
     In a record, text becomes UTF-8, null becomes null (as a value: a tombstone), everything else becomes JSON.
     ``key_base64`` and ``value_base64`` are bytes. ``headers`` is an object, or a list of objects with ``name`` and
     ``value`` or ``value_base64``.
+
+    Args:
+        key, value: make the bytes in place of that, but for null and for bytes.
     """
     if not line.strip():
         return None
@@ -61,8 +91,8 @@ def json_object(line: bytes) -> Record | None:
     if "value" not in found and "value_base64" not in found:
         raise ValueError('it has no field "value"; for a tombstone give "value": null')
     return Record(
-        _content(found, "key"),
-        _content(found, "value"),
+        _content(found, "key", key),
+        _content(found, "value", value),
         headers=_headers(found.get("headers")),
         timestamp_ms=_timestamp(found.get("timestamp_ms")),
     )
@@ -120,6 +150,8 @@ def field(name: str, content: bytes | None) -> dict[str, Any]:
     """A field with the bytes as text. If they are not valid UTF-8: a field ``<name>_base64``."""
     if content is None:
         return {name: None}
+    if isinstance(content, JsonText):
+        return {name: load_json(content)}
     try:
         return {name: content.decode()}
     except UnicodeDecodeError:
@@ -131,9 +163,10 @@ def headers_as_json(headers: Iterable[Header]) -> list[dict[str, Any]]:
     return [{"name": name, **field("value", content)} for name, content in headers]
 
 
-def _content(found: dict[str, Any], name: str) -> bytes | None:
+def _content(found: dict[str, Any], name: str, encode: Encoder | None = None) -> bytes | None:
     if name + _BASE64 not in found:
-        return _bytes(found.get(name))
+        content = found.get(name)
+        return _bytes(content) if encode is None or content is None else encode(content)
     if name in found:
         raise ValueError(f'it has both "{name}" and "{name + _BASE64}"')
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
@@ -21,8 +22,11 @@ _PATH = re.compile(r"\$(\.[^.\[\]*?]+)+")
 _NO_FIELD = (ValueError, KeyError, TypeError, IndexError)
 
 
-def identity_of(text: str) -> Identity:
+def identity_of(text: str, read: Callable[[bytes], Any] | None = None) -> Identity:
     """The identity that a user names: ``$.a.b``, ``key``, ``header:NAME`` or ``record``.
+
+    Args:
+        read: makes a JSON document of a value with a schema. It raises ValueError for others. None: all are JSON.
 
     Raises:
         OptionError: it is none of these.
@@ -34,7 +38,7 @@ def identity_of(text: str) -> Identity:
     if text.startswith("header:") and len(text) > len("header:"):
         return _of_header(text.removeprefix("header:"))
     if (names := field_path(text)) is not None:
-        return _of_field(names)
+        return _of_field(names, read)
     raise OptionError(
         f"--id {text!r} is not a place in a record",
         next_step="give $.field or $.field.field of a JSON value, key, header:NAME, or record (key and value)",
@@ -75,9 +79,13 @@ def _of_header(name: str) -> Identity:
     return found
 
 
-def _field(value: bytes | None, names: Sequence[str]) -> Any:
+def _field(value: bytes | None, names: Sequence[str], read: Callable[[bytes], Any] | None = None) -> Any:
     """A field of a JSON value. One of `_NO_FIELD` is raised if there is none, or if it is null."""
-    at: Any = exact_json.loads(value or b"")
+    at: Any = None
+    if read is not None and value is not None:
+        with suppress(ValueError):
+            at = read(value)
+    at = exact_json.loads(value or b"") if at is None else at
     for name in names:
         at = at[name]
     if at is None:
@@ -85,11 +93,11 @@ def _field(value: bytes | None, names: Sequence[str]) -> Any:
     return at
 
 
-def _of_field(names: Sequence[str]) -> Identity:
+def _of_field(names: Sequence[str], read: Callable[[bytes], Any] | None) -> Identity:
     def found(key: bytes | None, value: bytes | None, headers: Sequence[Header]) -> bytes:
         try:
             # In one form: 1, 1.0 and 1e0 are one number. What is nested deeply can be read, but not written.
-            return digest_of(b"f", exact_json.canonical(exact_json.dumps(_field(value, names))))
+            return digest_of(b"f", exact_json.canonical(exact_json.dumps(_field(value, names, read))))
         except _NO_FIELD:
             return digest_of(key, value)
 

@@ -53,6 +53,7 @@ from onceflow.errors import OptionError, PermissionDeniedError, ProcessorError, 
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.serdes import in_own_schema
 from onceflow.state.api.user_errors import shown
 from onceflow.state.engine import dead_letters
 from onceflow.state.format import rows
@@ -149,6 +150,7 @@ class ReplayAudit:
         outputs = stack.enter_context(
             ReplayOutputs(tally, topics, default, what.letters, folder, self._names.flow, what.partitions)
         )
+        outputs.serde = getattr(self._wanted.processor, "output", None)
         if not self._wanted.tables_only:
             self._read_outputs(outputs, topics)
         later = current_life(read_history(self._cluster, self._names, self._check))
@@ -348,8 +350,12 @@ class ReplayAudit:
 
     def _same(self, expected: bytes, found: bytes) -> bool:
         """Whether two rows are the same. When they expire depends on the time at which they were written, and their
-        version on the code that has written them."""
-        return expected == found or rows.unpack(expected).payload == rows.unpack(found).payload
+        version on the code that has written them, as does the version of a schema in a registry."""
+        if expected == found:
+            return True
+        payloads = [rows.unpack(row).payload for row in (expected, found)]
+        serde = getattr(self._wanted.processor, "state", None)
+        return payloads[0] == payloads[1] or payloads[0] == in_own_schema(serde, payloads[1])
 
     def _judge_rows(self, found: Iterator[RowDifference], at: Position, replay: Replay) -> None:
         later = WrittenLater(self._reader, at)

@@ -31,6 +31,7 @@ from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.errors import OptionError, counted
 from onceflow.protocol.headers import Header
 from onceflow.protocol.partitioners import key_partitions
+from onceflow.state.api.serdes import in_own_schema
 from onceflow.state.engine.dead_letters import depends_on_topics
 
 #: In place of a topic: the records that a replay has yielded.
@@ -49,6 +50,9 @@ class ReplayOutputs:
         letters: topic of dead and late letters in the replay; None: there are none.
         partitions: of the table.
         scratch: folder for scratch files.
+
+    Attributes:
+        serde: of the outputs, if it is known. Another version of its schema may have written them.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class ReplayOutputs:
         flow: str,
         partitions: int,
     ) -> None:
+        self.serde: Any = None
         self._tally, self._topics, self._default, self._letters = tally, set(topics), default, letters
         self._spool = _Spool(scratch / "yielded")
         self._flow = flow
@@ -129,9 +134,13 @@ class ReplayOutputs:
             found = ((offset, digest_of(_LETTER, key, value)) for offset, key, value, _ in rows)
         else:
             found = (
-                (offset, _digest(topic, key, value, chunk.headers.get(row, ()))) for offset, key, value, row in rows
+                (offset, _digest(topic, key, self._as_now(value), chunk.headers.get(row, ())))
+                for offset, key, value, row in rows
             )
         self._tally.add(LETTER if letter else OUTPUT, topic, partition, found, keys=chunk.keys)
+
+    def _as_now(self, value: bytes | None) -> bytes | None:
+        return None if value is None else in_own_schema(self.serde, value)
 
     def differences(self) -> Iterator[Difference]:
         """What is not as often on the topics as in the replay."""

@@ -20,6 +20,7 @@ from onceflow.client.topics import find_topics
 from onceflow.driver.kafka.targets import check_side_topics_writable, load_targets
 from onceflow.driver.record.committed_progress import CommittedProgress
 from onceflow.driver.standby.standby import Standby
+from onceflow.driver.start.kept_schemas import check_kept_schemas
 from onceflow.driver.start.takeover import Takeover
 from onceflow.driver.step.joins import find_joined
 from onceflow.errors import ProgressConflictError, UnknownTopicError, located
@@ -231,6 +232,7 @@ def ensure_table(
         PermissionDeniedError: a topic is missing and may not be created, or may not be read.
         UnknownTopicError: there is no topic for dead letters or late records.
         OptionError: a table of ``joins`` has another number of partitions, although it is co-partitioned.
+        EnvironmentUnusableError: a registry of schemas does not answer.
     """
     table_plan.check_not_replaced(options.table, progress)
     table_plan.check_kind(options, progress)
@@ -242,6 +244,7 @@ def ensure_table(
     partitions = options.partitions or max(sources.values())
     if not options.changelog:
         topics, planned = table_plan.plan_local_table(options, processor, partitions, progress)
+        check_kept_schemas(cluster, topics, processor, progress)
         check_co_partitioned(joins, options.table, topics.partitions, flow)
         return topics, planned
     if any(spec.co_partitioned for spec in joins):
@@ -254,4 +257,6 @@ def ensure_table(
     if options.table not in progress.changelogs and any(end for each in ends.values() for end in each.values()):
         writer = writer_of(topics.table, topics.table_id, CommittedProgress().decoded(cluster, deadline))
         table_plan.check_not_written(options.table, writer, progress)
-    return topics, table_plan.plan_table(options, processor, topics, ends, progress)
+    planned = table_plan.plan_table(options, processor, topics, ends, progress)
+    check_kept_schemas(cluster, topics, processor, progress)
+    return topics, planned

@@ -11,6 +11,7 @@ from onceflow import hooks
 from onceflow.errors import BatchAbortedError, ProgressConflictError
 from onceflow.planning.dead_letter_limit import NO_LETTERS, DeadLetters, Letters, letters_of
 from onceflow.protocol.progress import NO_TIMER, Progress, TableProgress
+from onceflow.state.api.serdes import schema_id
 from onceflow.state.engine.retry import Retry
 from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.engine.watermark import Origin, Watermark
@@ -82,6 +83,7 @@ class TableState:
         self._fired = dict(known.fired)
         self._unfired = set(known.unfired)  # of partitions that were not opened in this run yet
         self._fields = declared_fields(spec.processor)
+        self._schemas = _schemas(spec.processor, known)
         self.dead_letters = DeadLetters(spec.flow, spec.dead_letter_topic, spec.max_dead_letters, f"table {spec.table}")
 
     @property
@@ -191,6 +193,7 @@ class TableState:
             processing_timers=self._processing_timers_after(reports),
             event_times=times,
             event_times_ms=times_ms,
+            schemas=self._schemas,
         )
         if self._local is not None:
             changed = {report.partition: report.commit for report in reports if report.changed}
@@ -352,6 +355,13 @@ def _watermark(
         known_at_ms=known.event_times_ms,
         chained=not origins,
     )
+
+
+def _schemas(processor: Any, known: TableProgress) -> tuple[int, ...]:
+    """Ids of the schemas of rows that this version of a processor has written, or will. Others are migrated."""
+    before = known.schemas if known.version == processor.version else ()
+    own = schema_id(getattr(processor, "state", None))
+    return before if own is None else tuple(sorted({*before, own}))
 
 
 def _letters(reports: Sequence[StateReport], moment: AttemptContext) -> Letters:

@@ -7,7 +7,7 @@ never gets null keys and values: these are always None.
 from __future__ import annotations
 
 import struct as _struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,37 @@ def prepare(serde: Any) -> None:
     found = getattr(serde, "prepare", None)
     if found is not None:
         found()
+
+
+def schema_id(serde: Any) -> int | None:
+    """The id of the schema in front of all values that a serde writes; None: it writes no such ids.
+
+    Raises:
+        EnvironmentUnusableError: it cannot be used.
+    """
+    found = getattr(serde, "writes_with", None)
+    return None if found is None else int(found())
+
+
+def unreadable(serde: Any, ids: Iterable[int]) -> dict[bytes, str]:
+    """Which values of other schemas may be unreadable for a serde: how they begin, and what has changed.
+
+    Raises:
+        EnvironmentUnusableError: its registry does not answer.
+    """
+    found = getattr(serde, "unreadable", None)
+    return {} if found is None else dict(found(ids))
+
+
+def in_own_schema(serde: Any, raw: bytes) -> bytes:
+    """The bytes of a value as a serde would write it now: another version of its schema may have written it. What the
+    serde cannot read stays as it is.
+
+    Raises:
+        EnvironmentUnusableError: its registry does not answer.
+    """
+    found = getattr(serde, "in_own_schema", None)
+    return raw if found is None else bytes(found(raw))
 
 
 def _to_bytes(value: Any) -> bytes:

@@ -85,6 +85,14 @@ class OutputCollector:
         self._encode_value = output.encode
         # Only a serde that changes bytes has it, such as a claim check.
         self._encode_bytes = getattr(output, "encode_bytes", None)
+        # The header with the id of a schema, and what belongs there in place of the front of values; None: nothing.
+        self._id: Header | None = None
+        self._moves_id = getattr(output, "ids_in_headers", False)
+        if hasattr(output, "id_header"):
+            self._id = output.id_header, output.head() if self._moves_id else None
+        if self._moves_id:
+            length = len(output.head())
+            self._encode_value = lambda value: output.encode(value)[length:]
         self._keys: list[bytes | None] = []
         self._values: list[bytes | None] = []
         # Topic, headers and timestamp by index, because most records have none of them.
@@ -123,7 +131,7 @@ class OutputCollector:
             raise _no_record(records, records)
         keys, values = self._keys, self._values
         own_key: bytes | None = None  # raw_key as the serde writes it
-        small, keyless = self._small, self._keyless
+        small, keyless, moves_id = self._small, self._keyless, self._moves_id
         encode_value, encode_bytes = self._encode_value, None if as_read else self._encode_bytes
         for record in records:
             if type(record) is not Record and not isinstance(record, Record):
@@ -154,8 +162,8 @@ class OutputCollector:
                     not_encoded(error, "the value you yielded", record.value, self._output_serde, "output")
                     raise
             extras = None
-            if record.topic is not None or record.timestamp_ms is not None or record.headers:
-                self._extras[len(keys)] = extras = _extras(record)
+            if moves_id or record.topic is not None or record.timestamp_ms is not None or record.headers:
+                self._extras[len(keys)] = extras = _extras(record, self._id)
                 if extras[0] is not None:
                     self._check(extras[0], record)
             plain = extras is None or (extras[0] is None and not extras[1])
@@ -352,7 +360,7 @@ def _no_record(found: Any, records: Any) -> TypeError:
     return NotRecordsError(f"expected Records, got {type(found).__name__}: {found!r:.200}")
 
 
-def _extras(record: Record) -> _Extras:
+def _extras(record: Record, schema_id: Header | None) -> _Extras:
     # A record that was read and is yielded unchanged goes to the default topic, not back to the topic it was read from.
     topic = None if record.topic == record._read_from else record.topic
     if topic is not None and not isinstance(topic, str):
@@ -382,6 +390,10 @@ def _extras(record: Record) -> _Extras:
         elif content is not None and not isinstance(content, bytes):
             raise TypeError(f"header {name} is bytes or None, got {content!r:.200}")
         headers.append((name, content))
+    if schema_id is not None and record.value is not None and type(record.value) is not bytes:
+        headers = [header for header in headers if header[0] != schema_id[0]]  # that of a value that was read
+        if schema_id[1] is not None:
+            headers.append(schema_id)
     return topic, headers, at_ms
 
 
