@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from onceflow.clock import told_by
+from onceflow.driver.record.progress_log import PROGRESS_PARTITIONS
 from onceflow.errors import OptionError, ProcessorError
 from onceflow.flow_chain import ChainWriter, FlowChain
 from onceflow.options.arguments import checked_arguments
@@ -23,6 +24,7 @@ from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.headers import Header
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import key_partitions
+from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.query import FlowQuery, FlowWriter
 from onceflow.session import session
 from onceflow.state.api import serdes
@@ -102,6 +104,8 @@ class FlowDriver:
         folder = Path(tempfile.mkdtemp(prefix="onceflow-driver-"))
         self._world = World(broker, folder, partitions if topics is None else None)
         self._finalizer = weakref.finalize(self, _ended, self._flows, broker, folder)
+        # What the first start in a cluster creates. It looks for it for a while before.
+        broker.create(PROGRESS_TOPIC, PROGRESS_PARTITIONS, COMPACTED)
         for name, count in (topics or {}).items():
             broker.create(name, count)
         for name, content in (tables or {}).items():

@@ -13,8 +13,8 @@ from typing import Any
 
 from kafka.protocol import admin, consumer, metadata, producer
 
-from onceflow.clock import clock_ms
 from onceflow.client import in_process
+from onceflow.clock import clock_ms
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.codes import Code
 from onceflow.testing.memory_log import DEFAULTS, LEADER_EPOCH, MemoryTopic, PartitionLog
