@@ -1,6 +1,6 @@
-"""Brokers that live in this process: connections to them need no sockets. `onceflow.testing` serves one for each test.
+"""Brokers that live in this process: connections to them need no sockets. `onceflow.testing` serves one for a test.
 
-Only the transport is another one. Requests, their versions, retries and the bytes of records are those of a real broker.
+Only the transport is another one. Requests, their versions, retries and the bytes of records are as with real brokers.
 """
 
 from __future__ import annotations

@@ -160,18 +160,22 @@ class DirectLoop:
         with self._failure_noted():
             self._size = BatchSize(0, first=_UNPACED, least=_UNPACED, most=_UNPACED)
             self._reader.look()
-            for _ in range(_BATCHES_MAX):
-                self._fill()
-                if self._has_work():
-                    self._run_batch()
-                elif not self._reader.is_behind:
-                    return
-            raise ProcessorError(
-                f"there is more to do after {_BATCHES_MAX} batches",
-                flow=self._batches.flow,
-                next_step="does a timer register another one for a time that has come already? Register it for later",
-            )
-        self._close()
+            self._run_all()
+        if self.error is not None:
+            self._close()
+
+    def _run_all(self) -> None:
+        for _ in range(_BATCHES_MAX):
+            self._fill()
+            if self._has_work():
+                self._run_batch()
+            elif not self._reader.is_behind:
+                return
+        raise ProcessorError(
+            f"there is more to do after {_BATCHES_MAX} batches",
+            flow=self._batches.flow,
+            next_step="does a timer register another one for a time that has come already? Register it for later",
+        )
 
     def _has_work(self) -> bool:
         arrivals = self._reader.arrivals

@@ -194,9 +194,13 @@ class FlowDriver:
             What they have written to their outputs, with its topics.
 
         Raises:
-            OnceflowError: a flow has failed. Its batch has left nothing behind. `restart` it with another function.
+            OnceflowError: a flow has failed. Its batch has left nothing behind, and its records are read again by the
+                next run, or by another version after `restart`.
         """
         before = self._ends()
+        if not self._written or not all(query.isActive for query in self._written):
+            self._stop()  # one of them has failed: all begin again, as a supervisor would have it
+            self._start(self._functions)
         with told_by(lambda: self.now_ms):
             for _ in range(_ROUNDS_MAX):
                 ends = self._ends()
@@ -424,7 +428,13 @@ def _ended(flows: list[DrivenFlow], broker: MemoryBroker, folder: Path) -> None:
 def _encoded(given: Any) -> bytes | None:
     if given is None or isinstance(given, bytes):
         return given
-    return given.encode() if isinstance(given, str) else exact_json.dumps(given)
+    try:
+        return given.encode() if isinstance(given, str) else exact_json.dumps(given)
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"A {type(given).__name__} was sent that is no JSON: {error}",
+            next_step="give bytes, a text, None, or what JSON can express",
+        ) from error
 
 
 def _decoded(raw: bytes | None, decode: Callable[[bytes], Any]) -> Any:

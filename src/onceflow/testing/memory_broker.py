@@ -17,7 +17,7 @@ from onceflow.client import in_process
 from onceflow.clock import clock_ms
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.codes import Code
-from onceflow.testing.memory_log import DEFAULTS, LEADER_EPOCH, MemoryTopic, PartitionLog
+from onceflow.testing.memory_log import DEFAULTS, LEADER_EPOCH, Aborted, MemoryTopic, PartitionLog
 from onceflow.testing.memory_transactions import Transactions
 
 _NODE, _PORT = 1, 9092
@@ -207,7 +207,7 @@ class MemoryBroker:
         if log is None or not 0 <= each.fetch_offset <= log.end:
             code = Code.UNKNOWN_TOPIC_OR_PARTITION if log is None else Code.OFFSET_OUT_OF_RANGE
             return data_type(partition_index=each.partition, error_code=code, records=b"")
-        records, aborted = b"", []
+        records, aborted = b"", list[Aborted]()
         if is_first:
             records, aborted = log.fetch(each.fetch_offset, committed=committed, most_bytes=most_bytes)
         return data_type(
