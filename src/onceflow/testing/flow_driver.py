@@ -7,7 +7,7 @@ import functools
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,7 @@ class FlowDriver:
             function, with ``-`` for ``_``. Several flows are connected by their topics.
         topics: the topics that exist, with their numbers of partitions; None: all that flows name.
         partitions: number of partitions of topics that are not in ``topics``.
+        compacted: those of ``topics`` that are compacted: tables that are joined with.
         tables: rows of tables that flows join with, as dicts: ``{"rates": {"EUR": {"rate": 1.1}}}``.
         now_ms: the time of day at the beginning, in epoch milliseconds. It moves only when the test moves it.
         spark: None: a session with two local cores, or the one that is active.
@@ -85,6 +86,7 @@ class FlowDriver:
         *flows: FlowFunction,
         topics: Mapping[str, int] | None = None,
         partitions: int = 1,
+        compacted: Collection[str] = (),
         tables: Mapping[str, Mapping[Any, Any]] | None = None,
         now_ms: int = START_MS,
         spark: SparkSession | None = None,
@@ -107,7 +109,7 @@ class FlowDriver:
         # What the first start in a cluster creates. It looks for it for a while before.
         broker.create(PROGRESS_TOPIC, PROGRESS_PARTITIONS, COMPACTED)
         for name, count in (topics or {}).items():
-            broker.create(name, count)
+            broker.create(name, count, COMPACTED if name in compacted else None)
         for name, content in (tables or {}).items():
             self._fill(broker.create(name, partitions, COMPACTED), content)
         self._start(flows)
