@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from ledger_file import ledger
 from sqlite_sink import SqliteSink
 
 from onceflow import (
@@ -29,6 +30,7 @@ from onceflow import (
 )
 from onceflow.external.sink import BatchAttempt, ProgressRow, RefusedRow
 from onceflow.testing.external_sink_suite import ExternalSinkSuite, Writer
+from onceflow.testing.flow_driver import FlowDriver
 
 
 def database(folder: Path, script: str) -> Path:
@@ -424,6 +426,19 @@ def test_arguments() -> None:
 
 
 # ---- the service -------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_the_flow_on_topics_in_memory(onceflow_spark: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    flow = FlowDriver(lambda flow: ledger(flow, path, "deposits", "failed"), partitions=2)
+    flow.send("deposits", "ada", {"amount": "12.50"}, partition=1)
+    flow.send_many("deposits", [("bob", {"amount": "-1"}), ("bob", {"amount": "3"})])
+    assert rows_of(path, "SELECT account, amount FROM ledger ORDER BY amount") == [("ada", "12.50"), ("bob", "3.00")]
+    assert [each.value for each in flow.read("failed")] == [{"amount": "-1"}]
+    flow.restart()
+    flow.send("deposits", "eve", {"amount": "4"})
+    assert rows_of(path, "SELECT count(*) FROM ledger") == [(3,)]
 
 
 @pytest.mark.integration

@@ -371,7 +371,9 @@ class FlowDriver:
             raise OptionError(
                 f"There is no topic {name!r}",
                 topic=name,
-                next_step=f"{did_you_mean(name, there)}There are: {_listed(there)}",
+                detail=f"there are {_listed(there)}",
+                next_step=f"{did_you_mean(name, there)}A topic that only rows name is there when one was written; or give "
+                "all topics: FlowDriver(..., topics={...})",
             )
         found = [
             (batch.number, number, batch.decoded())
