@@ -8,6 +8,7 @@ letter in a topic that a transaction has written to, where markers take offsets.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import random
 import time
@@ -15,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,13 @@ from onceflow.protocol.partitioners import key_partitions
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.flow_driver import FlowDriver
+from onceflow_workshop.demos.outbox_server import PaymentServer
 
 pytestmark = pytest.mark.integration
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 START_MS = 1_750_000_000_000
-UNSTEADY = ("onceflow.error.stack", "onceflow.error.offset", "onceflow.origin.offset")
+UNSTEADY = ("onceflow.error.stack", "onceflow.error.offset", "onceflow.origin.offset", "onceflow.expires")
 
 Contents = dict[str, dict[int, dict[bytes | None, list[Any]]]]
 
@@ -58,7 +61,10 @@ class Case:
         flows: each is called with a flow and a suffix of names.
         topics: with their numbers of partitions, without the suffix. tables: of flows; each has one rows only.
         steps: each is sent when the one before was processed.
-        compacted: topics that are.
+        compacted: topics that are. steady: topics whose places in headers are the same on both sides.
+        loose: of these topics only the fields of values that are named are compared, in any order: the order of records
+            that come from several partitions is not determined.
+        timers: whether timers have to fire by the clock.
     """
 
     flows: Sequence[Callable[..., Any]]
@@ -66,7 +72,9 @@ class Case:
     steps: Sequence[Sequence[Sent]]
     tables: Sequence[str] = ()
     compacted: Sequence[str] = ()
-    steady: Sequence[str] = field(default_factory=tuple)
+    steady: Sequence[str] = ()
+    loose: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    timers: bool = False
 
 
 def sent(topic: str, partitions: int, key: Any, value: Any, **more: Any) -> Sent:
@@ -83,15 +91,16 @@ def sent(topic: str, partitions: int, key: Any, value: Any, **more: Any) -> Sent
 def check(case: Case, servers: str, spark: Any, tmp_path: Path) -> None:
     """Run a case on both sides, and compare."""
     suffix = f"-{uuid.uuid4().hex[:8]}"
-    on_broker = _on_broker(case, suffix, servers, spark, tmp_path)
-    in_memory = _in_memory(case, suffix)
+    in_memory = _in_memory(case, suffix, spark)
+    on_broker = _on_broker(case, suffix, servers, spark, tmp_path, _sizes(in_memory))
     for topic in {**on_broker, **in_memory}:
         assert in_memory.get(topic) == on_broker.get(topic), topic
     written = {*on_broker} - {each.topic for step in case.steps for each in step}
     assert written, "nothing was compared"
 
 
-def _on_broker(case: Case, suffix: str, servers: str, spark: Any, tmp_path: Path) -> Contents:
+def _on_broker(case: Case, suffix: str, servers: str, spark: Any, tmp_path: Path, sizes: Mapping[str, int]) -> Contents:
+    """``sizes``: so many records are expected in topics. Timers fire in later batches than those with the records."""
     for topic, partitions in case.topics.items():
         policy = "compact" if topic in case.compacted else "delete"
         create_topic(servers, f"{topic}{suffix}", partitions, {"cleanup.policy": policy})
@@ -105,12 +114,27 @@ def _on_broker(case: Case, suffix: str, servers: str, spark: Any, tmp_path: Path
             _produce(servers, step, suffix)
             for query in queries * len(queries):  # what the last one writes, the first one may read
                 query.processAllAvailable()
+        found = _read(case, suffix, servers)
+        end = time.monotonic() + 30
+        while _sizes(found) != sizes and time.monotonic() < end:
+            found = _read(case, suffix, servers)
+        return found
+
+
+def _read(case: Case, suffix: str, servers: str) -> Contents:
     found: Contents = {}
     for topic in [*case.topics, *case.tables]:
         for each in independent.read_topic(servers, f"{topic}{suffix}", decided=True):
             record = Record(each.key, each.value, None, each.headers, None, each.partition)
             _add(found.setdefault(topic, {}), record, case, topic)
     return found
+
+
+def _sizes(found: Contents) -> dict[str, int]:
+    return {
+        topic: sum(len(records) for by_key in partitions.values() for records in by_key.values())
+        for topic, partitions in found.items()
+    }
 
 
 def _produce(servers: str, step: Sequence[Sent], suffix: str) -> None:
@@ -123,7 +147,7 @@ def _produce(servers: str, step: Sequence[Sent], suffix: str) -> None:
     assert producer.flush(30) == 0
 
 
-def _in_memory(case: Case, suffix: str) -> Contents:
+def _in_memory(case: Case, suffix: str, spark: Any) -> Contents:
     topics = {f"{topic}{suffix}": count for topic, count in case.topics.items()}
     flows = [
         _named(functools.partial(_built, build, suffix), f"flow_{number}{suffix.replace('-', '_')}")
@@ -134,6 +158,7 @@ def _in_memory(case: Case, suffix: str) -> Contents:
         topics=topics,
         compacted=[f"{topic}{suffix}" for topic in case.compacted],
         now_ms=time.time_ns() // 1_000_000,
+        spark=spark,
         key=serdes.BYTES,
         value=serdes.BYTES,
     ) as driver:
@@ -144,6 +169,8 @@ def _in_memory(case: Case, suffix: str) -> Contents:
                     partition=each.partition, headers=each.headers, timestamp_ms=each.timestamp_ms,
                 )  # fmt: skip
             driver.run()
+        for _ in range(10 * case.timers):
+            driver.advance(5)
         found: Contents = {}
         for topic in [*case.topics, *case.tables]:
             for record in driver.read(f"{topic}{suffix}", places=True):
@@ -166,11 +193,15 @@ def _named(function: Any, name: str) -> Callable[..., Any]:
 def _add(found: dict[int, dict[bytes | None, list[Any]]], record: Record, case: Case, topic: str) -> None:
     headers = [each for each in record.headers if topic in case.steady or each[0] not in UNSTEADY]
     by_key = found.setdefault(record.partition or 0, {})
-    one = (record.value, headers)
     if topic in case.tables:
-        by_key[record.key] = [one]  # only the last one counts, and batches decide how many there are
+        by_key[record.key] = [(record.value, headers)]  # only the last one counts; batches decide how many there are
+    elif topic in case.loose:
+        value = json.loads(record.value)
+        by_key[record.key] = sorted(
+            [*by_key.get(record.key, []), [value.get(name) for name in case.loose[topic]]], key=str
+        )
     else:
-        by_key.setdefault(record.key, []).append(one)
+        by_key.setdefault(record.key, []).append((record.value, headers))
 
 
 # ---- generated -----------------------------------------------------------------------------------------
@@ -330,3 +361,195 @@ GENERATED = {"sums": sums, "minutes": minutes, "chained": chained}
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
 def test_generated(name: str, seed: int, onceflow_broker: str, onceflow_spark: Any, tmp_path: Path) -> None:
     check(GENERATED[name](seed), onceflow_broker, onceflow_spark, tmp_path)
+
+
+# ---- examples ------------------------------------------------------------------------------------------
+
+
+def deposits(module: Any) -> Case:
+    rng = random.Random(7)
+    accounts = [f"acc-{number:05d}" for number in range(6)]
+    topics = {"deposits": 3, "validated": 3, "rejected": 1, "ledger": 2}
+    opened = [{"kind": "open", "id": f"open-{a}", "account": a, "limit": 1000} for a in accounts[:5]]
+
+    def asked(number: int) -> dict[str, Any]:
+        common = {"id": f"op-{number % 90}", "account": rng.choice(accounts), "amount": rng.randrange(-5, 1100)}
+        return rng.choice([{"kind": "deposit"}, {"kind": "transfer", "to": rng.choice(accounts)}]) | common
+
+    def step(values: Sequence[dict[str, Any]]) -> list[Sent]:
+        return [sent("deposits", 3, value["account"], value, headers=(("n", b"1"),)) for value in values]
+
+    steps = [step(opened), *(step([asked(10 * n + m) for m in range(30)]) for n in range(5))]
+    steps.append([sent("deposits", 3, "acc-00001", b"no JSON"), sent("deposits", 3, None, {"kind": "gift"})])
+    flows = [module.validate_flow, module.book_flow]
+    # How often an account was booked comes from several partitions; its balance in the end does not depend on that.
+    return Case(flows, topics, steps, ["accounts", "balances"], loose={"ledger": ("id", "account", "amount")})
+
+
+def moving_average(module: Any) -> Case:
+    rng = random.Random(3)
+
+    def measured(number: int) -> Sent:
+        series = f"series-{rng.randrange(4)}"
+        time_ = f"2010-01-{1 + number // 24:02d}T{number % 24:02d}:00:00Z"
+        value: Any = {"series": series, "time": time_, "value": rng.randrange(-1000, 1000)}
+        return sent("measurements", 2, series, rng.choice([value] * 9 + [b"no JSON", value | {"value": None}]))
+
+    topics = {"measurements": 2} | {
+        f"{name}{end}": 2 for name in ("averages", "bad-measurements") for end in ("", "-columns")
+    }
+    flows = [functools.partial(_version, module, version) for version in ("records", "columns")]
+    steps = [[measured(20 * step + n) for n in range(20)] for step in range(6)]
+    return Case(flows, topics, steps, ["windows", "windows-columns"])
+
+
+def _version(module: Any, version: str, flow: onceflow.Flow, suffix: str, state_dir: str | None = None) -> Any:
+    return module.averages_flow(flow, version, suffix, state_dir)
+
+
+def pairs(module: Any) -> Case:
+    topics = {"events": 2, "pairs": 2, "unpaired": 1, "late": 1, "dead-letters": 1}
+    return Case([module.pairs_flow], topics, event_steps(), ["waiting"])
+
+
+def event_steps() -> list[list[Sent]]:
+    rng = random.Random(4)
+    steps = []
+    for minute in range(0, 50, 7):
+        at = START_MS + 60_000 * minute
+        events = []
+        for _ in range(12):
+            moment = at + 1000 * rng.randrange(8)
+            kind = rng.choice("AB")
+            value: Any = {
+                "id": f"{kind}-{moment}",
+                "type": kind,
+                "timestamp": _utc(moment),
+                "value": rng.randrange(100),
+            }
+            value = rng.choice([value] * 8 + [b"no JSON", value | {"type": "C"}])
+            # The same place for the same moment: so its events have one order.
+            events.append(Sent("events", None, _json(value), moment // 1000 % 2, timestamp_ms=at + 10_000))
+        ends = [{"id": f"end-{at}-{p}", "type": "A", "timestamp": _utc(at + 8_000 + p), "value": 1} for p in (0, 1)]
+        steps.append(
+            [*events, *(Sent("events", None, _json(end), p, timestamp_ms=at + 10_000) for p, end in enumerate(ends))]
+        )
+    return steps
+
+
+def pairs_spark(module: Any) -> Case:
+    steps = event_steps()
+    topics = {"events": 2, "as": 2, "bs": 2, "dead-letters-sort": 2}
+    return Case([functools.partial(_sort, module)], topics, steps)
+
+
+def _sort(module: Any, flow: onceflow.Flow, suffix: str, state_dir: str | None = None) -> Any:
+    return module.sort_flow(flow, suffix)
+
+
+def _json(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else json.dumps(value).encode()
+
+
+def _utc(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def retry(module: Any) -> Case:
+    cards = ["ok", "busy-1", "slow-2", "declined", "down", "ok"]
+    orders = [{"id": f"ord-{n}", "amount": 5, "at": START_MS, "card": card} for n, card in enumerate(cards)]
+    topics = dict.fromkeys(("orders", "retry", "failed", "parked", "charged"), 2)
+    steps = [[sent("orders", 2, order["id"], order) for order in orders], [sent("orders", 2, "ord-0", orders[0])]]
+    return Case([module.charge_flow, module.retry_flow], topics, steps, ["charges"], timers=True)
+
+
+def balances_api(module: Any) -> Case:
+    rng = random.Random(5)
+    topics = {"movements": 3, "statements": 2, "rejected": 1}
+
+    def movement() -> Sent:
+        value = rng.choice([{"amount": rng.randrange(-50, 50)}] * 8 + [{"close": True}, b"no JSON"])
+        return sent("movements", 3, f"account-{rng.randrange(5)}", value)
+
+    return Case([module.balances_flow], topics, [[movement() for _ in range(25)] for _ in range(4)], ["balances"])
+
+
+def outbox(module: Any, services: Iterator[str]) -> Case:
+    topics = dict.fromkeys(("payments", "intents", "results", "repeated", "failed", "unclear", "receipts"), 2)
+
+    def payment(number: int, card: str) -> Sent:
+        value = {"account": f"acc-{number}", "amount": 5, "card": card}
+        return sent("payments", 2, f"token-{number}", value)
+
+    steps = [
+        [payment(n, card) for n, card in enumerate(["ok", "declined", "lost", "ok"])],
+        [payment(0, "ok"), payment(1, "ok"), sent("payments", 2, "token-9", b"no JSON")],
+    ]
+    flows = [module.intend_flow, functools.partial(_pay_once, module, services), module.watch_flow]
+    return Case(flows, topics, steps, ["intended", "watched"], loose={"results": ("status", "cause")})
+
+
+def _pay_once(
+    module: Any, services: Iterator[str], flow: onceflow.Flow, suffix: str, state_dir: str | None = None
+) -> Any:
+    return module.pay_once_flow(flow, next(services), suffix)
+
+
+def files(module: Any, folder: Path) -> Case:
+    head = "id,account,amount,date,text"
+    (folder / "a.csv").write_text(f"{head}\n1,a,12.50,2024-02-29,rent\nbad\n2,b,1.00,2024-02-29,\n")
+    (folder / "b.csv").write_text("no columns\n")
+    links = ["a.csv", "b.csv", "missing.csv", "../outside.csv", "a.csv"]
+    topics = dict.fromkeys(("links", "transactions", "bad-rows", "loaded", "failed", "skipped"), 2)
+    steps = [[Sent("links", None, json.dumps({"link": link}).encode(), n % 2)] for n, link in enumerate(links)]
+    return Case([functools.partial(_files, module, folder)], topics, steps, ["link-table"])
+
+
+def _files(module: Any, folder: Path, flow: onceflow.Flow, suffix: str, state_dir: str | None = None) -> Any:
+    places, limits = module.downloads.Places(root=str(folder)), module.downloads.Limits()
+    return module.files_flow(flow, places, limits, suffix, state_dir=state_dir)
+
+
+@pytest.fixture
+def utc(onceflow_spark: Any) -> Any:
+    spark = onceflow_spark.newSession()
+    spark.conf.set("spark.sql.session.timeZone", "UTC")
+    return spark
+
+
+PLAIN = {
+    "deposits": ("deposits", deposits),
+    "moving-average": ("moving_average", moving_average),
+    "pairs": ("pairs", pairs),
+    "pairs-spark": ("pairs_spark", pairs_spark),
+    "retry": ("retry", retry),
+    "balances-api": ("balances_api", balances_api),
+}
+
+
+def example(folder: str, module: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of an example."""
+    monkeypatch.syspath_prepend(EXAMPLES / folder.removesuffix("-spark"))
+    return importlib.import_module(module)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == "deposits" else pytest.mark.long) for each in PLAIN]
+)
+def test_examples(name: str, onceflow_broker: str, utc: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, case = PLAIN[name]
+    check(case(example(name, module, monkeypatch)), onceflow_broker, utc, tmp_path)
+
+
+@pytest.mark.long
+def test_outbox(onceflow_broker: str, utc: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with PaymentServer().serving() as one, PaymentServer().serving() as other:  # it knows accounts again
+        case = outbox(example("outbox", "outbox", monkeypatch), iter([one.url, other.url]))
+        check(case, onceflow_broker, utc, tmp_path)
+
+
+@pytest.mark.long
+def test_files(onceflow_broker: str, utc: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    check(files(example("files", "files", monkeypatch), folder), onceflow_broker, utc, tmp_path)
