@@ -372,8 +372,8 @@ class FlowDriver:
                 f"There is no topic {name!r}",
                 topic=name,
                 detail=f"there are {_listed(there)}",
-                next_step=f"{did_you_mean(name, there)}A topic that only rows name is there when one was written; or give "
-                "all topics: FlowDriver(..., topics={...})",
+                next_step=f"{did_you_mean(name, there)}A topic that only rows name is there when one was written; or "
+                "give all topics: FlowDriver(..., topics={...})",
             )
         found = [
             (batch.number, number, batch.decoded())
