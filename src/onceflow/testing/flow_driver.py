@@ -102,9 +102,10 @@ class FlowDriver:
         self._written: list[FlowQuery] = []
         self._next_partition: dict[str, int] = {}
         self._taken: dict[str, int] = {}  # by topic: how many of its records were taken
-        broker = MemoryBroker(lambda name: self._world.make(name))
+        broker = MemoryBroker()
         folder = Path(tempfile.mkdtemp(prefix="onceflow-driver-"))
         self._world = World(broker, folder, partitions if topics is None else None)
+        broker.make = self._world.make
         self._finalizer = weakref.finalize(self, _ended, self._flows, broker, folder)
         # What the first start in a cluster creates. It looks for it for a while before.
         broker.create(PROGRESS_TOPIC, PROGRESS_PARTITIONS, COMPACTED)

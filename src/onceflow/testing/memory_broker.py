@@ -32,18 +32,16 @@ Answer = Callable[["MemoryBroker", Any], Any]
 class MemoryBroker:
     """One broker, reached by the clients of this process at `address`. It ends with `close`.
 
-    Args:
-        make: called with the name of a topic that somebody asks for and that does not exist; it may create it.
-
     Attributes:
         topics: by name.
+        make: called with the name of a topic that somebody asks for and that does not exist; it may create it.
         address: ``bootstrap_servers`` for clients.
     """
 
-    def __init__(self, make: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self) -> None:
         self.topics: dict[str, MemoryTopic] = {}
         self.transactions = Transactions(self.topics)
-        self._make = make
+        self.make: Callable[[str], None] = lambda _: None
         self._host = f"memory-{next(_numbers)}.invalid"  # RFC 2606: no such host can exist
         self._lock = threading.RLock()
         self.address = f"{self._host}:{_PORT}"
@@ -72,7 +70,7 @@ class MemoryBroker:
 
     def _topic(self, name: str) -> MemoryTopic | None:
         if name not in self.topics:
-            self._make(name)
+            self.make(name)
         return self.topics.get(name)
 
     def _log(self, topic: str, partition: int) -> PartitionLog | None:
