@@ -442,6 +442,28 @@ def test_the_flow_on_topics_in_memory(onceflow_spark: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.integration
+def test_a_chain_on_topics_in_memory(onceflow_spark: Any, tmp_path: Path) -> None:
+    """First to a topic, from there to the table."""
+    path = database(tmp_path, "CREATE TABLE t (account TEXT, cents INTEGER)")
+    cents = "CAST(get_json_object(string(value), '$.cents') AS INT)"
+
+    def chained(flow: Any) -> Any:
+        rows = flow.read("deposits").where(f"{cents} > 0").select("key", "value")
+        return flow.write_chain(
+            rows,
+            SqliteSink(path, "t"),
+            topic="validated",
+            rows=lambda records: records.selectExpr("string(key) AS account", f"{cents} AS cents"),
+        )
+
+    chain = FlowDriver(chained)
+    chain.send_many("deposits", [("ada", {"cents": 5}), ("bob", {"cents": -1})])
+    chain.send("deposits", "eve", {"cents": 7})
+    assert [each.key for each in chain.read("validated")] == ["ada", "eve"]
+    assert rows_of(path, "SELECT * FROM t ORDER BY account") == [("ada", 5), ("eve", 7)]
+
+
+@pytest.mark.integration
 def test_the_service(onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path) -> None:
     """A good deposit, one that the table refuses, and one that is no JSON."""
     import ledger_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from pyspark.sql import DataFrame
 
 import onceflow
 from onceflow import Record, serdes, windows
+from onceflow.client import in_process
 from onceflow.errors import OptionError, ProcessorError, ProgressConflictError, UnknownTopicError, UnsupportedQueryError
 from onceflow.testing.flow_driver import START_MS, FlowDriver
 
@@ -438,6 +440,47 @@ def test_a_restart_restores_state_and_reads_on() -> None:
     driver.send("deposits", "ada", {"amount": 1})
     driver.send("deposits", "ada", {"amount": 2}, run=False)
     assert driver.restart() == [Record("ada", {"balance": 3}, "balances")]
+
+
+@pytest.mark.parametrize("engine", ["auto", "driver", "tasks"])
+def test_how_a_flow_runs_in_production_makes_no_difference(engine: str) -> None:
+    def options(flow: onceflow.Flow) -> Any:
+        rows = flow.read("in", max_records_per_batch=2).select("key", "value")
+        return flow.write(rows, topic="out", once=True, engine=engine, compression="zstd")
+
+    driver = FlowDriver(options)
+    driver.send_many("in", [("a", number) for number in range(7)])
+    driver.send("in", "b", 7)
+    assert [each.value for each in driver.read("out")] == [*range(8)]
+
+
+def test_where_a_read_ends() -> None:
+    driver = FlowDriver(lambda flow: flow.write(flow.read("in").select("key", "value"), topic="out"))
+    driver.send_many("in", [("a", number) for number in range(3)])
+
+    def later(flow: onceflow.Flow) -> Any:
+        rows = flow.read("in", until="latest")
+        return flow.write(rows.select("key", "value"), topic="out")
+
+    driver.send("in", "a", 3, run=False)
+    driver.restart(later)
+    driver.send_many("in", [("a", number) for number in range(4, 6)])
+    assert [each.value for each in driver.read("out")] == [0, 1, 2, 3]
+
+
+def test_drivers_share_nothing_but_spark_and_end_by_themselves() -> None:
+    one, other = FlowDriver(totals_flow), FlowDriver(totals_flow)
+    one.send("deposits", "ada", {"amount": 1})
+    assert other.send("deposits", "ada", {"amount": 5}) == [Record("ada", {"balance": 5}, "balances")]
+    address = one._world.broker.address.partition(":")[0]
+    folder = one._world.folder
+    del one
+    gc.collect()
+    assert in_process.broker_at(address) is None
+    assert not folder.exists()
+    with other:
+        pass
+    assert in_process.broker_at(other._world.broker.address.partition(":")[0]) is None
 
 
 # ---- wrong use -----------------------------------------------------------------------------------------

@@ -155,21 +155,23 @@ class DirectLoop:
         """Run batches in the calling thread until everything is committed that is in the sources now, and no timer is
         due. For a loop that was not started. When it fails it has ended, as `error` says.
 
-        How many batches these are does not depend on how long they take.
+        All that is there is one batch, if limits of records and bytes allow it, however long it takes.
         """
         with self._failure_noted():
             self._size = BatchSize(0, first=_UNPACED, least=_UNPACED, most=_UNPACED)
-            self._reader.look()
-            self._run_all()
+            self._run_up_to(self._reader.look())
         if self.error is not None:
             self._close()
 
-    def _run_all(self) -> None:
+    def _run_up_to(self, ends: TopicOffsets) -> None:
+        reader = self._reader
         for _ in range(_BATCHES_MAX):
-            self._fill()
-            if self._has_work():
+            is_full = reader.has_enough or reader.arrivals.nbytes >= BATCH_BYTES
+            if reader.is_short_of(ends) and not is_full:
+                self._fetch(_WAIT_S)
+            elif self._has_work():
                 self._run_batch()
-            elif not self._reader.is_behind:
+            else:
                 return
         raise ProcessorError(
             f"there is more to do after {_BATCHES_MAX} batches",

@@ -251,17 +251,26 @@ class SourceReader:
             self._receive(0)
             self.fetch_ahead()
 
-    def look(self) -> None:
-        """Ask where the partitions end now, so that `is_behind` knows what was written before this call.
+    def look(self) -> TopicOffsets:
+        """Ask where the partitions end now.
 
         Raises:
             OnceflowError: the brokers do not answer.
         """
-        self._ask_for_ends(Deadline(_ANSWER_S, f"looking for the ends of the sources of flow {self._flow}"))
+        return self._ask_for_ends(Deadline(_ANSWER_S, f"looking for the ends of the sources of flow {self._flow}"))
 
-    def _ask_for_ends(self, deadline: Deadline) -> None:
+    def is_short_of(self, ends: TopicOffsets) -> bool:
+        """Whether something before these offsets, and before the bounds, has not arrived. What leaders have answered
+        last may be older."""
+        places = (((topic, n), end) for topic, offsets in ends.items() for n, end in offsets.items())
+        return any(self._arrived[place] < min(end, self._bound(place)) for place, end in places)
+
+    def _ask_for_ends(self, deadline: Deadline) -> TopicOffsets:
+        found: TopicOffsets = {}
         for wanted in self._led().values():
-            self._ends(wanted, deadline)
+            for topic, offsets in self._ends(wanted, deadline).items():
+                found.setdefault(topic, {}).update(offsets)
+        return found
 
     # ---- while tasks read ----------------------------------------------------------------------------
 
