@@ -54,6 +54,20 @@ def amount_of(movement: Any) -> int:
     return amount
 
 
+def balances_flow(
+    flow: onceflow.Flow, suffix: str = "", state_dir: str | None = None, **read: Any
+) -> onceflow.FlowWriter:
+    rows = flow.process(
+        flow.read(f"movements{suffix}", **read),
+        Balances(),
+        table=f"balances{suffix}",
+        on_error="dead-letter",
+        dead_letter_topic=f"rejected{suffix}",
+        state_dir=state_dir,
+    )
+    return flow.write(rows, topic=f"statements{suffix}", trigger="200 milliseconds")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bootstrap-servers", required=True)
@@ -62,22 +76,11 @@ def main() -> None:
     parser.add_argument("--state-dir", help="for the local stores  [default: ~/.local/state/onceflow]")
     given = parser.parse_args()
 
-    movements, statements, rejected, balances = (
-        f"{name}{given.suffix}" for name in ("movements", "statements", "rejected", "balances")
-    )
     spark = onceflow.session("balances", master="local[2]", config={"spark.driver.memory": "640m"})
     flow = onceflow.Flow(f"balances{given.suffix}", spark, bootstrap_servers=given.bootstrap_servers)
-    rows = flow.process(
-        flow.read(movements, max_records_per_batch=given.batch),
-        Balances(),
-        table=balances,
-        on_error="dead-letter",
-        dead_letter_topic=rejected,
-        state_dir=given.state_dir,
-    )
-    query = flow.write(rows, topic=statements, trigger="200 milliseconds").start()
+    write = balances_flow(flow, given.suffix, given.state_dir, max_records_per_batch=given.batch)
     # How far the table is committed after each batch: what --min-position and min_position= take.
-    onceflow.serve(query, more=lambda each: {"position": each.position})
+    onceflow.serve(write.start(), more=lambda each: {"position": each.position})
 
 
 if __name__ == "__main__":

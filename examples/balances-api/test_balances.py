@@ -16,7 +16,7 @@ from typing import Any
 
 import balances_web
 import pytest
-from balances_api import Balances
+from balances_api import Balances, balances_flow
 from balances_web import BalancesWeb
 from confluent_kafka import Producer
 
@@ -25,6 +25,7 @@ from onceflow.server.formats import Format
 from onceflow.server.options import ServeOptions
 from onceflow.server.process import QueryServer
 from onceflow.testing import independent
+from onceflow.testing.flow_driver import FlowDriver
 from onceflow.testing.processor_driver import ProcessorDriver
 from onceflow.testing.waiting import wait_until
 
@@ -40,6 +41,17 @@ def test_movements_add_up() -> None:
     found = {key: (row["balance"], row["count"]) for key, row in driver.states.items()}
     assert found == {"ada": (50, 3), "bob": (3, 1)}
     assert [record.value["balance"] for record in driver.outputs if record.key == "ada"] == [40, 52, 50]
+
+
+@pytest.mark.integration
+def test_the_table_has_what_the_statements_say(onceflow_spark: Any) -> None:
+    flow = FlowDriver(balances_flow, partitions=2)
+    flow.send_many("movements", [("ada", {"amount": 40}), ("bob", {"amount": 3}), ("ada", "no JSON")])
+    flow.send("movements", "bob", {"amount": -3})
+    flow.send("movements", "bob", {"close": True})
+    assert flow.table("balances") == {"ada": {"balance": 40, "count": 1, "through": 0}}
+    assert [each.value for each in flow.read("statements") if each.key == "bob"][-1] == {"closed": True}
+    assert [each.value for each in flow.read("rejected")] == [b"no JSON"]
 
 
 def test_a_row_says_up_to_which_movement_it_goes() -> None:

@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow import Record
+from onceflow import FlowWriter, Record
 
 JSON, STRING = onceflow.serdes.JSON, onceflow.serdes.STRING
 CASH = "cash"  # the account that deposits come from
@@ -116,6 +116,26 @@ class Book(onceflow.Processor):
         state.put(account)
 
 
+def validate_flow(flow: onceflow.Flow, suffix: str = "", state_dir: str | None = None, **read: Any) -> FlowWriter:
+    """Lets pass what accounts may do."""
+    rows = flow.process(
+        flow.read(f"deposits{suffix}", include_headers=True, **read),
+        Validate(),
+        table=f"accounts{suffix}",
+        on_error="dead-letter",
+        dead_letter_topic=f"rejected{suffix}",
+        state_dir=state_dir,
+    )
+    return flow.write(rows, topic=f"validated{suffix}", trigger="200 milliseconds")
+
+
+def book_flow(flow: onceflow.Flow, suffix: str = "", state_dir: str | None = None, **read: Any) -> FlowWriter:
+    """Books what was validated, twice."""
+    moves = entries(flow.read(f"validated{suffix}", **read))
+    rows = flow.process(moves, Book(), table=f"balances{suffix}", state_dir=state_dir)
+    return flow.write(rows, topic=f"ledger{suffix}", trigger="200 milliseconds")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("flow", choices=["validate", "book"])
@@ -131,22 +151,9 @@ def main() -> None:
     logging.getLogger("onceflow.state").setLevel(logging.INFO)
     spark = onceflow.session(given.flow, master="local[2]", config={"spark.driver.memory": "640m"})
     flow = onceflow.Flow(given.flow + given.suffix, spark, bootstrap_servers=given.bootstrap_servers)
-    read = {"max_records_per_batch": given.batch, "until": given.until}
-    if given.flow == "validate":
-        asked = flow.read(f"deposits{given.suffix}", include_headers=True, **read)
-        rows = flow.process(
-            asked,
-            Validate(),
-            table=f"accounts{given.suffix}",
-            on_error="dead-letter",
-            dead_letter_topic=f"rejected{given.suffix}",
-            state_dir=given.state_dir,
-        )
-    else:
-        validated = flow.read(f"validated{given.suffix}", **read)
-        rows = flow.process(entries(validated), Book(), table=f"balances{given.suffix}", state_dir=given.state_dir)
-    topic = {"validate": "validated", "book": "ledger"}[given.flow] + given.suffix
-    onceflow.serve(flow.write(rows, topic=topic, trigger="200 milliseconds").start())
+    build = {"validate": validate_flow, "book": book_flow}[given.flow]
+    write = build(flow, given.suffix, given.state_dir, max_records_per_batch=given.batch, until=given.until)
+    onceflow.serve(write.start())
 
 
 if __name__ == "__main__":

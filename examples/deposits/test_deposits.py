@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deposits import LIMIT_MAX, Book, Validate
+from deposits import LIMIT_MAX, Book, Validate, book_flow, validate_flow
 
 from onceflow import Record
 from onceflow.testing import independent
+from onceflow.testing.flow_driver import FlowDriver
 from onceflow.testing.processor_driver import ProcessorDriver
 
 ADA, BOB = "acc-00001", "acc-00002"
@@ -212,6 +213,31 @@ def test_an_entry_has_the_balance_after_it() -> None:
         BOB: {"balance": 2, "count": 1},
         "cash": {"balance": -5, "count": 1},
     }
+
+
+# ---- both flows, on topics in memory ------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_what_is_validated_is_booked_twice(onceflow_spark: Any) -> None:
+    flows = FlowDriver(validate_flow, book_flow, partitions=3)
+    for asked in (opened(), opened(BOB), deposit(1, 500), transfer(2, 200), transfer(3, 301)):
+        flows.send("deposits", asked["account"], asked)
+    assert [each.value for each in flows.read("validated")] == [
+        opened(),
+        opened(BOB),
+        deposit(1, 500),
+        transfer(2, 200),
+    ]
+    (rejected,) = flows.read("rejected")
+    assert rejected.value == transfer(3, 301)
+    assert dict(rejected.headers)["onceflow.error.message"] == b"insufficient funds"
+    assert flows.table("balances") == {
+        "cash": {"balance": -500, "count": 1},
+        ADA: {"balance": 300, "count": 2},
+        BOB: {"balance": 200, "count": 1},
+    }
+    assert sum(each.value["amount"] for each in flows.read("ledger")) == 0
 
 
 # ---- the whole service -------------------------------------------------------------------------------

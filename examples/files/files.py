@@ -42,6 +42,31 @@ class Once(onceflow.Processor):
                 yield record
 
 
+def files_flow(
+    flow: onceflow.Flow,
+    places: downloads.Places,
+    limits: downloads.Limits,
+    suffix: str = "",
+    *,
+    folder: str | None = None,
+    state_dir: str | None = None,
+    **read: Any,
+) -> onceflow.FlowWriter:
+    """The flow. ``folder``: for files being downloaded."""
+    records = flow.read(f"links{suffix}", include_headers=True, **read)
+    link = F.get_json_object(F.col("value").cast("string"), "$.link")
+    fresh = flow.process(
+        records.withColumn("key", F.coalesce(link, F.lit(""))),
+        Once(places, f"skipped{suffix}"),
+        table=f"link-table{suffix}",
+        state_dir=state_dir,
+        on_error="dead-letter",
+        dead_letter_topic=f"failed{suffix}",
+    )
+    rows = fresh.mapInArrow(fetch.Fetch(downloads.Downloads(places, limits, folder), suffix), fresh.schema)
+    return flow.write(rows, trigger="200 milliseconds", transaction_timeout="10 minutes")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bootstrap-servers", required=True)
@@ -62,18 +87,12 @@ def main() -> None:
 
     spark = onceflow.session("files", master="local[2]", config={"spark.driver.memory": "640m"})
     flow = onceflow.Flow(f"files{given.suffix}", spark, bootstrap_servers=given.bootstrap_servers)
-    records = flow.read(f"links{given.suffix}", max_records_per_batch=given.batch, include_headers=True)
-    link = F.get_json_object(F.col("value").cast("string"), "$.link")
-    fresh = flow.process(
-        records.withColumn("key", F.coalesce(link, F.lit(""))),
-        Once(places, f"skipped{given.suffix}"),
-        table=f"link-table{given.suffix}",
+    write = files_flow(
+        *(flow, places, limits, given.suffix),
+        folder=given.folder,
         state_dir=given.state_dir,
-        on_error="dead-letter",
-        dead_letter_topic=f"failed{given.suffix}",
+        max_records_per_batch=given.batch,
     )
-    rows = fresh.mapInArrow(fetch.Fetch(downloads.Downloads(places, limits, given.folder), given.suffix), fresh.schema)
-    write = flow.write(rows, trigger="200 milliseconds", transaction_timeout="10 minutes")
     onceflow.serve(write.start())
 
 

@@ -14,11 +14,13 @@ import pyarrow as pa
 import pytest
 from downloads import Downloads, Failure, Places, RefusedError
 from fetch import Fetch, LinkError, link_of
-from files import Once
+from files import Once, files_flow
 from test_downloads import LIMITS, content_at, reply, serve
 from test_rows import GOOD, HEAD
 
+import onceflow
 from onceflow import Record
+from onceflow.testing.flow_driver import FlowDriver
 from onceflow.testing.processor_driver import ProcessorDriver
 
 SCHEMA = pa.schema(
@@ -247,6 +249,29 @@ print(json.dumps([counts, before, max_kib()]))
     assert counts == {"transactions": rows, "loaded": 1}
     assert max_kib < 300 * 1024
     assert max_kib - before_kib < 150 * 1024
+
+
+# ---- the flow, on topics in memory -------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_links_become_rows(tmp_path: Path, onceflow_spark: Any) -> None:
+    (tmp_path / "a.csv").write_text(f"{HEAD}1,a,12.50,2024-02-29,rent\nbad\n")
+
+    def files_here(flow: onceflow.Flow) -> onceflow.FlowWriter:
+        return files_flow(flow, Places(root=str(tmp_path)), LIMITS)
+
+    flow = FlowDriver(files_here)
+    flow.send_many("links", [(None, _record("a.csv")), (None, _record("b.csv")), (None, b"no JSON")])
+    flow.send("links", None, _record("a.csv"))
+    assert [each.value for each in flow.read("transactions")] == [{**GOOD, "link": "a.csv"}]
+    assert [each.value for each in flow.read("bad-rows")] == [b"bad"]
+    assert [each.value for each in flow.read("loaded")] == [{"link": "a.csv", "rows": 1, "bad_rows": 1}]
+    assert [each.key for each in flow.read("skipped")] == ["a.csv"]
+    assert sorted(dict(each.headers)["onceflow.error.class"] for each in flow.read("failed")) == [
+        b"FinalError",
+        b"LinkError",
+    ]
 
 
 # ---- the whole ---------------------------------------------------------------------------------------

@@ -196,6 +196,27 @@ def packed(values: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Any:
     return pa.Array.from_buffers(pa.binary(), len(counts), [None, pa.py_buffer(ends), pa.py_buffer(data)])
 
 
+def averages_flow(
+    flow: onceflow.Flow, version: str, suffix: str = "", state_dir: str | None = None, **read: Any
+) -> onceflow.FlowWriter:
+    """The flow of a version, ``records`` or ``columns``."""
+    end = ends_with(version, suffix)
+    averages = flow.process(
+        flow.read(f"measurements{suffix}", include_headers=True, **read),
+        Averages() if version == "records" else ColumnAverages(),
+        table=f"windows{end}",
+        state_dir=state_dir,
+        on_error="dead-letter",
+        dead_letter_topic=f"bad-measurements{end}",
+    )
+    return flow.write(averages, topic=f"averages{end}", trigger="200 milliseconds")
+
+
+def ends_with(version: str, suffix: str) -> str:
+    """How the names of a version end."""
+    return suffix if version == "records" else f"-columns{suffix}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", choices=["records", "columns"])
@@ -205,19 +226,11 @@ def main() -> None:
     parser.add_argument("--state-dir", help="for the local stores  [default: ~/.local/state/onceflow]")
     given = parser.parse_args()
 
-    end = given.suffix if given.version == "records" else f"-columns{given.suffix}"
+    name = f"averages{ends_with(given.version, given.suffix)}"
     spark = onceflow.session("averages", master="local[2]", config={"spark.driver.memory": "640m"})
-    flow = onceflow.Flow(f"averages{end}", spark, bootstrap_servers=given.bootstrap_servers)
-    measurements = flow.read(f"measurements{given.suffix}", max_records_per_batch=given.batch, include_headers=True)
-    averages = flow.process(
-        measurements,
-        Averages() if given.version == "records" else ColumnAverages(),
-        table=f"windows{end}",
-        state_dir=given.state_dir,
-        on_error="dead-letter",
-        dead_letter_topic=f"bad-measurements{end}",
-    )
-    onceflow.serve(flow.write(averages, topic=f"averages{end}", trigger="200 milliseconds").start())
+    flow = onceflow.Flow(name, spark, bootstrap_servers=given.bootstrap_servers)
+    write = averages_flow(flow, given.version, given.suffix, given.state_dir, max_records_per_batch=given.batch)
+    onceflow.serve(write.start())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 from moving_average import Averages, ColumnAverages
 
 from onceflow import Record
+from onceflow.testing.flow_driver import FlowDriver
 from onceflow.testing.processor_driver import ProcessorDriver
 
 START = datetime(2010, 1, 1)
@@ -232,6 +233,34 @@ def test_both_versions_yield_the_same_bytes(seed: int) -> None:
     assert results[0] == results[1]
     assert results[0][2] == len(records)
     assert len(results[0][1]) > 20
+
+
+# ---- both flows, on topics in memory ------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_both_versions_write_the_same(onceflow_spark: Any) -> None:
+    def records_flow(flow: Any) -> Any:
+        return service.averages_flow(flow, "records")
+
+    def columns_flow(flow: Any) -> Any:
+        return service.averages_flow(flow, "columns")
+
+    flows = FlowDriver(records_flow, columns_flow, partitions=2)
+    random_ = random.Random(5)
+    series = [f"series-{number}" for number in range(5)]
+    for hour in range(0, 60, 3):
+        flows.send_many("measurements", [measurement(hour, random_.randrange(100), name) for name in series])
+    flows.send("measurements", "series-1", b"no JSON")
+    assert len(flows.read("averages")) == 100
+    assert column(flows.read("averages"), "all")[0] == column(flows.read("averages"), "value")[0]
+
+    def of_series(topic: str) -> list[list[dict[str, Any]]]:
+        return [decoded(each for each in flows.read(topic) if each.key == name) for name in series]
+
+    assert of_series("averages-columns") == of_series("averages")
+    assert [each.key for each in flows.read("bad-measurements")] == ["series-1"]
+    assert [each.key for each in flows.read("bad-measurements-columns")] == ["series-1"]
 
 
 # ---- with Kafka and Spark ----------------------------------------------------------------------------

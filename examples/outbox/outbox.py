@@ -180,6 +180,57 @@ class Watch(onceflow.Processor):
 
 # ---- flows ---------------------------------------------------------------------------------------------
 
+TRIGGER = "200 milliseconds"
+
+
+def pay_flow(
+    flow: onceflow.Flow, service: str, suffix: str = "", state_dir: str | None = None, **read: Any
+) -> onceflow.FlowWriter:
+    """Pays, at a service that knows tokens again."""
+    pay = Pay(functools.partial(charge, service), f"repeated{suffix}")
+    rows = flow.process(
+        flow.read(f"payments{suffix}", include_headers=True, **read),
+        pay,
+        table=f"paid{suffix}",
+        on_error="dead-letter",
+        dead_letter_topic=f"failed{suffix}",
+        state_dir=state_dir,
+    )
+    return flow.write(rows, topic=f"receipts{suffix}", trigger=TRIGGER)
+
+
+def intend_flow(
+    flow: onceflow.Flow, suffix: str = "", state_dir: str | None = None, **read: Any
+) -> onceflow.FlowWriter:
+    """Commits what is to be paid, before anybody pays it."""
+    rows = flow.process(
+        flow.read(f"payments{suffix}", include_headers=True, **read),
+        Intend(f"repeated{suffix}"),
+        table=f"intended{suffix}",
+        on_error="dead-letter",
+        dead_letter_topic=f"failed{suffix}",
+        state_dir=state_dir,
+    )
+    return flow.write(rows, topic=f"intents{suffix}", trigger=TRIGGER)
+
+
+def pay_once_flow(flow: onceflow.Flow, service: str, suffix: str = "", **read: Any) -> onceflow.FlowWriter:
+    """Pays what is intended, at a service that knows no tokens."""
+    calls = onceflow.concurrently(functools.partial(pay_once, service), timeout="5 seconds", retries=0)
+    intents = flow.read(f"intents{suffix}", include_headers=True, **read)
+    rows = flow.enrich(intents, calls, topic=f"results{suffix}", value=serdes.JSON, output=serdes.JSON)
+    # Progress first: a batch never runs again.
+    return flow.write(rows, trigger=TRIGGER, guarantee="at_most_once")
+
+
+def watch_flow(flow: onceflow.Flow, suffix: str = "", state_dir: str | None = None, **read: Any) -> onceflow.FlowWriter:
+    """Lists what people have to look at."""
+    both = [flow.read(f"{topic}{suffix}", include_headers=True, **read) for topic in ("intents", "results")]
+    rows = flow.process(
+        both[0].unionByName(both[1]), Watch(f"unclear{suffix}"), table=f"watched{suffix}", state_dir=state_dir
+    )
+    return flow.write(rows, topic=f"unclear{suffix}", trigger=TRIGGER)
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,32 +247,16 @@ def main() -> None:
     given = arguments()
     spark = onceflow.session(given.flow, master="local[2]", config={"spark.driver.memory": "640m"})
     flow = onceflow.Flow(f"{given.flow}{given.suffix}", spark, bootstrap_servers=given.bootstrap_servers)
-
-    def named(topic: str) -> str:
-        return f"{topic}{given.suffix}"
-
-    def read(topic: str) -> Any:
-        return flow.read(named(topic), max_records_per_batch=given.batch, include_headers=True)
-
-    def step(rows: Any, processor: onceflow.Processor, table: str, **options: Any) -> Any:
-        return flow.process(rows, processor, table=named(table), state_dir=given.state_dir, **options)
-
-    failed = {"on_error": "dead-letter", "dead_letter_topic": named("failed")}
-    once: dict[str, Any] = {"trigger": "200 milliseconds"}
+    kept = {"suffix": given.suffix, "state_dir": given.state_dir, "max_records_per_batch": given.batch}
     if given.flow == "pay":
-        pay = Pay(functools.partial(charge, given.service), named("repeated"))
-        rows, once["topic"] = step(read("payments"), pay, "paid", **failed), named("receipts")
+        write = pay_flow(flow, given.service, **kept)
     elif given.flow == "intend":
-        intend = Intend(named("repeated"))
-        rows, once["topic"] = step(read("payments"), intend, "intended", **failed), named("intents")
+        write = intend_flow(flow, **kept)
     elif given.flow == "pay-once":
-        calls = onceflow.concurrently(functools.partial(pay_once, given.service), timeout="5 seconds", retries=0)
-        rows = flow.enrich(read("intents"), calls, topic=named("results"), value=serdes.JSON, output=serdes.JSON)
-        once["guarantee"] = "at_most_once"  # progress first: a batch never runs again
+        write = pay_once_flow(flow, given.service, given.suffix, max_records_per_batch=given.batch)
     else:
-        both = read("intents").unionByName(read("results"))
-        rows, once["topic"] = step(both, Watch(named("unclear")), "watched"), named("unclear")
-    onceflow.serve(flow.write(rows, **once).start())
+        write = watch_flow(flow, **kept)
+    onceflow.serve(write.start())
 
 
 if __name__ == "__main__":

@@ -17,11 +17,25 @@ import httpx
 import pytest
 import uvicorn
 from form import make_app, make_producer, written
-from outbox import BusyError, DeclinedError, Intend, Pay, Watch, charge, pay_once
+from outbox import (
+    WATCH_MS,
+    BusyError,
+    DeclinedError,
+    Intend,
+    Pay,
+    Watch,
+    charge,
+    intend_flow,
+    pay_flow,
+    pay_once,
+    pay_once_flow,
+    watch_flow,
+)
 
 import onceflow
 from onceflow import Record, serdes
 from onceflow.testing import independent
+from onceflow.testing.flow_driver import FlowDriver
 from onceflow.testing.processor_driver import ProcessorDriver
 from onceflow_workshop.demos.outbox_server import PaymentServer
 
@@ -209,6 +223,42 @@ def test_two_clicks_at_the_same_time_and_a_retry_pay_once(
 
 def test_a_record_that_is_not_acknowledged() -> None:
     assert not written(Unsure(), "payments", "token", REQUEST)
+
+
+# ---- the flows, on topics in memory ----------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_a_token_pays_once(onceflow_spark: Any) -> None:
+    with PaymentServer().serving() as server:
+
+        def pay_here(flow: onceflow.Flow) -> onceflow.FlowWriter:
+            return pay_flow(flow, server.url)
+
+        flow = FlowDriver(pay_here)
+        flow.send_many("payments", [("a", REQUEST), ("b", {**REQUEST, "card": "declined"}), ("a", REQUEST)])
+        flow.send("payments", "a", REQUEST)
+        assert flow.read("receipts") == [Record("a", {"amount": 1999, "receipt": "ch-000001"})]
+        assert [each.key for each in flow.read("repeated")] == ["a", "a"]
+        assert [each.key for each in flow.read("failed")] == ["b"]
+        assert len(server.charges) == 1
+
+
+@pytest.mark.integration
+def test_without_keys_what_is_unclear_is_listed(onceflow_spark: Any) -> None:
+    with PaymentServer().serving() as server:
+
+        def pay_once_here(flow: onceflow.Flow) -> onceflow.FlowWriter:
+            return pay_once_flow(flow, server.url)
+
+        flows = FlowDriver(intend_flow, pay_once_here, watch_flow)
+        flows.send_many(
+            "payments", [("a", REQUEST), ("b", {**REQUEST, "account": "acc-2", "card": "lost"}), ("a", REQUEST)]
+        )
+        assert [(each.key, each.value["status"]) for each in flows.read("results")] == [("a", "paid"), ("b", "unclear")]
+        assert [each.key for each in flows.read("unclear")] == ["b"]
+        assert flows.advance(WATCH_MS / 1000) == []  # both have a result
+        assert flows.table("watched") == {"a": "paid", "b": "unclear"}
 
 
 # ---- the demo --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from ledger_file import ledger
 from sqlite_sink import SqliteSink
 
 from onceflow import (
@@ -29,6 +30,7 @@ from onceflow import (
 )
 from onceflow.external.sink import BatchAttempt, ProgressRow, RefusedRow
 from onceflow.testing.external_sink_suite import ExternalSinkSuite, Writer
+from onceflow.testing.flow_driver import FlowDriver
 
 
 def database(folder: Path, script: str) -> Path:
@@ -424,6 +426,41 @@ def test_arguments() -> None:
 
 
 # ---- the service -------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_the_flow_on_topics_in_memory(onceflow_spark: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    flow = FlowDriver(lambda flow: ledger(flow, path, "deposits", "failed"), partitions=2)
+    flow.send("deposits", "ada", {"amount": "12.50"}, partition=1)
+    flow.send_many("deposits", [("bob", {"amount": "-1"}), ("bob", {"amount": "3"})])
+    assert rows_of(path, "SELECT account, amount FROM ledger ORDER BY amount") == [("ada", "12.50"), ("bob", "3.00")]
+    assert [each.value for each in flow.read("failed")] == [{"amount": "-1"}]
+    flow.restart()
+    flow.send("deposits", "eve", {"amount": "4"})
+    assert rows_of(path, "SELECT count(*) FROM ledger") == [(3,)]
+
+
+@pytest.mark.integration
+def test_a_chain_on_topics_in_memory(onceflow_spark: Any, tmp_path: Path) -> None:
+    """First to a topic, from there to the table."""
+    path = database(tmp_path, "CREATE TABLE t (account TEXT, cents INTEGER)")
+    cents = "CAST(get_json_object(string(value), '$.cents') AS INT)"
+
+    def chained(flow: Any) -> Any:
+        rows = flow.read("deposits").where(f"{cents} > 0").select("key", "value")
+        return flow.write_chain(
+            rows,
+            SqliteSink(path, "t"),
+            topic="validated",
+            rows=lambda records: records.selectExpr("string(key) AS account", f"{cents} AS cents"),
+        )
+
+    chain = FlowDriver(chained)
+    chain.send_many("deposits", [("ada", {"cents": 5}), ("bob", {"cents": -1})])
+    chain.send("deposits", "eve", {"cents": 7})
+    assert [each.key for each in chain.read("validated")] == ["ada", "eve"]
+    assert rows_of(path, "SELECT * FROM t ORDER BY account") == [("ada", 5), ("eve", 7)]
 
 
 @pytest.mark.integration

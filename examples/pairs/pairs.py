@@ -182,6 +182,27 @@ def key_of(value: Column) -> Column:
     return F.coalesce(spelled, text, F.lit("none"))
 
 
+def pairs_flow(
+    flow: onceflow.Flow, suffix: str = "", state_dir: str | None = None, *, processor: Pairs | None = None, **read: Any
+) -> onceflow.FlowWriter:
+    """The flow, in a session whose time zone is UTC.
+
+    Args:
+        processor: with the topics that end with the suffix; None: as it is by default.
+    """
+    events = flow.read(f"events{suffix}", include_headers=True, **read)
+    pairs = flow.process(
+        events.withColumn("key", key_of(F.col("value"))),
+        processor or Pairs(f"unpaired{suffix}", f"late{suffix}"),
+        table=f"waiting{suffix}",
+        on_error="dead-letter",
+        dead_letter_topic=f"dead-letters{suffix}",
+        late_topic=f"late{suffix}",
+        state_dir=state_dir,
+    )
+    return flow.write(pairs, topic=f"pairs{suffix}", trigger="200 milliseconds")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bootstrap-servers", required=True)
@@ -191,26 +212,16 @@ def main() -> None:
     quiet = "an event that has waited for so long is reported alone, also if no more events come; 0: never"
     parser.add_argument("--quiet-minutes", type=float, default=10, help=f"{quiet}  [default: %(default)s]")
     given = parser.parse_args()
-    late = f"late{given.suffix}"
     try:
-        processor = Pairs(f"unpaired{given.suffix}", late, given.quiet_minutes)
+        processor = Pairs(f"unpaired{given.suffix}", f"late{given.suffix}", given.quiet_minutes)
     except ValueError as error:
         parser.error(str(error))
 
     config = {"spark.driver.memory": "640m", "spark.sql.session.timeZone": "UTC"}
     spark = onceflow.session("pairs", master="local[2]", config=config)
     flow = onceflow.Flow(f"pairs{given.suffix}", spark, bootstrap_servers=given.bootstrap_servers)
-    events = flow.read(f"events{given.suffix}", max_records_per_batch=given.batch, include_headers=True)
-    pairs = flow.process(
-        events.withColumn("key", key_of(F.col("value"))),
-        processor,
-        table=f"waiting{given.suffix}",
-        on_error="dead-letter",
-        dead_letter_topic=f"dead-letters{given.suffix}",
-        late_topic=late,
-        state_dir=given.state_dir,
-    )
-    onceflow.serve(flow.write(pairs, topic=f"pairs{given.suffix}", trigger="200 milliseconds").start())
+    write = pairs_flow(flow, given.suffix, given.state_dir, processor=processor, max_records_per_batch=given.batch)
+    onceflow.serve(write.start())
 
 
 if __name__ == "__main__":

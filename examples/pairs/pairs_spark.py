@@ -122,6 +122,12 @@ def state_rows(query: Any) -> dict[str, int]:
     return {"state_rows": sum(part["numRowsTotal"] for part in progress["stateOperators"])} if progress else {}
 
 
+def sort_flow(flow: onceflow.Flow, suffix: str = "", **read: Any) -> onceflow.FlowWriter:
+    """Checks events and divides them."""
+    events = flow.read(f"events{suffix}", include_headers=True, **read)
+    return flow.write(sort(events, suffix), trigger="200 milliseconds")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["sort", "join", "grouped"])
@@ -148,8 +154,7 @@ def main() -> None:
         return events.withColumn("at", time_of(F.col("timestamp"))).withWatermark("at", "5 minutes")
 
     if given.what == "sort":
-        events = flow.read(f"events{given.suffix}", max_records_per_batch=given.batch, include_headers=True)
-        write = flow.write(sort(events, given.suffix), trigger="200 milliseconds")
+        write = sort_flow(flow, given.suffix, max_records_per_batch=given.batch)
     else:
         rows = (join if given.what == "join" else grouped)(read("as"), read("bs"))
         write = flow.write(written(rows, given.what, given.suffix), checkpoint=given.checkpoint)

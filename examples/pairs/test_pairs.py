@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pairs import Pairs, canonical, epoch_ms, key_of
+from pairs import Pairs, canonical, epoch_ms, key_of, pairs_flow
+from pairs_spark import sort_flow
 
 from onceflow import Record
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
+from onceflow.testing.flow_driver import FlowDriver
 from onceflow.testing.processor_driver import ProcessorDriver
 from onceflow.testing.waiting import wait_until
 
@@ -357,6 +359,55 @@ def test_an_event_under_a_key_that_is_no_timestamp_is_a_dead_letter(driver: Proc
     assert driver.send("none", event("A"), timestamp_ms=NOON_MS) == []
     assert reasons(driver.dead_letters) == ["the key is not its timestamp"]
     assert driver.states == {}
+
+
+# ---- the flows, on topics in memory --------------------------------------------------------------------
+
+
+@pytest.fixture
+def utc(onceflow_spark: Any) -> Any:
+    spark = onceflow_spark.newSession()
+    spark.conf.set("spark.sql.session.timeZone", "UTC")
+    return spark
+
+
+@pytest.mark.integration
+def test_pairs_in_any_spelling_and_what_stays_alone(utc: Any) -> None:
+    flow = FlowDriver(pairs_flow, spark=utc, now_ms=NOON_MS)
+    flow.send("events", None, event("A", 40, "2026-01-31 13:00:00+01:00"))
+    flow.send("events", "any key", event("B", 2))
+    assert flow.read("pairs") == [SUM]
+    flow.send("events", None, "no JSON")
+    assert [each.value for each in flow.read("dead-letters")] == [b"no JSON"]
+    alone = event("A", timestamp=at(1_000))
+    flow.send("events", None, alone)
+    for minute in range(1, 8):
+        flow.advance(60)
+        for kind in "AB":
+            flow.send("events", None, event(kind, timestamp=at(minute * MINUTE_MS)))
+    assert flow.read("unpaired") == [Record(at(1_000), alone)]
+    flow.send("events", None, event("B", timestamp=at(1_000)))
+    assert [each.key for each in flow.read("late")] == [at(1_000)]
+
+
+@pytest.mark.integration
+def test_without_events_the_clock_decides(utc: Any) -> None:
+    flow = FlowDriver(pairs_flow, spark=utc, now_ms=NOON_MS)
+    flow.send("events", None, event("A"))
+    assert flow.advance(9 * 60) == []
+    found = [record for _ in range(120) for record in flow.advance(1)]
+    assert [(each.key, each.topic) for each in found] == [(NOON, "unpaired")]
+
+
+@pytest.mark.integration
+def test_events_are_sorted(utc: Any) -> None:
+    flow = FlowDriver(sort_flow, spark=utc, partitions=2, now_ms=NOON_MS)
+    events = [event("A"), event("B"), event("C")]
+    for number, each in enumerate(events):
+        flow.send("events", None, each, partition=number % 2)
+    assert [(each.value, each.partition) for each in flow.read("as", places=True)] == [(events[0], 0)]
+    assert [(each.value, each.partition) for each in flow.read("bs", places=True)] == [(events[1], 1)]
+    assert reasons(flow.read("dead-letters-sort")) == ["type must be A or B"]
 
 
 # ---- the whole service -------------------------------------------------------------------------------

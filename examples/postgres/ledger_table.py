@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from typing import Any
 
 import psycopg
 from pyspark.sql import DataFrame
@@ -42,6 +43,11 @@ def ledger_rows(deposits: DataFrame) -> DataFrame:
     )
 
 
+def ledger_flow(flow: onceflow.Flow, sink: onceflow.ExternalSink, suffix: str = "", **read: Any) -> onceflow.FlowWriter:
+    rows = ledger_rows(flow.read(f"deposits{suffix}", **read))
+    return flow.write_external(rows, sink, trigger="200 milliseconds")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bootstrap-servers", required=True)
@@ -53,11 +59,10 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spark = onceflow.session("ledger", master="local[2]", config={"spark.driver.memory": "640m"})
     flow = onceflow.Flow(f"ledger{given.suffix}", spark, bootstrap_servers=given.bootstrap_servers)
-    deposits = flow.read(f"deposits{given.suffix}", max_records_per_batch=given.batch)
     with psycopg.connect(dsn) as database:
         database.execute(TABLE)
-    rows = ledger_rows(deposits)
-    onceflow.serve(flow.write_external(rows, onceflow.PostgresSink(dsn, "ledger"), trigger="200 milliseconds").start())
+    sink = onceflow.PostgresSink(dsn, "ledger")
+    onceflow.serve(ledger_flow(flow, sink, given.suffix, max_records_per_batch=given.batch).start())
 
 
 if __name__ == "__main__":

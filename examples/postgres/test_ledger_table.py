@@ -6,8 +6,13 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+import psycopg
 import pytest
-from ledger_table import ledger_rows
+from ledger_table import TABLE, ledger_flow, ledger_rows
+
+import onceflow
+from onceflow.testing.flow_driver import FlowDriver
+from onceflow.testing.postgres import LocalPostgres
 
 pytestmark = pytest.mark.integration
 
@@ -21,6 +26,16 @@ def test_rows(onceflow_spark: Any) -> None:
     assert (row.made.timestamp(), row.partition, row.offset) == (1_750_000_000, 2, 0)
     with pytest.raises(Exception, match=r"(?i)malformed"):
         ledger_rows(given).collect()
+
+
+def test_the_flow_on_topics_in_memory(onceflow_spark: Any) -> None:
+    with LocalPostgres() as server, psycopg.connect(dsn := server.schema(), autocommit=True) as database:
+        database.execute(TABLE)
+        with FlowDriver(lambda flow: ledger_flow(flow, onceflow.PostgresSink(dsn, "ledger"))) as flow:
+            flow.send("deposits", "acc", {"id": "d1", "amount": 12.5, "made": 1750000000000})
+            flow.send("deposits", "acc", {"id": "d2", "amount": 1, "made": 1750000000000, "note": "rent"})
+        rows = database.execute('SELECT id, account, amount, note, "offset" FROM ledger ORDER BY id').fetchall()
+    assert rows == [("d1", "acc", Decimal("12.50"), None, 0), ("d2", "acc", Decimal("1.00"), "rent", 1)]
 
 
 @pytest.mark.long

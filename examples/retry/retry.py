@@ -78,6 +78,37 @@ def ask_provider(card: str, attempt: int) -> None:
         raise ValueError(f"unknown card {card!r:.50}")
 
 
+def charge_flow(
+    flow: onceflow.Flow, suffix: str = "", state_dir: str | None = None, **read: Any
+) -> onceflow.FlowWriter:
+    """Charges orders, and those that come once more."""
+    orders, again = (flow.read(f"{topic}{suffix}", include_headers=True, **read) for topic in ("orders", "retry"))
+    rows = flow.process(
+        orders.unionByName(again),
+        Charge(),
+        table=f"charges{suffix}",
+        on_error="dead-letter",
+        dead_letter_topic=f"failed{suffix}",
+        state_dir=state_dir,
+    )
+    return flow.write(rows, topic=f"charged{suffix}", trigger="200 milliseconds")
+
+
+def retry_flow(flow: onceflow.Flow, suffix: str = "", state_dir: str | None = None, **read: Any) -> onceflow.FlowWriter:
+    """Lets orders that have failed come once more, after a while."""
+    policy = onceflow.Retry(
+        retry_topic=f"retry{suffix}",
+        parked_topic=f"parked{suffix}",
+        base="0.2 seconds",
+        ceiling="2 seconds",
+        max_attempts=4,
+        permanent=NEVER_RETRIED,
+    )
+    failed = onceflow.Retry.by_origin(flow.read(f"failed{suffix}", include_headers=True, **read))
+    rows = flow.process(failed, policy, table=f"waiting{suffix}", state_dir=state_dir)
+    return flow.write(rows, topic=f"retry{suffix}", trigger="200 milliseconds")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("flow", choices=["charge", "retry"])
@@ -87,36 +118,11 @@ def main() -> None:
     parser.add_argument("--state-dir", help="for the local stores  [default: ~/.local/state/onceflow]")
     given = parser.parse_args()
 
-    orders, retry, failed, parked, charged, charges, waiting = (
-        f"{name}{given.suffix}" for name in ("orders", "retry", "failed", "parked", "charged", "charges", "waiting")
-    )
     spark = onceflow.session(given.flow, master="local[2]", config={"spark.driver.memory": "640m"})
     flow = onceflow.Flow(f"{given.flow}{given.suffix}", spark, bootstrap_servers=given.bootstrap_servers)
-
-    def read(topic: str) -> Any:
-        return flow.read(topic, max_records_per_batch=given.batch, include_headers=True)
-
-    if given.flow == "charge":
-        rows = flow.process(
-            read(orders).unionByName(read(retry)),
-            Charge(),
-            table=charges,
-            on_error="dead-letter",
-            dead_letter_topic=failed,
-            state_dir=given.state_dir,
-        )
-    else:
-        policy = onceflow.Retry(
-            retry_topic=retry,
-            parked_topic=parked,
-            base="0.2 seconds",
-            ceiling="2 seconds",
-            max_attempts=4,
-            permanent=NEVER_RETRIED,
-        )
-        rows = flow.process(onceflow.Retry.by_origin(read(failed)), policy, table=waiting, state_dir=given.state_dir)
-    topic = charged if given.flow == "charge" else retry
-    onceflow.serve(flow.write(rows, topic=topic, trigger="200 milliseconds").start())
+    build = {"charge": charge_flow, "retry": retry_flow}[given.flow]
+    write = build(flow, given.suffix, given.state_dir, max_records_per_batch=given.batch)
+    onceflow.serve(write.start())
 
 
 if __name__ == "__main__":

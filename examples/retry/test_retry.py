@@ -1,4 +1,4 @@
-"""The two flows without Spark and Kafka, in milliseconds; at the end once on real ones, killed."""
+"""The processors without Spark and Kafka, both flows without Kafka; at the end once on a real one, killed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from retry import NEVER_RETRIED, Charge, ask_provider, checked
+from retry import NEVER_RETRIED, Charge, ask_provider, charge_flow, checked, retry_flow
 
 import onceflow
 from onceflow import Record
+from onceflow.testing.flow_driver import FlowDriver
 from onceflow.testing.processor_driver import ProcessorDriver
 
 ORDER = {"id": "ord-1", "amount": 1999, "at": 1_750_000_000_000, "card": "ok"}
@@ -128,27 +129,22 @@ def test_what_failed_comes_back_when_nothing_else_arrives() -> None:
     assert (found.key, found.value, found.topic) == ("ord-1", b"order", "retry")
 
 
-def test_all_of_it() -> None:
-    """Both flows, by hand what Kafka does between them: an order that fails twice, and one that always fails."""
-    charging, retrying = charge(), retry()
-    charged, parked = [], []
-    for key, card in ((b"twice", "slow-2"), (b"never", "down")):
-        charged += charging.send(key, {**ORDER, "id": key.decode(), "card": card}, topic="orders")
+@pytest.mark.integration
+def test_all_of_it(onceflow_spark: Any) -> None:
+    """Both flows, on topics in memory: an order that fails twice, one that always fails, and one that never will do."""
+    flows = FlowDriver(charge_flow, retry_flow)
+    for key, card in (("twice", "slow-2"), ("never", "down"), ("no", "declined")):
+        flows.send("orders", key, {**ORDER, "id": key, "card": card})
+    assert flows.read("charged") == []
+    assert [each.key.rpartition("/")[0] for each in flows.read("parked")] == ["orders/0/2"]  # at once
     for _ in range(20):
-        for dead_letter in charging.dead_letters:
-            headers = dict(dead_letter.headers)
-            origin = b"/".join(headers[f"onceflow.origin.{part}"] or b"" for part in ("topic", "partition", "offset"))
-            parked += retrying.send(
-                origin.decode(), dead_letter.value, headers=[*dead_letter.headers, ("onceflow.key", dead_letter.key)]
-            )
-        charging.dead_letters.clear()
-        for record in retrying.advance(1):
-            charged += charging.send(record.key.encode(), record.value, headers=record.headers, topic=record.topic)
-    assert [receipt.value for receipt in charged] == [{"id": "twice", "amount": 1999, "attempt": 3}]
-    (given_up,) = parked
+        flows.advance(1)
+    assert flows.read("charged") == [Record("twice", {"id": "twice", "amount": 1999, "attempt": 3})]
+    assert flows.table("charges") == {"twice": {"id": "twice", "amount": 1999, "attempt": 3}}
+    (_, given_up) = flows.read("parked")
     assert given_up.key.startswith("orders/0/1/")
     assert dict(given_up.headers)["onceflow.attempt"] == b"4"
-    assert (retrying.states, retrying.timers) == ({}, [])
+    assert flows.table("waiting") == {}
 
 
 # ---- on a real Kafka ---------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
     from onceflow.metrics.lineage import Lineage
     from onceflow.metrics.telemetry import Telemetry
-    from onceflow.query import FlowQuery
+    from onceflow.query import FlowQuery, FlowWriter
     from onceflow.schema_registry.registry import SchemaRegistry
     from onceflow.service.serving import serve
     from onceflow.session import session
@@ -96,6 +96,7 @@ __all__ = [
     "Flow",
     "FlowChain",
     "FlowQuery",
+    "FlowWriter",
     "JoinTable",
     "JsonLogFormatter",
     "LateRowsError",
@@ -148,6 +149,7 @@ _HOMES = {
     "Flow": "onceflow.flow",
     "FlowChain": "onceflow.flow_chain",
     "FlowQuery": "onceflow.query",
+    "FlowWriter": "onceflow.query",
     "JoinTable": "onceflow.state.joins.spec",
     "JsonLogFormatter": "onceflow.logs.json_logs",
     "Lineage": "onceflow.metrics.lineage",

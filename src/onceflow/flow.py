@@ -33,7 +33,7 @@ from onceflow.options.durations import option_seconds
 from onceflow.planning import calls as planned_calls
 from onceflow.planning import foreign_keys, joins, maps, process, step_query, value_formats
 from onceflow.planning.deduplicate import DedupOptions, check_deduplication, dedup_columns
-from onceflow.planning.external_write import ExternalOptions, check_external
+from onceflow.planning.external_write import ExternalOptions, ExternalWrite, check_external
 from onceflow.planning.process import StepOptions
 from onceflow.planning.read_options import ReadOptions, check_read, source_options
 from onceflow.planning.read_until import Until, check_until
@@ -761,9 +761,7 @@ class Flow:
         """
         given = ExternalOptions(trigger, dead_letter_topic, max_dead_letters, once, engine)
         write = check_external(df, sink, given, self.name)
-        return FlowWriter(
-            lambda: self._runs.start(lambda startup: external_run(prepare_external(self._spark, startup, write)))
-        )
+        return FlowWriter(lambda: self._runs.start(lambda startup: self._prepared_external(startup, write)))
 
     def write_chain(
         self,
@@ -814,7 +812,7 @@ class Flow:
         changes = self.write(df, topic=topic, trigger=trigger, once=once, **options)
         if self._beside is not None:
             self._beside.close()
-        second = self._beside = Flow(sink_flow or f"{self.name}.sink", self._spark, **self._connection)
+        second = self._beside = self._second(sink_flow or f"{self.name}.sink")
 
         def applied() -> FlowWriter:
             records = second.read(topic, include_headers=dead_letter_topic is not None)
@@ -828,6 +826,10 @@ class Flow:
             )
 
         return ChainWriter(changes, applied, once=once)
+
+    def _second(self, name: str) -> Flow:
+        """Another flow on the same cluster."""
+        return Flow(name, self._spark, **self._connection)
 
     def close(self) -> None:
         """Stop the running query, if there is one, and close the connections. Then you can call `read` again."""
@@ -892,3 +894,6 @@ class Flow:
     def _prepared(self, startup: Startup, write: CheckedWrite) -> MicroBatchRun | DirectRun:
         prepared = prepare_query(self._spark, startup, write)
         return direct_run(prepared) if prepared.choice.engine == DIRECT else spark_run(prepared)
+
+    def _prepared_external(self, startup: Startup, write: ExternalWrite) -> DirectRun:
+        return external_run(prepare_external(self._spark, startup, write))

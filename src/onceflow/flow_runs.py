@@ -14,6 +14,7 @@ from onceflow.driver.batch.source_times import SourceTimes
 from onceflow.driver.standby.standby import Standby, StandbyOptions
 from onceflow.driver.start.run import MicroBatchRun
 from onceflow.driver.start.startup import Startup
+from onceflow.engine_query import EngineQuery
 from onceflow.errors import OptionError
 from onceflow.logs import log_context
 from onceflow.protocol.names import Names
@@ -31,6 +32,7 @@ class FlowRuns:
     Attributes:
         lock: to be held while a start is prepared.
         function_numbers: of the functions in queries. Those of an earlier start are not taken for those of this one.
+        begin: begins with the batches of a query. A test runs them itself.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class FlowRuns:
         self.function_numbers = itertools.count(1)
         self._startup = self._new_startup()
         self._running: FlowQuery | None = None
+        self.begin: Callable[[EngineQuery], None] = _begin
 
     @property
     def startup(self) -> Startup:
@@ -101,7 +104,7 @@ class FlowRuns:
                 engine.when_ended(lambda: self._ended(query, startup))
                 interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, query)
                 hooks.at(hooks.STARTED, where="driver", flow=self._names.flow, query=query)
-                engine.begin()
+                self.begin(engine)
             except BaseException:
                 ended()
                 raise
@@ -143,3 +146,7 @@ class FlowRuns:
             startup.takeover.close()
             if self._startup is startup:
                 self._startup = self._new_startup()
+
+
+def _begin(engine: EngineQuery) -> None:
+    engine.begin()

@@ -27,6 +27,7 @@ FILES = [
     "src/my_orders/__init__.py",
     "src/my_orders/service.py",
     "src/my_orders/topics.py",
+    "tests/test_flow.py",
     "tests/test_integration.py",
     "tests/test_service.py",
 ]

@@ -525,10 +525,14 @@ def test_the_example_test_of_the_development_page() -> None:
     """Its imports and fixtures exist. (Running it takes as long as the tests in tests/faults that do the same.)"""
     from onceflow.testing import plugin
 
-    names = execute(only(blocks(DEVELOPMENT, "python", "def test_")))
+    names = execute(only(blocks(DEVELOPMENT, "python", "onceflow_broker, ")))
     (test,) = [value for name, value in names.items() if name.startswith("test_")]
     for name in inspect.signature(test).parameters:
         assert hasattr(plugin, name) or name in ("tmp_path", "monkeypatch"), name
+
+
+def test_the_tests_of_a_whole_flow(onceflow_spark: Any) -> None:
+    assert run_tests(only(blocks(DEVELOPMENT, "python", "FlowDriver"))) == 2
 
 
 @per_page

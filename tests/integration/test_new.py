@@ -35,7 +35,7 @@ def test_a_new_project_passes_its_tests(onceflow_broker: str, tmp_path: Path) ->
     counts = {name: int(suite.attrib[name]) for name in ("failures", "errors", "skipped")}
     assert counts == {"failures": 0, "errors": 0, "skipped": 0}
     modules = [case.attrib["classname"] for case in suite.iter("testcase")]
-    assert set(modules) == {"tests.test_service", "tests.test_integration"}
+    assert set(modules) == {"tests.test_service", "tests.test_flow", "tests.test_integration"}
     assert modules.count("tests.test_integration") == 2
 
 

@@ -16,7 +16,7 @@ class Followed:
         answered_at: when its leader last answered without an error, on the monotonic clock; None: never.
         as_of_ms: the last response knew of everything that was committed before (epoch milliseconds). That is not when
             it was read: this process may have been stopped meanwhile, and the machine may have slept.
-        known_at: up to when the last response knew what was committed, on the monotonic clock; None: there was none.
+        known_at: up to when the last response knew what was committed, as of `passing_s`; None: there was none.
         paused: whether it is left out of requests.
     """
 

@@ -26,7 +26,7 @@ from onceflow.client.holes import is_hole
 from onceflow.client.leaders import known_leader
 from onceflow.client.library_log import muted
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
-from onceflow.clock import clock_ms
+from onceflow.clock import clock_ms, passing_s
 from onceflow.errors import (
     BrokerUnreachableError,
     DeadlineExceededError,
@@ -58,7 +58,7 @@ class PollResult(NamedTuple):
 
     Attributes:
         asked: the partitions in the request.
-        asked_ms, asked_at: when it was sent, in epoch milliseconds and on the monotonic clock.
+        asked_ms, asked_at: when it was sent, in epoch milliseconds, and as of `passing_s`.
         wait_ms: how long the broker may wait for records.
     """
 
@@ -70,7 +70,7 @@ class PollResult(NamedTuple):
     error: BaseException | None
 
     def as_of(self) -> tuple[int, float]:
-        """At least up to when the response knows what was committed: epoch milliseconds, and on the monotonic clock.
+        """At least up to when the response knows what was committed: epoch milliseconds, and as of `passing_s`.
 
         A broker answers at any time after the request. Only if it has nothing to return it waits for as long as it may.
         """
@@ -78,7 +78,7 @@ class PollResult(NamedTuple):
             answer.error_code or answer.records for topic in self.response.responses for answer in topic.partitions
         )
         wait_ms = self.wait_ms if waited else 0
-        return min(clock_ms(), self.asked_ms + wait_ms), min(time.monotonic(), self.asked_at + wait_ms / 1000)
+        return min(clock_ms(), self.asked_ms + wait_ms), min(passing_s(), self.asked_at + wait_ms / 1000)
 
     def was_not_read(self, away_s: float) -> bool:
         """Whether the request has timed out while nobody read what the broker may have answered.
@@ -278,7 +278,7 @@ class LongPoll(Generic[C]):
 
     def _ask(self, node: int, wanted: list[Followed]) -> None:
         manager = self._cluster.manager
-        asked_ms, asked_at = clock_ms(), time.monotonic()
+        asked_ms, asked_at = clock_ms(), passing_s()
         wait_ms = _PAUSED_WAIT_MS if any(each.paused for each in self.followed.values()) else self._max_wait_ms
 
         async def ask() -> Any:

@@ -22,6 +22,8 @@ from kafka.net.inet import create_connection
 from kafka.net.manager import KafkaConnectionManager
 from kafka.net.transport import KafkaSSLTransport, KafkaTCPTransport
 
+from onceflow.client.in_process import InProcessTransport, broker_at
+
 _READ_BYTES = 1 << 16  # at once
 _BUFFERS_AT_ONCE = 64  # the system takes some more
 
@@ -30,6 +32,9 @@ class ConnectionManager(KafkaConnectionManager):  # type: ignore[misc]
     """Makes connections that process the data received just before the broker closed the connection."""
 
     async def _build_transport(self, node: Any, timeout_at: float | None = None) -> Any:
+        broker = broker_at(node.host)
+        if broker is not None:
+            return InProcessTransport(self._net, broker, node.host)
         sock = await create_connection(
             self._net,
             node.host,

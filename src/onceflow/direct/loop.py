@@ -10,7 +10,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from uuid import uuid4
 
 from pyspark.sql import SparkSession
@@ -27,7 +27,7 @@ from onceflow.driver.batch.fetched_rows import FetchedRows
 from onceflow.driver.batch.range_rows import RangeRows, RangeSource
 from onceflow.driver.record import handover
 from onceflow.driver.record.offset_log import SourceRange, TopicOffsets
-from onceflow.errors import BatchAbortedError, EnvironmentUnusableError
+from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, ProcessorError
 from onceflow.host.garbage import SetAside
 from onceflow.logs import log_context
 from onceflow.spark import driver_jvm
@@ -40,6 +40,7 @@ _WAIT_S = 0.1  # how long a Fetch is waited for, before stops and timers are loo
 _OFFSETS_WAIT_S = 1.0
 _SET_ASIDE_S = 5.0  # the age of a run that is worth a full collection of garbage
 _LOOK_EVERY_S = 0.5  # answers of brokers are taken so often, also while enough waits for batches
+_UNPACED, _BATCHES_MAX = 10_000_000, 10_000  # in `run_through`: records of a batch, and batches
 # A batch that tasks read takes about so long: it starts a Spark job.
 _TASKS_S = 1.0
 _TASKS_RECORDS_FIRST, _TASKS_RECORDS_MIN, _TASKS_RECORDS_MAX = 100_000, 20_000, 5_000_000
@@ -140,11 +141,54 @@ class DirectLoop:
         log_context.add(flow=self._batches.flow)
         self._memory_at = time.monotonic() + _SET_ASIDE_S
         try:
-            self._spark.sparkContext.setJobGroup(self._job_group, f"flow {self._batches.flow}", interruptOnCancel=True)
-            if self._is_complete() and self._is_due(time.monotonic()):
-                self._run_batch()  # there is nothing to read, but timers are due
-            while not self._stop.is_set() and not self._is_complete():
-                self._step()
+            with self._failure_noted():
+                group = f"flow {self._batches.flow}"
+                self._spark.sparkContext.setJobGroup(self._job_group, group, interruptOnCancel=True)
+                if self._is_complete() and self._is_due(time.monotonic()):
+                    self._run_batch()  # there is nothing to read, but timers are due
+                while not self._stop.is_set() and not self._is_complete():
+                    self._step()
+        finally:
+            self._close()
+
+    def run_through(self) -> None:
+        """Run batches in the calling thread until everything is committed that is in the sources now, and no timer is
+        due. For a loop that was not started. When it fails it has ended, as `error` says.
+
+        All that is there is one batch, if limits of records and bytes allow it, however long it takes.
+        """
+        with self._failure_noted():
+            self._size = BatchSize(0, first=_UNPACED, least=_UNPACED, most=_UNPACED)
+            self._run_up_to(self._reader.look())
+        if self.error is not None:
+            self._close()
+
+    def _run_up_to(self, ends: TopicOffsets) -> None:
+        reader = self._reader
+        for _ in range(_BATCHES_MAX):
+            is_full = reader.has_enough or reader.arrivals.nbytes >= BATCH_BYTES
+            if reader.is_short_of(ends) and not is_full:
+                self._fetch(_WAIT_S)
+            elif self._has_work():
+                self._run_batch()
+            else:
+                return
+        raise ProcessorError(
+            f"there is more to do after {_BATCHES_MAX} batches",
+            flow=self._batches.flow,
+            next_step="does a timer register another one for a time that has come already? Register it for later",
+        )
+
+    def _has_work(self) -> bool:
+        arrivals = self._reader.arrivals
+        waits = arrivals.has_records or arrivals.has_offsets
+        return waits or self._batches.wants_batch(arrivals.nothing(), self._reader.caught_up())
+
+    @contextlib.contextmanager
+    def _failure_noted(self) -> Iterator[None]:
+        """Report what is raised inside, and keep it in `error`."""
+        try:
+            yield
         except BaseException as error:
             stopped = self._batches.stopping and isinstance(error, (BatchAbortedError, *SPARK_ERRORS, OSError))
             if not stopped and self._batches.failure is None:
@@ -152,8 +196,6 @@ class DirectLoop:
                 self._batches.failed(error)
             if not stopped or self._batches.failure is not None:  # a batch has failed before the stop could end it
                 self.error = error
-        finally:
-            self._close()
 
     def _close(self) -> None:
         self._memory.release()

@@ -150,6 +150,15 @@ class DirectQuery:
         atexit.register(self._stop_at_exit)
         self._loop.start()
 
+    def run_through(self) -> None:
+        """Instead of `begin`, see `DirectLoop.run_through`.
+
+        Raises:
+            OnceflowError, StreamingQueryException: the query has failed.
+        """
+        self._loop.run_through()
+        self._raise()
+
     def _stop_at_exit(self) -> None:
         """The program ends without a stop. Its batch gets a moment to end: a thread that is in a library such as
         deltalake while Python ends crashes the process, and the exit code is that of the crash."""

@@ -19,6 +19,7 @@ from onceflow.client.leaders import known_leader
 from onceflow.client.long_poll import LongPoll
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
+from onceflow.clock import passing_s
 from onceflow.direct.arrivals import Arrivals
 from onceflow.direct.fetched import FetchedPart
 from onceflow.driver.record.offset_log import TopicOffsets, has_reached
@@ -93,8 +94,7 @@ class SourceReader:
                 self._cluster, topics.values(), positions, fetch_bytes=FETCH_BYTES, form=form
             )
             self._know(epochs)
-            for wanted in self._led().values():
-                self._ends(wanted, deadline)
+            self._ask_for_ends(deadline)
         except BaseException:
             self._cluster.close()
             raise
@@ -147,7 +147,7 @@ class SourceReader:
         return {topic for topic, most in self._most.items() if waiting[topic] >= most}
 
     def caught_up(self) -> dict[TopicPartition, float]:
-        """Until when it is known of each partition that there is nothing that no batch has taken, in monotonic seconds.
+        """Until when it is known of each partition that there is nothing that no batch has taken, as of `passing_s`.
 
         ``-math.inf``: there is something. Otherwise its leader has known so then. A partition at its bound is silent.
         """
@@ -196,7 +196,7 @@ class SourceReader:
         if not (full or self._pausing or self._bounds is not None):
             return
         self._pausing = False
-        now = time.monotonic()
+        now = passing_s()
         for topic_partition, each in self._poll.followed.items():
             is_at_bound = self._arrived[topic_partition] >= self._bound(topic_partition)
             if is_at_bound or (topic_partition[0] in full and self._has_share(each, now)):
@@ -258,6 +258,27 @@ class SourceReader:
             self._receive(0)
             self.fetch_ahead()
 
+    def look(self) -> TopicOffsets:
+        """Ask where the partitions end now.
+
+        Raises:
+            OnceflowError: the brokers do not answer.
+        """
+        return self._ask_for_ends(Deadline(_ANSWER_S, f"looking for the ends of the sources of flow {self._flow}"))
+
+    def is_short_of(self, ends: TopicOffsets) -> bool:
+        """Whether something before these offsets, and before the bounds, has not arrived. What leaders have answered
+        last may be older."""
+        places = (((topic, n), end) for topic, offsets in ends.items() for n, end in offsets.items())
+        return any(self._arrived[place] < min(end, self._bound(place)) for place, end in places)
+
+    def _ask_for_ends(self, deadline: Deadline) -> TopicOffsets:
+        found: TopicOffsets = {}
+        for wanted in self._led().values():
+            for topic, offsets in self._ends(wanted, deadline).items():
+                found.setdefault(topic, {}).update(offsets)
+        return found
+
     # ---- while tasks read ----------------------------------------------------------------------------
 
     def look_ahead(self) -> TopicOffsets | None:
@@ -298,7 +319,7 @@ class SourceReader:
 
     def _ends(self, wanted: Mapping[str, list[int]], deadline: Deadline) -> TopicOffsets:
         """The last stable offsets of partitions."""
-        asked_at = time.monotonic()
+        asked_at = passing_s()
         ends = list_offsets(self._cluster, wanted, LATEST, deadline)
         for topic, offsets in ends.items():
             for partition, end in offsets.items():

@@ -7,6 +7,7 @@ also be called one after the other, so that many calls of Python become one.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,10 +17,12 @@ from pyspark.sql import SparkSession
 _OBJECT, _CLASS = "java.lang.Object", "java.lang.Class"
 _PRIMITIVE = {"boolean": "java.lang.Boolean", "long": "java.lang.Long", "void": "java.lang.Void"}
 _T = TypeVar("_T")
+# By gateway, so by JVM: methods, classes and types, which stay what they are.
+_looked_up: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 class JavaFunctions:
-    """Makes functions. What it has looked up it keeps, because every call of the JVM counts.
+    """Makes functions. What was looked up is kept for as long as the JVM lives, because every call of it counts.
 
     Args:
         spark: any session of the JVM.
@@ -27,17 +30,18 @@ class JavaFunctions:
 
     def __init__(self, spark: SparkSession) -> None:
         self._gateway: Any = spark.sparkContext._gateway
+        self._looked_up = _looked_up.setdefault(self._gateway, {})
         self._known: dict[Any, Any] = {}
-        handles = "java.lang.invoke.MethodHandles"
-        self._lookup = self.function(handles, "publicLookup")()
+        self._lookup = self._found("lookup", self.function("java.lang.invoke.MethodHandles", "publicLookup"))
         self._loader = self.static("java.lang.Thread").currentThread().getContextClassLoader()
 
     def once(self, key: Any, make: Callable[[], _T]) -> _T:
-        """What was made for this key before, or is made now."""
-        if key not in self._known:
-            self._known[key] = make()
-        found: _T = self._known[key]
-        return found
+        """What this object has made for this key before, or makes now."""
+        return _once(self._known, key, make)
+
+    def _found(self, key: Any, find: Callable[[], _T]) -> _T:
+        """What was found for this key before, or is found now."""
+        return _once(self._looked_up, key, find)
 
     # ---- classes and objects -----------------------------------------------------------------------------------------
 
@@ -47,14 +51,14 @@ class JavaFunctions:
 
     def function(self, owner: str, name: str) -> Any:
         """A static method, to be called."""
-        return self.once((owner, name), lambda: getattr(self.static(owner), name))
+        return self._found((owner, name), lambda: getattr(self.static(owner), name))
 
     def java_class(self, name: str) -> Any:
         """A class as an object. Arrays are named as in Java: ``[B``."""
         if name in _PRIMITIVE:
-            return self.once(name, lambda: self.static(_PRIMITIVE[name]).TYPE)
+            return self._found(name, lambda: self.static(_PRIMITIVE[name]).TYPE)
         for_name = self.function(_CLASS, "forName")
-        return self.once(name, lambda: for_name(name, True, self._loader))
+        return self._found(name, lambda: for_name(name, True, self._loader))
 
     def array(self, items: Sequence[Any], of: str = _OBJECT) -> Any:
         """An array of objects; ``of``: their class."""
@@ -87,7 +91,7 @@ class JavaFunctions:
             Py4JJavaError: there is no such method.
         """
         find = self._method if "(" in signature else self._method_of_name
-        handle = self.once(("method", owner, signature), lambda: find(owner, signature))
+        handle = self._found(("method", owner, signature), lambda: find(owner, signature))
         return handle if of is None else handle.bindTo(of)
 
     def _method(self, owner: str, signature: str) -> Any:
@@ -113,7 +117,7 @@ class JavaFunctions:
             (found,) = self.java_class(owner).getConstructors()
             return self._lookup.unreflectConstructor(found)
 
-        return self.once((owner, "<init>"), find)
+        return self._found((owner, "<init>"), find)
 
     def parameters(self, handle: Any) -> int:
         """How many parameters a handle has."""
@@ -121,7 +125,7 @@ class JavaFunctions:
 
     def typed(self, handle: Any, result: str, *parameters: str) -> Any:
         """The same handle with other types, to which its own ones are cast. ``void`` drops the result."""
-        return handle.asType(self.once(("type", result, parameters), lambda: self._type(result, parameters)))
+        return handle.asType(self._found(("type", result, parameters), lambda: self._type(result, parameters)))
 
     def _type(self, result: str, parameters: tuple[str, ...]) -> Any:
         types = self.array([self.java_class(name) for name in parameters], _CLASS)
@@ -179,7 +183,7 @@ class JavaFunctions:
     def nothing(self, *parameters: str) -> Any:
         """A handle that does nothing with its parameters."""
         return self._of_handles("empty")(
-            self.once(("type", "void", parameters), lambda: self._type("void", parameters))
+            self._found(("type", "void", parameters), lambda: self._type("void", parameters))
         )
 
     def ignoring(self, handle: Any, at: int, *types: str) -> Any:
@@ -194,3 +198,10 @@ class JavaFunctions:
 
     def _of_handles(self, name: str) -> Any:
         return self.function("java.lang.invoke.MethodHandles", name)
+
+
+def _once(known: dict[Any, Any], key: Any, make: Callable[[], _T]) -> _T:
+    if key not in known:
+        known[key] = make()
+    found: _T = known[key]
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -56,8 +57,22 @@ _IN_SQL = re.compile(r"^== SQL ?\(.*?\) ==\n(.+?)\n *\^", re.MULTILINE | re.DOTA
 _IN_FRAME = re.compile(r"^== DataFrame ==\n(.+?) was called from(\n[^\n]+)?", re.MULTILINE)
 
 
+# Gateways of JVMs that have the connector. Classes do not go away.
+_connected: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def why_no_connector(spark: SparkSession) -> str:
     """Why Spark cannot read topics, in one line; empty when it can."""
+    gateway: Any = spark.sparkContext._gateway
+    if gateway in _connected:
+        return ""
+    problem = _look_for_connector(spark)
+    if not problem:
+        _connected.add(gateway)
+    return problem
+
+
+def _look_for_connector(spark: SparkSession) -> str:
     sources: Any = spark._jvm.org.apache.spark.sql.execution.datasources.DataSource  # type: ignore[union-attr]
     try:
         # As in load(), with the class loader of this thread: it finds jars whichever way they were given.

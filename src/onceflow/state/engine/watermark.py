@@ -31,12 +31,11 @@ What records mean for it (the engines decide, see `BaseEngine._note_times`; docs
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from onceflow.clock import clock_ms
+from onceflow.clock import clock_ms, passing_s
 from onceflow.protocol.progress import EventTime, Origin
 
 __all__ = ["Origin", "Watermark"]
@@ -56,7 +55,7 @@ class Watermark:
         known: what earlier runs have committed about partitions.
         known_at_ms: as of when that is (see `kept`), epoch milliseconds.
         chained: whether the step is behind another one. It knows no partitions but those of ``known``.
-        clock, wall_ms: monotonic seconds, and the time of day in epoch milliseconds.
+        clock, wall_ms: seconds as of `passing_s`, and the time of day in epoch milliseconds.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Watermark:
         known: Mapping[Origin, EventTime] = MappingProxyType({}),
         known_at_ms: int = 0,
         chained: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = passing_s,
         wall_ms: Callable[[], int] = clock_ms,
     ) -> None:
         self._lateness_ms = lateness_ms
