@@ -69,7 +69,7 @@ ALLOWED = {
     ),
     "driver.standby": "client driver.record host logs protocol",
     "driver.step": (
-        "client driver.batch driver.record messages planning protocol spark state "
+        "client driver.batch driver.record messages planning protocol spark state state.api "
         "state.changelog state.engine state.joins state.local task"
     ),
     "external": "object_storage options",
