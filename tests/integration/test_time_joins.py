@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -14,8 +15,11 @@ import pytest
 from confluent_kafka import Producer
 
 import onceflow
+from onceflow import serdes
+from onceflow.errors import OptionError, ProgressConflictError, SchemaError
 from onceflow.planning import placement
 from onceflow.testing import independent
+from onceflow.testing.flow_driver import FlowDriver
 
 pytestmark = pytest.mark.integration
 
@@ -224,3 +228,86 @@ def test_as_of_is_that_of_pandas(
     expected = by_as_of(taken, how, tolerance)
     assert streams.results() == expected
     assert len(expected) > 100
+
+
+class Counts(onceflow.Processor):
+    def process(self, key: Any, records: Any, state: Any) -> None:
+        state.put(b"1")
+
+
+def test_a_table_is_of_one_join() -> None:
+    """Rows that another join would need may be gone. What another step has kept is of no use to a join."""
+
+    def flow_of(join: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+        def flow(flow: Any) -> Any:
+            rows = join(flow, [flow.read(topic) for topic in ("left", "right")])
+            return flow.write(rows.selectExpr("key", "left_value AS value"), topic="out")
+
+        return flow
+
+    def interval(before: str) -> Callable[[Any], Any]:
+        return flow_of(
+            lambda flow, sides: flow.join_interval(*sides, table="t", before=before, after=0, late_topic="late")
+        )
+
+    as_of = flow_of(lambda flow, sides: flow.join_as_of(*sides, table="t", late_topic="late"))
+
+    def counts(flow: Any) -> Any:
+        return flow.write(flow.process(flow.read("left"), Counts(), table="t"), topic="out")
+
+    for first, second, what in (
+        (interval("1 second"), interval("2 seconds"), "an inner join with the interval from -2000 to 0 ms"),
+        (interval("1 second"), as_of, "an inner as-of join without tolerance"),
+        (interval("1 second"), counts, "another step"),
+        (counts, interval("1 second"), "an inner join with the interval from -1000 to 0 ms"),
+    ):
+        driver = FlowDriver(first)
+        driver.send("left", "k", "v")
+        with pytest.raises(ProgressConflictError, match=f"this is {re.escape(what)}"):
+            driver.restart(second)
+
+
+@pytest.mark.parametrize(
+    "given, error, said",
+    [
+        ({"how": "outer"}, OptionError, "use one of inner, left, right, full"),
+        ({"before": "-5 minutes"}, OptionError, "before='-5 minutes'"),
+        ({"after": 1e300}, OptionError, "after=1e[+]300"),
+        ({"after": "30000000 weeks"}, OptionError, "longer than any time"),
+        ({"columns": ["key", "value"]}, SchemaError, "the left stream has none"),
+        ({"columns": ["key", "value", "string(timestamp) AS timestamp"]}, SchemaError, "as timestamp; it is string"),
+        ({"columns": ["1 AS key", "value", "timestamp"]}, SchemaError, "'key' as string or binary; it is int"),
+    ],
+    ids=lambda each: str(each)[:30] if isinstance(each, dict) else "",
+)
+def test_what_cannot_be_joined(given: dict[str, Any], error: type[Exception], said: str) -> None:
+    def flow(flow: Any) -> Any:
+        options = {"table": "t", "before": 0, "after": 0, "late_topic": "late", **given}
+        left = flow.read("left").selectExpr(*options.pop("columns", ["*"]))
+        rows = flow.join_interval(left, flow.read("right"), **options)
+        return flow.write(rows.selectExpr("key", "left_value AS value"), topic="out")
+
+    with pytest.raises(error, match=said):
+        FlowDriver(flow)
+
+
+def test_joins_behind_steps_and_joins_of_parts_of_one_topic() -> None:
+    def flow(flow: Any) -> Any:
+        rows = flow.read("in")
+        parts = [flow.deduplicate(rows, table="ids", records=100), rows.where("string(value) LIKE 'r%'")]
+        pairs = flow.join_interval(*parts, table="pairs", before="1 second", after="1 second", late_topic="late")
+        left = pairs.selectExpr("key", "concat_ws('+', string(left_value), string(right_value)) AS value", "timestamp")
+        joined = flow.join_as_of(left, flow.read("rows"), table="versions", how="left", late_topic="late")
+        value = "concat_ws('/', string(left_value), string(right_value)) AS value"
+        return flow.write(joined.selectExpr("key", value), topic="out")
+
+    driver = FlowDriver(flow)
+    at = driver.now_ms
+    driver.send("rows", "k", b"row", timestamp_ms=at)
+    driver.send("in", "k", b"left", timestamp_ms=at + 10)
+    driver.send("in", "k", b"right", timestamp_ms=at + 20)
+    for topic in ("in", "rows"):
+        driver.send(topic, "end", b"end", timestamp_ms=at + 100_000)
+    assert [(record.key, record.value) for record in driver.read("out", value=serdes.STRING)] == [
+        ("k", "left+right/row")
+    ]

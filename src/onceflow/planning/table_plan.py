@@ -11,6 +11,7 @@ from onceflow.planning.process import StepOptions
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import LocalTable, Progress, Promotion, TableProgress
 from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.time_joins import TimeJoin, of_time_join
 from onceflow.state.changelog.topics import TableTopics, check_known, without_topics
 from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.windows.processor import WindowProcessor
@@ -267,6 +268,12 @@ def _check_state(table: str, known: TableProgress, processor: Processor | Column
             next_step="give the table another name, or declare the windows as they were: what was added to other "
             "windows cannot be divided",
         )
+    if (isinstance(processor, TimeJoin) or of_time_join(known.fields)) and known.fields != fields:
+        raise ProgressConflictError(
+            f"Table {table} has the rows of {_described(known.fields)}, and this is {_described(fields)}",
+            topic=table,
+            next_step="give the table another name, or join as before: rows that other bounds would need may be gone",
+        )
     # Earlier versions have not noted the aggregates of windows.
     same = known.fields in (None, fields, declared_fields(processor, aggregates=False))
     if processor.version == known.version and fields is not None and not same:
@@ -276,3 +283,10 @@ def _check_state(table: str, known: TableProgress, processor: Processor | Column
             next_step="raise the processor's `version` and define migrate(self, payload, from_version), or declare the "
             "fields as they were",
         )
+
+
+def _described(fields: str | None) -> str:
+    """What the rows of a table belong to, for messages."""
+    if not of_time_join(fields):
+        return "another step"
+    return f"an {fields}" if str(fields).startswith("inner") else f"a {fields}"

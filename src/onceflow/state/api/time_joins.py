@@ -3,6 +3,7 @@ of user code."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from onceflow.state.api.processor import MAX_AHEAD, ColumnProcessor
@@ -15,6 +16,12 @@ JOINED_COLUMNS = ("left_value", "right_value", "left_timestamp", "right_timestam
 there is no record of that side."""
 
 How = Literal["inner", "left", "right", "full"]
+_KEPT = re.compile(r"(inner|left|right|full) (as-of )?join with")
+
+
+def of_time_join(kept: str | None) -> bool:
+    """Whether this is the `TimeJoin.kept` of some join, and not what other processors declare."""
+    return kept is not None and _KEPT.match(kept) is not None
 
 
 class TimeJoin(ColumnProcessor):
