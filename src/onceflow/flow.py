@@ -499,7 +499,7 @@ class Flow:
         keeps_left = foreign_keys.check_foreign_key_join(how, self.name)
         rows = foreign_keys.left_rows(left, foreign_key, self.name)
         others = foreign_keys.right_rows(right, self.name)
-        steps = (LeftRows(keeps_left=keeps_left), RightRows(keeps_left=keeps_left), Results())
+        steps = (LeftRows(keeps_left=keeps_left), RightRows(keeps_left=keeps_left), Results(keeps_left=keeps_left))
         for name, processor in zip(foreign_keys.TABLES, steps, strict=True):
             if isinstance(processor, RightRows):
                 rows = rows.select("key", "value").unionByName(others, allowMissingColumns=True)

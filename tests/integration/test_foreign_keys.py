@@ -11,9 +11,11 @@ import pytest
 from confluent_kafka import Producer
 
 import onceflow
-from onceflow.errors import OptionError, SchemaError
+from onceflow import serdes
+from onceflow.errors import OptionError, ProgressConflictError, SchemaError
 from onceflow.planning import placement
 from onceflow.testing import independent
+from onceflow.testing.flow_driver import FlowDriver
 
 pytestmark = pytest.mark.integration
 
@@ -137,3 +139,95 @@ def test_what_cannot_be_joined(make_pipe: Any) -> None:
         assert "did you mean" in str(caught.value).lower()
         with pytest.raises(SchemaError, match="it is bigint"):
             flow.join_foreign_key(rows, rows, foreign_key="offset", table="t")
+
+
+def joined(how: str) -> Any:
+    """A flow. Left rows begin with their foreign key and a comma."""
+
+    def flow(flow: Any) -> Any:
+        left = flow.read("left").selectExpr("*", "split_part(string(value), ',', 1) AS fk")
+        letters = {"on_error": "dead-letter", "dead_letter_topic": "letters"}
+        rows = flow.join_foreign_key(left, flow.read("right"), foreign_key="fk", table="t", how=how, **letters)
+        value = "concat_ws('|', string(left_value), coalesce(string(right_value), 'none'))"
+        written = rows.selectExpr("key", f"CASE WHEN left_value IS NOT NULL THEN {value} END AS value")
+        return flow.write(written, topic="out")
+
+    return flow
+
+
+def log(driver: FlowDriver, topic: str = "out") -> list[tuple[Any, Any]]:
+    return [(record.key, record.value) for record in driver.read(topic, key=serdes.BYTES, value=serdes.BYTES)]
+
+
+def test_each_change_is_written_once() -> None:
+    driver = FlowDriver(joined("left"))
+    for topic, key, value in (
+        *[("left", b"k", b"A,1"), ("right", b"A", b"a"), ("right", b"B", b"b"), ("left", b"k", b"B,1")],
+        *[("left", b"k", b"nobody,1"), ("left", b"k", None), ("left", b"k", None), ("left", b"unknown", None)],
+    ):
+        driver.send(topic, key, value)
+    written = [b"A,1|none", b"A,1|a", b"B,1|b", b"nobody,1|none", None]
+    assert log(driver) == [(b"k", value) for value in written]
+
+
+def test_rows_are_deleted_and_made_again_in_one_batch_with_changes_of_the_other_table() -> None:
+    driver = FlowDriver(joined("left"))
+    sent = (("left", b"k", b"A,1"), ("left", b"A", b"A,0"), ("right", b"A", b"a"), ("right", b"B", b"b"))
+    for topic, key, value in sent:
+        driver.send(topic, key, value, run=False)
+    driver.run()
+    assert dict(log(driver)) == {b"k": b"A,1|a", b"A": b"A,0|a"}
+    for topic, key, value in (
+        *[("left", b"k", None), ("left", b"k", b"B,2"), ("right", b"A", None), ("right", b"B", None)],
+        *[("right", b"B", b"b2"), ("left", b"A", b"B,3"), ("left", b"n", b",9"), ("right", b"", b"empty")],
+    ):
+        driver.send(topic, key, value, run=False)
+    driver.run()
+    assert dict(log(driver)) == {b"k": b"B,2|b2", b"A": b"B,3|b2", b"n": b",9|empty"}
+
+
+def test_a_letter_has_the_record_as_it_was_read() -> None:
+    driver = FlowDriver(joined("inner"))
+    for topic, key, value in (
+        ("left", None, b"A,1"),
+        ("right", None, b"a"),
+        ("left", b"k", b"A,2"),
+        ("right", b"A", b"a"),
+    ):
+        driver.send(topic, key, value)
+    assert log(driver) == [(b"k", b"A,2|a")]
+    assert sorted(log(driver, "letters")) == [(None, b"A,1"), (None, b"a")]
+
+
+@pytest.mark.parametrize("first, second", [("inner", "left"), ("left", "inner")])
+def test_another_kind_of_join_needs_other_tables(first: str, second: str) -> None:
+    driver = FlowDriver(joined(first))
+    driver.send("left", b"k", b"A,1")
+    with pytest.raises(ProgressConflictError, match=f"this is an? {second} foreign-key join"):
+        driver.restart(joined(second))
+
+
+@pytest.mark.long
+def test_a_left_row_that_is_too_large_leaves_what_was_there(make_pipe: Any, make_topic: Any) -> None:
+    """The source takes the record; the row of the second table, which has the left key in it, is larger."""
+    pipe, right, letters = make_pipe(partitions=1), make_topic("right", 1), make_topic("letters", 1)
+    large = b"B," + b"x" * 1_048_470
+
+    def run(*records: tuple[str, bytes, bytes]) -> dict[bytes | None, bytes | None]:
+        producer = Producer({"bootstrap.servers": pipe.bootstrap, "message.max.bytes": 5_000_000})
+        for topic, key, value in records:
+            producer.produce(topic, value, key)
+        assert producer.flush(30) == 0
+        with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+            left = flow.read(pipe.source).selectExpr("*", "split_part(string(value), ',', 1) AS fk")
+            options = {"on_error": "dead-letter", "dead_letter_topic": letters, "state_dir": pipe.tmp_path}
+            rows = flow.join_foreign_key(left, flow.read(right), foreign_key="fk", table=pipe.flow, **options)
+            written = rows.selectExpr("key", "concat(left_value, '|', right_value) AS value")
+            flow.write(written, topic=pipe.target, once=True).start().awaitTermination()
+        return {seen.key: seen.value for seen in independent.read_topic(pipe.bootstrap, pipe.target, decided=True)}
+
+    assert run((pipe.source, b"k", b"A,1"), (right, b"A", b"a"), (right, b"B", b"b")) == {b"k": b"A,1|a"}
+    assert run((pipe.source, b"k", large)) == {b"k": b"A,1|a"}
+    (letter,) = independent.read_topic(pipe.bootstrap, letters, decided=True)
+    assert letter.key == b"k"
+    assert run((right, b"A", b"a2")) == {b"k": b"A,1|a2"}

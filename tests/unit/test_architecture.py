@@ -90,7 +90,7 @@ ALLOWED = {
     "state.api": "options protocol state.format state.stores",
     "state.changelog": "client protocol",
     "state.engine": "calls options protocol state.api state.format state.stores state.windows",
-    "state.foreign_keys": "state.api",
+    "state.foreign_keys": "state.api state.format",
     "state.joins": "host options protocol state.api state.local state.stores",
     "state.local": "host protocol state.format state.stores",
     "state.stores": "host protocol state.format",

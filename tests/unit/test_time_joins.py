@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from onceflow.protocol.record_columns import RecordColumns
 from onceflow.state.api.time_joins import IS_RIGHT, AsOfJoin, IntervalJoin
-from onceflow.state.engine import time_join_engine
+from onceflow.state.engine import output_collector, time_join_engine
 from onceflow.state.engine.as_of_engine import AsOfEngine
 from onceflow.state.engine.interval_engine import IntervalEngine
 from onceflow.state.format import rows
@@ -57,13 +57,13 @@ class Run:
         self.results: list[Joined] = []
         self.late: list[Sent] = []
         self.taken: list[Sent] = []
-        self.letters = 0
+        self.letters, self.now_ms = 0, 10_000
 
     def send(self, *records: Sent, feeds: int = 1) -> list[Joined]:
         self.batch += 1
         before = len(self.results)
         options = {"late_topic": "late", "on_error": "dead-letter", "dead_letter_topic": "bad", "batch": self.batch}
-        engine = engine_of(self.kind, self.join, self.store, watermark_ms=self.watermark, now_ms=10_000, **options)
+        engine = engine_of(self.kind, self.join, self.store, watermark_ms=self.watermark, now_ms=self.now_ms, **options)
         engine.start()
         for part in np.array_split(np.arange(len(records)), feeds):
             if len(part):
@@ -72,8 +72,7 @@ class Run:
         late = [self.watermark is not None and each.ms < self.watermark for each in records]
         self.late += [each for each, is_late in zip(records, late, strict=True) if is_late]
         self.taken += [each for each, is_late in zip(records, late, strict=True) if not is_late]
-        outputs = engine.outputs()
-        for row in [] if outputs is None else outputs.to_pylist():
+        for row in (row for outputs in iter(engine.outputs, None) for row in outputs.to_pylist()):
             if row["topic"] is None:
                 names = ("key", "left_value", "left_timestamp", "right_value", "right_timestamp")
                 self.results.append(Joined(*[row[name] for name in names]))
@@ -198,6 +197,9 @@ def tried(folder: Path, join: Any, history: Any, judge: Any) -> Run:
 
 @pytest.fixture(autouse=True)
 def few_due_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_collector, "_TAKEN_BYTES", 200)
+    monkeypatch.setattr(time_join_engine, "_DUE_READ", 2)
+    monkeypatch.setattr(time_join_engine, "_DUE_BYTES", 60)
     monkeypatch.setattr(time_join_engine, "DUE_PER_BATCH", 5)
     monkeypatch.setattr(time_join_engine, "_JOINED_AT_ONCE", 4)
     monkeypatch.setattr(time_join_engine, "_RESULT_BYTES", 40)
@@ -242,3 +244,16 @@ def test_a_partner_that_comes_at_the_last_moment(tmp_path: Path, join: Any, judg
                 [Sent(not right_first, b"a", ms, b"2")],
             ]
             tried(tmp_path, join, [(records, 1, False) for records in history], judge)
+
+
+def test_rows_of_a_flow_that_had_the_table_before_stay(tmp_path: Path) -> None:
+    """Whoever takes over a table counts its batches from 1 again."""
+    run = Run(tmp_path / "store", IntervalJoin(5, 5, "inner", LATENESS_MS / 1000))
+    try:
+        run.send(Sent(False, b"a", 10, b"first"))
+        run.batch, run.now_ms = 0, run.now_ms + 1
+        run.send(Sent(False, b"a", 10, b"second"))
+        found = run.send(Sent(True, b"a", 10, b"partner"))
+        assert sorted(each.left or b"" for each in found) == [b"first", b"second"]
+    finally:
+        MemoryStore.remove(tmp_path / "store")

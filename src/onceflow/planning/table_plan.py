@@ -10,7 +10,7 @@ from onceflow.errors import ProgressConflictError, counted
 from onceflow.planning.process import StepOptions
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import LocalTable, Progress, Promotion, TableProgress
-from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.processor import ColumnProcessor, Processor, Repacked
 from onceflow.state.api.time_joins import TimeJoin, of_time_join
 from onceflow.state.changelog.topics import TableTopics, check_known, without_topics
 from onceflow.state.engine.shapes import declared_fields
@@ -268,7 +268,7 @@ def _check_state(table: str, known: TableProgress, processor: Processor | Column
             next_step="give the table another name, or declare the windows as they were: what was added to other "
             "windows cannot be divided",
         )
-    if (isinstance(processor, TimeJoin) or of_time_join(known.fields)) and known.fields != fields:
+    if (isinstance(processor, TimeJoin | Repacked) or of_time_join(known.fields)) and known.fields != fields:
         raise ProgressConflictError(
             f"Table {table} has the rows of {_described(known.fields)}, and this is {_described(fields)}",
             topic=table,

@@ -219,9 +219,9 @@ class StateRun:
             self._drain(partition, engine)
 
     def _drain(self, partition: int, engine: AnyEngine) -> None:
-        outputs = engine.outputs()
-        if outputs is not None and outputs.num_rows:
-            self._emit(outputs, partition)
+        while (outputs := engine.outputs()) is not None:
+            if outputs.num_rows:
+                self._emit(outputs, partition)
 
     def _write(self, partition: int, run: _Open) -> None:
         topics = self._spec.topics

@@ -217,7 +217,7 @@ class ProcessorDriver:
         queued, self._queue = self._queue, []
         number = next(self._batches)
         engines = []
-        written = []
+        written: list[pa.RecordBatch] = []
         tables = {name: joined_table(name, content, self.now_ms) for name, content in self.tables.items()}
         times = BatchTimes(number, self.now_ms, self.watermark_ms)
         for partition, store in enumerate(self._stores):
@@ -229,10 +229,10 @@ class ProcessorDriver:
                 engine.settle()
             engine.finish()
             engines.append(engine)
-            written.append(engine.outputs())
+            written += iter(engine.outputs, None)
         for engine, store in zip(engines, self._stores, strict=True):
             self._settle(engine, store)
-        yielded = [record for batch in written if batch is not None for record in self._sorted(batch)]
+        yielded = [record for batch in written for record in self._sorted(batch)]
         self.outputs += yielded
         due = [engine.next_timer_ms for engine in engines]
         self._move_watermark()

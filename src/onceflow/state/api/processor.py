@@ -126,6 +126,24 @@ class Processor:
         raise NotImplementedError(f"{type(self).__name__} registers timers, but does not define on_timer()")
 
 
+class Repacked(Processor):
+    """Internal: a processor of the library itself, for whose records planning has made other values."""
+
+    @property
+    def kept(self) -> str:
+        """What decides which rows are kept, as text. A start with another one than that of the table is refused."""
+        raise NotImplementedError
+
+    def as_read(self, record: Record) -> Record:
+        """The record as it was read, for a dead letter. Key and value are bytes."""
+        raise NotImplementedError
+
+    def largest_row(self, key: bytes, value: bytes) -> tuple[bytes, bytes]:
+        """Row key and row of the largest row that a record makes, here or in a step behind this one. If it is too
+        large, the record is refused here, where nothing has changed yet."""
+        raise NotImplementedError
+
+
 class BadRows(Exception):
     """Raise it in ``ColumnProcessor.process`` to name the records that cannot be processed.
 

@@ -16,7 +16,7 @@ JOINED_COLUMNS = ("left_value", "right_value", "left_timestamp", "right_timestam
 there is no record of that side."""
 
 How = Literal["inner", "left", "right", "full"]
-_KEPT = re.compile(r"(inner|left|right|full) (as-of )?join with")
+_KEPT = re.compile(r"(inner|left|right|full) (as-of |foreign-key )?join with")
 
 
 def of_time_join(kept: str | None) -> bool:

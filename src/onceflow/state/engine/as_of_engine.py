@@ -8,7 +8,15 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.state.api.time_joins import AsOfJoin
-from onceflow.state.engine.time_join_engine import Positions, Records, Side, TimeJoinEngine, bounds, keys_of, waiting_of
+from onceflow.state.engine.time_join_engine import (
+    Positions,
+    Records,
+    Side,
+    TimeJoinEngine,
+    keys_of,
+    ranges_around,
+    waiting_of,
+)
 from onceflow.state.format import rows, waiting_rows
 from onceflow.state.format.waiting_rows import Waiting
 
@@ -42,10 +50,9 @@ class AsOfEngine(TimeJoinEngine):
         found = np.where(np.isin(found, gone), -1, found) if gone else found
         kept = np.arange(len(found)) if self.processor.keeps_unmatched(right=False) else np.flatnonzero(found >= 0)
         found = found[kept]
-        places = pa.array(found, mask=found < 0)
-        of_right = Side(pa.array(values, pa.binary()).take(places), pa.array(versions.times, pa.int64()).take(places))
-        of_left = Side.of(pa.array(left.values, pa.binary()).take(pa.array(kept)), left.times[kept])
-        self._write(pa.array(names, pa.binary()).take(pa.array(kept)), of_left, of_right)
+        of_left = Side(pa.array(left.values, pa.large_binary()), left.times, kept)
+        of_right = Side(pa.array(values, pa.large_binary()), versions.times, found)
+        self._write(pa.array(names, pa.large_binary()).take(pa.array(kept)), of_left, of_right)
 
     def _join(self, records: Records) -> None:
         left, right = np.flatnonzero(~records.right), np.flatnonzero(records.right)
@@ -137,10 +144,15 @@ class AsOfEngine(TimeJoinEngine):
         self, names: list[bytes], codes: Positions, times: Positions
     ) -> Iterator[tuple[int, bytes, bytes, bytes]]:
         tolerance = self.processor.tolerance_ms
-        for code, low, high in bounds(codes, times, len(names)):
-            prefix = waiting_rows.prefix(names[code], right=True)
-            first = b"" if tolerance is None else rows.time_bytes(low - tolerance)
-            yield code, prefix, first, rows.time_bytes(high + 1)
+        if tolerance is None:  # the last one before the first record may be much older
+            last = np.full(len(names), -1)
+            np.maximum.at(last, codes, times)
+            found = ((code, b"", high) for code, high in enumerate(last.tolist()))
+        else:
+            around = ranges_around(codes, times, tolerance, 0)
+            found = ((code, rows.time_bytes(low), high) for code, low, high in around)
+        for code, first, high in found:
+            yield code, waiting_rows.prefix(names[code], right=True), first, rows.time_bytes(high + 1)
 
 
 def _last_not_later(codes: Positions, times: Positions, versions: Waiting) -> Positions:

@@ -22,6 +22,7 @@ from onceflow.protocol.progress import Origin
 from onceflow.protocol.timestamps import FarAheadRecord
 from onceflow.protocol.versions import TimerId
 from onceflow.state.api.joined_table import JoinedTable
+from onceflow.state.api.processor import Repacked
 from onceflow.state.api.record import Record
 from onceflow.state.api.scope import Scope
 from onceflow.state.api.user_errors import full_text_of, line_of, shown
@@ -250,7 +251,7 @@ class BaseEngine:
         self._guarded("close", self.processor.close)
 
     def outputs(self) -> pa.RecordBatch | None:
-        """The records to write that were added since the last call, with dead letters and late records; None: nothing.
+        """The next records to write, with dead letters and late records. Call it until it returns None.
 
         Columns: key, value, topic (null: the default), headers, timestamp (int64 epoch milliseconds, null: the time of
         writing).
@@ -393,6 +394,8 @@ class BaseEngine:
         if self._dead_letter_topic is None:
             where = f"offset {record.offset}, " if record.offset is not None else ""
             raise self._failed("a record could not be processed", error, record, f"{where}key {shown(record.key)}")
+        if isinstance(self.processor, Repacked):
+            record = self.processor.as_read(record)
         letter = dead_letters.dead_letter(record, self._dead_letter_topic, error, self.flow)
         self._add_letter(letter, error, dead_letters.described(record, error))
 

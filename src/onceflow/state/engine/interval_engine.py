@@ -9,7 +9,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from onceflow.state.api.time_joins import IntervalJoin
-from onceflow.state.engine.time_join_engine import Positions, Records, Side, TimeJoinEngine, bounds, keys_of, waiting_of
+from onceflow.state.engine.time_join_engine import (
+    Positions,
+    Records,
+    Side,
+    TimeJoinEngine,
+    keys_of,
+    ranges_around,
+    waiting_of,
+)
 from onceflow.state.format import rows, waiting_rows
 from onceflow.state.format.waiting_rows import MATCHED, Waiting
 
@@ -36,9 +44,9 @@ class IntervalEngine(TimeJoinEngine):
             if not alone:
                 continue
             chosen = waiting.take(alone)
-            side = Side.of(pa.array(chosen.values, pa.binary()), chosen.times)
+            side = Side(pa.array(chosen.values, pa.large_binary()), chosen.times, np.arange(len(alone)))
             sides = (Side.nothing(len(alone)), side) if is_right else (side, Side.nothing(len(alone)))
-            self._write(pa.array(keys_of(chosen), pa.binary()), *sides)
+            self._write(pa.array(keys_of(chosen), pa.large_binary()), *sides)
 
     def _join(self, records: Records) -> None:
         before, after = self.processor.before_ms, self.processor.after_ms
@@ -60,10 +68,10 @@ class IntervalEngine(TimeJoinEngine):
             (
                 code,
                 waiting_rows.prefix(records.keys[code], right=right),
-                rows.time_bytes(low - before),
-                rows.time_bytes(high + after + 1),
+                rows.time_bytes(low),
+                rows.time_bytes(high + 1),
             )
-            for code, low, high in bounds(records.codes[at], records.times[at], len(records.keys))
+            for code, low, high in ranges_around(records.codes[at], records.times[at], before, after)
         )
         return self._between(ranges)
 
@@ -73,7 +81,7 @@ class IntervalEngine(TimeJoinEngine):
         """Write the pairs of these records, and mark them as matched."""
         if not len(left_at) or not len(right_at):
             return
-        keys = pa.array(records.keys, pa.binary())
+        keys = pa.array(records.keys, pa.large_binary())
         order, low, high = _ranges(self.processor, lefts, rights, left_at, right_at)
         counts = high - low
         ends = np.cumsum(counts)
@@ -115,11 +123,12 @@ class _Pool:
         self.new, self.waiting = len(at), waiting
         self.codes = np.concatenate([records.codes[at], waiting.codes])
         self.times = np.concatenate([records.times[at], waiting.times])
-        self.values = pa.concat_arrays([records.values.take(pa.array(at)), pa.array(waiting.values, pa.binary())])
+        new = records.values.take(pa.array(at)).cast(pa.large_binary())
+        self.values = pa.concat_arrays([new, pa.array(waiting.values, pa.large_binary())])
         self.matched: npt.NDArray[np.bool_] = np.zeros(len(self.times), np.bool_)
 
     def side(self, at: Positions) -> Side:
-        return Side.of(self.values.take(pa.array(at)), self.times[at])
+        return Side(self.values, self.times, at)
 
 
 def _ranges(

@@ -21,6 +21,7 @@ from onceflow.state.engine.dead_letters import fitted
 from onceflow.state.engine.input_batch import binary, milliseconds
 
 _NO_TOPICS = OwnTopics()
+_TAKEN_BYTES = 1 << 30
 #: Topic, headers and timestamp of a record.
 _Extras = tuple[str | None, list[Header], int | None]
 
@@ -259,28 +260,43 @@ class OutputCollector:
             self._batches.append(batch)
 
     def take(self) -> pa.RecordBatch | None:
-        """The records that were added since the last call, in the schema; None: nothing."""
-        count = len(self._keys)
-        if count:
-            topics: Any = pa.nulls(count, SCHEMA.field("topic").type)
-            headers: Any = pa.nulls(count, SCHEMA.field("headers").type)
-            times: Any = pa.nulls(count, SCHEMA.field("timestamp").type)
-            if self._extras:
-                listed = [self._extras.get(i, (None, None, None)) for i in range(count)]
-                topics = pa.array([each[0] for each in listed], topics.type)
-                times = pa.array([each[2] for each in listed], times.type)
-                if any(each[1] for each in self._extras.values()):
-                    headers = pa.array([each[1] or None for each in listed], headers.type)
-            columns = [pa.array(self._keys, pa.binary()), pa.array(self._values, pa.binary()), topics, headers, times]
-            columns += [pa.nulls(count, field.type) for field in list(self._schema)[len(columns) :]]
-            self._batches.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+        """The next of the records that were added, in the schema; None: there are no more. Usually these are all of
+        them: a batch has about 1 GiB at most, because Arrow's offsets end at 2 GiB."""
+        if self._keys:
+            self._add_listed(0, len(self._keys))
             self._keys.clear()
             self._values.clear()
             self._extras.clear()
-        batches, self._batches = self._batches, []
-        if len(batches) < 2:
-            return batches[0] if batches else None
-        return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+        part: list[pa.RecordBatch] = []
+        size = 0
+        while self._batches and (not part or size + self._batches[0].nbytes <= _TAKEN_BYTES):
+            size += self._batches[0].nbytes
+            part.append(self._batches.pop(0))
+        if len(part) < 2:
+            return part[0] if part else None
+        return pa.Table.from_batches(part).combine_chunks().to_batches()[0]
+
+    def _add_listed(self, start: int, end: int) -> None:
+        """Make batches of records that were added one by one."""
+        if sum(map(len, filter(None, self._values[start:end]))) > _TAKEN_BYTES and end - start > 1:
+            middle = (start + end) // 2
+            self._add_listed(start, middle)
+            self._add_listed(middle, end)
+            return
+        count = end - start
+        topics: Any = pa.nulls(count, SCHEMA.field("topic").type)
+        headers: Any = pa.nulls(count, SCHEMA.field("headers").type)
+        times: Any = pa.nulls(count, SCHEMA.field("timestamp").type)
+        if self._extras:
+            listed = [self._extras.get(i, (None, None, None)) for i in range(start, end)]
+            topics = pa.array([each[0] for each in listed], topics.type)
+            times = pa.array([each[2] for each in listed], times.type)
+            if any(each[1] for each in listed):
+                headers = pa.array([each[1] or None for each in listed], headers.type)
+        keys, values = (pa.array(each[start:end], pa.binary()) for each in (self._keys, self._values))
+        columns = [keys, values, topics, headers, times]
+        columns += [pa.nulls(count, field.type) for field in list(self._schema)[len(columns) :]]
+        self._batches.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
 
 def output_batch(table: pa.Table) -> pa.RecordBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.processor import ColumnProcessor, Processor, Repacked
 from onceflow.state.api.serdes import Struct
 from onceflow.state.api.time_joins import TimeJoin
 from onceflow.state.windows.aggregates import described
@@ -45,7 +45,7 @@ def declared_fields(processor: Processor | ColumnProcessor, *, aggregates: bool 
     Args:
         aggregates: False: without them, as the earlier versions have noted it.
     """
-    if isinstance(processor, TimeJoin):
+    if isinstance(processor, TimeJoin | Repacked):
         return processor.kept
     if isinstance(processor, ColumnProcessor):
         if processor.state_fields is None:

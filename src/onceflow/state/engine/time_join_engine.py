@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.errors import BadRecordError
-from onceflow.protocol import timestamps
 from onceflow.state.api.time_joins import IS_RIGHT, JOINED_COLUMNS, TimeJoin
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import BaseEngine
@@ -31,6 +30,7 @@ DUE_PER_BATCH = 50_000
 # So many records are joined together. More of them would be in memory, less of them would be slower.
 _JOINED_AT_ONCE, _JOINED_BYTES = 200_000, 128_000_000
 _RESULT_BYTES = 256_000_000  # of one Arrow batch of results: far below the 2 GiB of its 32-bit offsets
+_DUE_READ, _DUE_BYTES = 1_000, 64_000_000  # so many due rows are read together, and of about so many bytes in a batch
 _ROW_OVERHEAD = 200  # the most that a row adds to key and value, besides the escaped zero bytes of its key
 
 JOINED_SCHEMA = pa.schema(
@@ -74,15 +74,19 @@ class TimeJoinEngine(BaseEngine):
             return
         first, end = rows.DUE_INDEX, rows.DUE_INDEX + rows.time_bytes(until_ms + 1)
         found = [key for key, _ in islice(self._overlay.store.scan(first, end), DUE_PER_BATCH + 1)]
-        if len(found) > DUE_PER_BATCH:
-            self.timers_left = True
-            del found[-1]
         if not found:
             return
-        self._handled = found[-1] + b"\0"
-        row_keys = [key[9:] for key in found]
-        committed = self._overlay.get_many(row_keys)
-        self._handle([(key, row) for key, row in zip(row_keys, committed, strict=True) if row is not None])
+        row_keys, due = [key[9:] for key in found[:DUE_PER_BATCH]], list[tuple[bytes, bytes]]()
+        read, size = 0, 0
+        while read < len(row_keys) and size < _DUE_BYTES:
+            part = row_keys[read : read + _DUE_READ]
+            known = [pair for pair in zip(part, self._overlay.get_many(part), strict=True) if pair[1] is not None]
+            due += known  # type: ignore[arg-type]  # there is no None
+            read, size = read + len(part), size + sum(len(row or b"") for _, row in known)
+        del row_keys[read:]
+        self.timers_left = read < len(found)
+        self._handled = found[read - 1] + b"\0"
+        self._handle(due)
         self._overlay.put_many(row_keys, [None] * len(row_keys))
         self.counts["expired"] += len(row_keys)
         self.fired.add("event")
@@ -166,33 +170,38 @@ class TimeJoinEngine(BaseEngine):
 
     def _entries(self, times: Positions) -> list[bytes]:
         """Entry keys for records of this batch, each of which is used once."""
-        made = waiting_rows.entries(times, self.batch, self._joined)
+        made = waiting_rows.entries(times, self.now_ms, self.batch, self._joined)
         self._joined += len(times)
         return made
 
     def _write(self, keys: pa.Array, left: Side, right: Side) -> None:
-        """Write results. A side whose time is null has no record in them."""
-        count = len(keys)
-        lengths = [pc.binary_length(each).fill_null(0).to_numpy() for each in (keys, left.values, right.values)]
+        """Write results.
+
+        Args:
+            keys: of each result. It may be of 64-bit offsets.
+        """
+        lengths = [pc.binary_length(keys).to_numpy(), left.lengths, right.lengths]
         ends = np.cumsum(np.sum(lengths, axis=0, dtype=np.int64))
         at = 0
-        while at < count:
+        while at < len(keys):
             limit = _RESULT_BYTES + (int(ends[at - 1]) if at else 0)
             end = max(at + 1, int(np.searchsorted(ends, limit, side="right")))
-            self._write_part(keys.slice(at, end - at), left.slice(at, end - at), right.slice(at, end - at))
+            self._write_part(keys.slice(at, end - at).cast(pa.binary()), left.slice(at, end), right.slice(at, end))
             at = end
 
     # ---- inside --------------------------------------------------------------------------------------
 
     def _write_part(self, keys: pa.Array, left: Side, right: Side) -> None:
         count = len(keys)
+        left_values, left_times = left.columns()
+        right_values, right_times = right.columns()
         columns = {
             "key": keys,
-            "timestamp": pc.max_element_wise(left.times, right.times),
-            "left_value": left.values,
-            "right_value": right.values,
-            "left_timestamp": left.times,
-            "right_timestamp": right.times,
+            "timestamp": pc.max_element_wise(left_times, right_times),
+            "left_value": left_values,
+            "right_value": right_values,
+            "left_timestamp": left_times,
+            "right_timestamp": right_times,
         }
         arrays = [
             columns[field.name] if field.name in columns else pa.nulls(count, field.type) for field in JOINED_SCHEMA
@@ -247,7 +256,7 @@ class TimeJoinEngine(BaseEngine):
             return None
         kept = np.ones(batch.num_rows, np.bool_)
         for at, record in zip(doubtful.tolist(), self._raw(batch.take(pa.array(doubtful))), strict=True):
-            row_key = waiting_rows.prefix(record.key, right=True) + bytes(20)
+            row_key = waiting_rows.prefix(record.key, right=True) + bytes(waiting_rows.ENTRY_BYTES)
             try:
                 self._check_row(row_key, bytes(10) + (record.value or b""))
             except BadRecordError as error:
@@ -274,22 +283,37 @@ class TimeJoinEngine(BaseEngine):
 
 
 class Side(NamedTuple):
-    """One side of results: values and event times, both null where there is no record."""
+    """One side of results.
 
-    values: pa.Array
-    times: pa.Array
+    Args:
+        values: of records, with 64-bit offsets: they may have more than 2 GiB in all.
+        times: event times of these records in epoch milliseconds.
+        at: for each result which record it has; -1: none.
+    """
 
-    def slice(self, at: int, count: int) -> Side:
-        return Side(self.values.slice(at, count), self.times.slice(at, count))
+    values: pa.LargeBinaryArray
+    times: Positions
+    at: Positions
+
+    @property
+    def lengths(self) -> Positions:
+        """How many bytes the value of each result has."""
+        known = np.append(pc.binary_length(self.values).fill_null(0).to_numpy(zero_copy_only=False), 0)
+        lengths: Positions = known[self.at]  # -1 is the last one
+        return lengths
+
+    def slice(self, start: int, end: int) -> Side:
+        return Side(self.values, self.times, self.at[start:end])
+
+    def columns(self) -> tuple[pa.Array, pa.Array]:
+        """Values and times of the results; null where there is no record."""
+        at = pa.array(self.at, mask=self.at < 0)
+        return self.values.take(at).cast(pa.binary()), pa.array(self.times, pa.int64()).take(at)
 
     @classmethod
     def nothing(cls, count: int) -> Side:
         """A side without records."""
-        return cls(pa.nulls(count, pa.binary()), pa.nulls(count, pa.int64()))
-
-    @classmethod
-    def of(cls, values: pa.Array, times: Positions) -> Side:
-        return cls(values, pa.array(times, pa.int64()))
+        return cls(pa.nulls(0, pa.large_binary()), np.zeros(0, np.int64), np.full(count, -1))
 
 
 def waiting_of(known: Iterable[tuple[bytes, bytes]], *, right: bool) -> Waiting:
@@ -310,19 +334,18 @@ def keys_of(waiting: Waiting) -> list[bytes]:
     return [rows.map_parts(key)[0] for key in waiting.keys]
 
 
-def bounds(codes: Positions, times: Positions, count: int) -> Iterator[tuple[int, int, int]]:
-    """The first and the last time of each key that occurs.
-
-    Args:
-        count: how many keys there are.
-    """
+def ranges_around(codes: Positions, times: Positions, before: int, after: int) -> Iterator[tuple[int, int, int]]:
+    """Ranges of times that are at most so much before and after one of the records of a key, by its code. They do not
+    overlap, and are sorted: between records that are far from each other, nothing is read."""
     if not len(codes):
         return
-    low, high = np.full(count, timestamps.LATEST_MS), np.full(count, -1)
-    np.minimum.at(low, codes, times)
-    np.maximum.at(high, codes, times)
-    present = np.flatnonzero(high >= 0)
-    yield from zip(present.tolist(), low[present].tolist(), high[present].tolist(), strict=True)
+    order = np.lexsort((times, codes))
+    codes, low, high = codes[order], times[order] - before, times[order] + after
+    begins = np.ones(len(codes), np.bool_)
+    begins[1:] = (codes[1:] != codes[:-1]) | (low[1:] > high[:-1] + 1)
+    first = np.flatnonzero(begins)
+    last = np.append(first[1:], len(codes)) - 1
+    yield from zip(codes[first].tolist(), low[first].tolist(), high[last].tolist(), strict=True)
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from onceflow.state.api.processor import Processor
+from onceflow.state.api.processor import Repacked
 from onceflow.state.api.record import Record
 from onceflow.state.foreign_keys import messages
+from onceflow.state.format import rows
 
 if TYPE_CHECKING:
     from onceflow.state.api.handle import State
@@ -22,8 +23,8 @@ _GONE_FOR = "1 hour"
 _LEFT_ROWS = "left"
 
 
-class LeftRows(Processor):
-    """By left key: tells the partition of the foreign key what refers to it. The state is generation and foreign key.
+class _ForeignKeyStep(Repacked):
+    """What the steps share.
 
     Args:
         keeps_left: whether a left row without a right one is in the result.
@@ -31,6 +32,30 @@ class LeftRows(Processor):
 
     def __init__(self, *, keeps_left: bool) -> None:
         self.keeps_left = keeps_left
+
+    @property
+    def kept(self) -> str:
+        how = "left" if self.keeps_left else "inner"
+        return f"{how} foreign-key join with {type(self).__name__}"
+
+    def as_read(self, record: Record) -> Record:
+        return record
+
+    def largest_row(self, key: bytes, value: bytes) -> tuple[bytes, bytes]:
+        return rows.value_key(key), rows.pack(value)
+
+
+class LeftRows(_ForeignKeyStep):
+    """By left key: tells the partition of the foreign key who refers to it. The state is generation and foreign key."""
+
+    def as_read(self, record: Record) -> Record:
+        record.value = messages.left_row(record.value).value
+        return record
+
+    def largest_row(self, key: bytes, value: bytes) -> tuple[bytes, bytes]:
+        row = messages.left_row(value)
+        row_key = rows.map_key(row.foreign_key or b"", _LEFT_ROWS.encode(), key)
+        return row_key, rows.pack(messages.subscription(key, 0, row.value or b""))
 
     def process(self, key: bytes, records: Sequence[Record], state: State) -> Iterator[Record]:
         row = messages.left_row(records[-1].value)  # the others are replaced
@@ -53,15 +78,14 @@ class LeftRows(Processor):
         yield Record(row.foreign_key, messages.subscription(key, generation, row.value))
 
 
-class RightRows(Processor):
-    """By foreign key: joins. The state is the right value, and a map of the left rows that refer to it.
+class RightRows(_ForeignKeyStep):
+    """By foreign key: joins. The state is the right value, and a map of the left rows that refer to it."""
 
-    Args:
-        keeps_left: as of `LeftRows`.
-    """
-
-    def __init__(self, *, keeps_left: bool) -> None:
-        self.keeps_left = keeps_left
+    def as_read(self, record: Record) -> Record:
+        kind = (record.value or b"")[:1]
+        if kind in (messages.RIGHT, messages.RIGHT_DELETED):
+            record.value = record.value[1:] if kind == messages.RIGHT else None
+        return record
 
     def process(self, key: bytes, records: Sequence[Record], state: State) -> Iterator[Record]:
         left_rows = state.map(_LEFT_ROWS)
@@ -94,7 +118,7 @@ class RightRows(Processor):
             yield Record(left_key, messages.numbered(generation, made if there else b""))
 
 
-class Results(Processor):
+class Results(_ForeignKeyStep):
     """By left key: writes what has changed. The state is the generation, and whether there is a row."""
 
     def process(self, key: bytes, records: Sequence[Record], state: State) -> Iterator[Record]:

@@ -21,6 +21,8 @@ LEFT, RIGHT = b"onceflow.left", b"onceflow.right"
 MATCHED, TOMBSTONE = 1, 2
 """Marks: a partner was found; the record's value is null."""
 
+ENTRY_BYTES = 24
+
 _SIGN = np.uint64(1 << 63)
 _PLAIN, _DUE = 0, rows.IS_DUE
 _DUE_BYTES = 1 + 8
@@ -57,16 +59,19 @@ def prefix(key: bytes, *, right: bool) -> bytes:
     return rows.map_key(key, RIGHT if right else LEFT)
 
 
-def entries(times: npt.NDArray[np.int64], batch: int, first: int) -> list[bytes]:
+def entries(times: npt.NDArray[np.int64], now_ms: int, batch: int, first: int) -> list[bytes]:
     """Entry keys of records: their times, and numbers that make them unique.
 
     Args:
+        now_ms: processing time of the batch. Its number alone is not enough: another flow that takes over the table
+            begins to count anew.
         batch: the number of the batch. first: how many records this batch had in the partition before.
     """
-    raw = np.empty((len(times), 20), np.uint8)
+    raw = np.empty((len(times), ENTRY_BYTES), np.uint8)
     raw[:, :8] = _big_endian(times)
-    raw[:, 8:16] = np.frombuffer(rows.time_bytes(batch), np.uint8)
-    raw[:, 16:] = np.arange(first, first + len(times), dtype=">u4").view(np.uint8).reshape(-1, 4)
+    raw[:, 8:16] = np.frombuffer(rows.time_bytes(now_ms), np.uint8)
+    raw[:, 16:20] = np.frombuffer((batch & 0xFFFF_FFFF).to_bytes(4, "big"), np.uint8)
+    raw[:, 20:] = np.arange(first, first + len(times), dtype=">u4").view(np.uint8).reshape(-1, 4)
     return _cut(raw)
 
 
