@@ -12,6 +12,7 @@ from onceflow.schema_registry.avro_check import check_of
 from onceflow.schema_registry.avro_defaults import Default
 from onceflow.schema_registry.avro_fit import fit_of
 from onceflow.schema_registry.avro_names import EXACT_DECIMAL, NAMED, logical_of
+from onceflow.schema_registry.avro_plain import plain_reader
 from onceflow.schema_registry.client import RegisteredSchema
 
 _MOST_SHOWN = 300
@@ -31,6 +32,7 @@ class AvroSchema:
         named: the types with a name.
         is_recursive: whether a type refers to itself.
         fit: see `fit_of`. check: see `check_of`.
+        read_plain: see `plain_reader`; None: a type refers to itself.
 
     Raises:
         ValueError: it is no Avro schema, or its values need no bytes and so may be without end.
@@ -50,6 +52,7 @@ class AvroSchema:
         _exact_decimals()
         self.fit = fit_of(self.root, self.named)
         self.check = check_of(self.root, self.named)
+        self.read_plain = None if self.is_recursive else plain_reader(self.root, self.named)
         self._written = parse_schema(_around(_without_logical(self.root)))
         self.reading = self._reading(plain=False)
         self.reading_plain = self._reading(plain=True)
