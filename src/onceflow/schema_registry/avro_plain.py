@@ -11,6 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from onceflow.schema_registry.avro_check import INT_BITS, INT_BYTES, LONG_BITS, LONG_BYTES, MORE, check_number
+from onceflow.schema_registry.avro_defaults import Default
 from onceflow.schema_registry.avro_names import branch_name, logical_of
 
 #: The value that begins at a place, and where it ends. It raises ValueError, IndexError and EOFError.
@@ -41,6 +42,62 @@ def plain_reader(schema: Any, named: Mapping[str, Any]) -> Callable[[bytes, int]
         raise ValueError(f"{len(raw) - end} bytes follow the value")
 
     return whole
+
+
+def resolved_reader(writer: Any, reader: Any) -> Callable[[bytes, int], Any] | None:
+    """As `plain_reader`, with the fields of another schema; None: fields have changed in a way that fastavro has to
+    resolve. Fields that were added or left out, and all that says nothing of values, such as ``doc``, are no such way.
+
+    Args:
+        writer, reader: `AvroSchema` objects.
+    """
+    read = writer.read_plain
+    roots = writer.root, reader.root
+    if read is None or reader.is_recursive or not all(isinstance(r, dict) and r["type"] == "record" for r in roots):
+        return None
+    if roots[0]["name"] != roots[1]["name"]:
+        return None
+    given = {field["name"]: _bare(field["type"], writer.named) for field in roots[0]["fields"]}
+    taken, added = [], []
+    for field in roots[1]["fields"]:
+        name = field["name"]
+        if name in given and given[name] == _bare(field["type"], reader.named):
+            taken.append(name)
+        elif name not in given and "default" in field and not field.get("aliases"):
+            added.append((name, Default(field["type"], field["default"], reader.named, plain=True)))
+        else:
+            return None
+
+    def resolved(raw: bytes, at: int) -> Any:
+        found = read(raw, at)
+        made = {name: found[name] for name in taken}
+        for name, default in added:
+            made[name] = default.value()
+        return made
+
+    return resolved
+
+
+def _bare(schema: Any, named: Mapping[str, Any]) -> Any:
+    """What of a type decides how its values are read."""
+    if isinstance(schema, list):
+        return [_bare(each, named) for each in schema]
+    kind = schema if isinstance(schema, str) else schema["type"]
+    if not isinstance(kind, str):
+        return _bare(kind, named)
+    if kind in named:
+        return _bare(named[kind], named)
+    found: dict[str, Any] = {"type": kind}
+    if isinstance(schema, dict):
+        found |= {
+            key: schema[key]
+            for key in ("name", "size", "symbols", "logicalType", "precision", "scale")
+            if key in schema
+        }
+        found |= {key: _bare(schema[key], named) for key in ("items", "values") if key in schema}
+        if "fields" in schema:
+            found["fields"] = [(field["name"], _bare(field["type"], named)) for field in schema["fields"]]
+    return found
 
 
 class _Readers:
