@@ -23,7 +23,7 @@ SPARK_TESTS ?= $(addprefix tests/integration/,\
 	test_spark_contract.py test_row_programs.py test_generated_queries.py test_sql.py test_sql_edges.py test_odd_rows.py \
 	test_collect.py test_session.py test_flow.py test_process.py test_checkpoint.py \
 	test_map.py test_direct_query.py test_side_outputs.py test_joins.py test_chain.py test_deduplicate.py test_calls.py \
-	test_claim_check.py test_weaker_state.py test_windows.py test_promote.py) $(addprefix tests/faults/,\
+	test_claim_check.py test_weaker_state.py test_windows.py test_promote.py test_schema_registry.py) $(addprefix tests/faults/,\
 	test_crashes.py test_state_crashes.py test_spark_state_crashes.py test_joins.py test_external_sinks.py test_homes.py)
 
 .DEFAULT_GOAL := help

@@ -63,7 +63,7 @@ class World:
         self.broker, self.spark, self.state_dir = broker, spark, state_dir
         self.registry = SchemaRegistry(url)
         self.source, self.target = make_topic("in", 1), make_topic("out", 1)
-        self.options: dict[str, Any] = {}
+        self.read: dict[str, Any] = {}
 
     def serde(self, text: str) -> Any:
         return self.registry.avro(f"{self.source}-state", text, register=True)
@@ -74,7 +74,11 @@ class World:
         independent.fill(self.broker, self.source, [(key, one) for key in keys])
         with onceflow.Flow(f"flow-{self.source}", self.spark, bootstrap_servers=self.broker) as flow:
             rows = flow.process(
-                flow.read(self.source), processor, table=f"table-{self.source}", state_dir=self.state_dir, **step
+                flow.read(self.source, **self.read),
+                processor,
+                table=f"table-{self.source}",
+                state_dir=self.state_dir,
+                **step,
             )
             query = flow.write(rows, topic=self.target, engine=place).start()
             query.processAllAvailable()
@@ -129,6 +133,20 @@ def test_a_schema_without_rows_refuses_nothing(world: World) -> None:
     world.run(world.balances(SECOND), b"a", b"b")
     assert world.run(world.balances(THIRD), b"a") == {b"a": b"3", b"b": b"2"}
     assert world.run(world.balances(SECOND), b"b") == {b"a": b"3", b"b": b"3"}
+
+
+def test_a_table_that_is_taken_over(world: World, call: Callable[..., Any]) -> None:
+    """Nobody has noted the schemas of its rows: all versions of the subject are looked at."""
+    world.run(world.balances(FIRST), b"a")
+    world.run(world.balances(SECOND), b"b")
+    reset = call("reset", f"flow-{world.source}", "--yes")
+    assert reset.exception is None, reset.output
+    world.read = {"starting_offsets": "latest"}
+    with pytest.raises(ProgressConflictError, match=r"row of b'a' has .*note: string has become int"):
+        world.run(world.balances(THIRD), adopt_existing=True)
+    world.run(world.balances(SECOND), adopt_existing=True)
+    with pytest.raises(ProgressConflictError, match=r"row of b'a' has .*note: string has become int"):
+        world.run(world.balances(THIRD))
 
 
 def test_without_a_changelog_a_warning_says_what_may_be_unreadable(

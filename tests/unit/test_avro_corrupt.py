@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ from typing import Any
 import fastavro
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from onceflow.schema_registry.avro_columns import AvroColumn
+from onceflow.schema_registry.avro_schema import AvroSchema
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:
-    from avro_values import record, schemas_with_values, serde
+    from avro_values import record, registry, schemas_with_values, serde
 finally:
     sys.path.pop(0)
 
@@ -43,7 +45,7 @@ LONGS = {"type": "array", "items": "long"}
         ("string", b"\x02\xff", "codec can't decode"),
         ("bytes", b"\xfe\xff\xff\xff\x0fx", "ends too early"),
         (LONGS, b"\x03\x04\x02\x02\x00", None),  # a block with its size
-        (LONGS, b"\x03\x06\x02\x02\x00", "a block of items has 2 bytes, and says 3"),
+        (LONGS, b"\x03\x06\x02\x02\x00", "a block of items ends at byte"),
         (LONGS, b"\xfe\xff\xff\xff\x0f\x02", "ends too early"),
         (LONGS, b"\x02\x02", "ends too early"),
         ({"type": "map", "values": "boolean"}, b"\x02\x02k\x02\x00", "a boolean is 2"),
@@ -102,6 +104,52 @@ def test_corrupt_bytes_are_refused_or_are_another_value(case: tuple[Any, list[An
 def is_exact(schema: Any) -> bool:
     """Whether a value has one form only: decimals may have zeros in front, UUIDs capitals, and NaN has many forms."""
     return not any(each in str(schema) for each in ("decimal", "uuid", "float", "double"))
+
+
+@given(schemas_with_values(), st.binary(max_size=12), st.integers(0, 30))
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_columns_are_read_as_fastavro_reads_what_was_checked(
+    case: tuple[Any, list[Any]], garbage: bytes, cut: int
+) -> None:
+    """Whatever the bytes are: the same value, or an error of both."""
+    schema, values = case
+    ours = serde(schema)
+    own = ours.own_schema()
+    raws = [ours.encode(value) for value in values]
+    again = AvroSchema(ours.own())
+    again.plain_of = lambda _: None  # type: ignore[method-assign]
+    for raw in [*raws, raws[0][: 5 + cut] + garbage, ours.head() + garbage]:
+        found = []
+        for reader in (own, again):
+            try:
+                found.append(repr(ours.read(raw, reader, plain=True)))
+            except ValueError:
+                found.append("an error")
+        assert found[0] == found[1]
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_columns_of_older_values_are_as_fastavro_resolves_them(data: st.DataObject) -> None:
+    schema, values = data.draw(schemas_with_values())
+    assume(isinstance(schema, dict) and schema["type"] == "record")
+    kept = [field for field in schema["fields"] if data.draw(st.booleans())]
+    added = [
+        {"name": "new", "type": ["null", LONGS, "string"], "default": None},
+        {"name": "n", "type": LONGS, "default": [7]},
+    ]
+    there = registry()
+    old = there.avro("s", json.dumps(schema), register=True)
+    new = there.avro(
+        "s",
+        json.dumps({**schema, "doc": "new", "fields": [*added[: data.draw(st.integers(0, 2))], *kept]}),
+        register=True,
+    )
+    reader, again = new.own_schema(), AvroSchema(new.own())
+    again.plain_of = lambda _: None  # type: ignore[method-assign]
+    for value in values:
+        raw = old.encode(value)
+        assert repr(new.read(raw, reader, plain=True)) == repr(new.read(raw, again, plain=True))
 
 
 @given(schemas_with_values())

@@ -15,8 +15,11 @@ from confluent_kafka.schema_registry.json_schema import JSONDeserializer, JSONSe
 from confluent_kafka.serialization import MessageField, SerializationContext
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft7Validator
 
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.schema_registry.json_quick import quick_check
+from onceflow.schema_registry.json_rules import exact_validator
 from onceflow.schema_registry.json_schema import JsonSchemaSerde
 from onceflow.schema_registry.registry import SchemaRegistry
 
@@ -110,6 +113,54 @@ def test_numbers_are_compared_by_their_digits(value: Any, limit: Any) -> None:
         assert fits, name
         found = ours.decode(raw)
         assert (Decimal(repr(found)) if isinstance(found, float) else found) == number
+
+
+LIMITS = st.integers(-2, 3) | st.sampled_from([0.5, 1.0])
+SCHEMAS = st.recursive(
+    st.booleans()
+    | st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(["null", "boolean", "string", "integer", "number", "array", "object"])
+            | st.lists(st.sampled_from(["null", "string", "integer"]), min_size=1, unique=True),
+            "enum": st.lists(JSON_VALUES, min_size=1, max_size=2),
+            "const": JSON_VALUES,
+            "minimum": LIMITS,
+            "exclusiveMaximum": LIMITS,
+            "minLength": st.integers(0, 2),
+            "maxItems": st.integers(0, 2),
+            "title": st.just("t"),
+            "format": st.just("date-time"),
+            "minProperties": st.just(1),
+        },
+    ),
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            "properties": st.dictionaries(st.text("abc", max_size=1), inner, max_size=2),
+            "required": st.lists(st.text("abc", max_size=1), max_size=2, unique=True),
+            "additionalProperties": inner,
+            "items": inner,
+        },
+    ),
+    max_leaves=5,
+)
+
+
+@given(SCHEMAS, JSON_VALUES)
+def test_a_value_that_surely_fits_fits(schema: Any, value: Any) -> None:
+    quick = quick_check(schema)
+    if quick is not None and quick(value):
+        fits = exact_validator(Draft7Validator)(schema)
+        assert not [*fits.iter_errors(value)]
+
+
+def test_values_of_usual_schemas_surely_fit() -> None:
+    quick = quick_check(PAYMENT)
+    assert quick is not None
+    assert quick({"id": 7, "note": "x"})
+    assert not any(map(quick, [{"id": 0}, {"note": "x"}, {"id": 1, "more": 1}, [], {"id": 1.5}, {"id": True}]))
+    assert quick_check({"$ref": "#"}) is None
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,9 @@ def test_what_is_said_of_the_schemas_of_a_state() -> None:
         prefix(ids[0]): f"schema with id {ids[0]} (version 1 of balances-value): a: int has become string",
         prefix(999): f"schema with id 999: {missing}",
     }
+    assert new.subject_ids() == ids[:2]
+    assert there.avro("other", '"string"', register=True).subject_ids() != ids[:2]
+    assert there.client.ids_of("nothing") == []
     with pytest.raises(ValueError, match="cannot be read with that of balances-value: a: int has become string"):
         new.decode(old.encode({"a": 1, "b": "x"}))
 

@@ -147,7 +147,7 @@ class ClaimCheck:
 
     def __getattr__(self, name: str) -> Any:
         # What the inner serde has of schemas: of values that are not stored, the bytes are its own.
-        if name in ("writes_with", "unreadable", "in_own_schema") and "_inner" in self.__dict__:
+        if name in ("writes_with", "subject_ids", "unreadable", "in_own_schema") and "_inner" in self.__dict__:
             return getattr(self._inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

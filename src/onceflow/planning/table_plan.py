@@ -11,6 +11,7 @@ from onceflow.planning.process import StepOptions
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import LocalTable, Progress, Promotion, TableProgress
 from onceflow.state.api.processor import ColumnProcessor, Processor, Repacked
+from onceflow.state.api.serdes import schema_ids
 from onceflow.state.api.time_joins import TimeJoin, of_time_join
 from onceflow.state.changelog.topics import TableTopics, check_known, without_topics
 from onceflow.state.engine.shapes import declared_fields
@@ -37,6 +38,7 @@ def plan_table(
 
     Raises:
         ProgressConflictError: the flow may not use them.
+        EnvironmentUnusableError: a registry of schemas does not answer.
     """
     table = options.table
     if table in progress.changelogs:
@@ -62,7 +64,11 @@ def plan_table(
             "second time",
         )
     added = TableProgress(
-        processor.version, fields=declared_fields(processor), processing_timers=None if holds_records else False
+        processor.version,
+        fields=declared_fields(processor),
+        processing_timers=None if holds_records else False,
+        # Nobody has noted with which ones the rows were written.
+        schemas=schema_ids(getattr(processor, "state", None)) if holds_records else (),
     )
     return replace(
         progress,

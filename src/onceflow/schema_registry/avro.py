@@ -76,6 +76,8 @@ class AvroSerde(RegistrySerde[AvroSchema]):
         writer = self._writer(schema_id)
         wanted = writer if reader is None else reader
         try:
+            if plain and (quick := wanted.plain_of(writer)) is not None:
+                return quick(raw, at)
             return _read(raw, at, writer, wanted, plain)
         except _UnresolvedError as error:
             why = shortened(unreadable(writer, wanted)) or error

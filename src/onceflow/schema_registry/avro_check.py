@@ -12,9 +12,9 @@ from typing import Any
 #: Where the value ends that begins at a place. It raises ValueError, IndexError and EOFError.
 Check = Callable[[bytes, int], int]
 
-_MORE = 0x80
-_INT_BYTES, _LONG_BYTES = 5, 10
-_INT_BITS, _LONG_BITS = 32, 64
+MORE = 0x80
+INT_BYTES, LONG_BYTES = 5, 10
+INT_BITS, LONG_BITS = 32, 64
 _SIZES = {"float": 4, "double": 8}
 
 
@@ -79,13 +79,13 @@ class _Checks:
         return holder[0]
 
 
-def _number(raw: bytes, at: int, most: int, bits: int) -> tuple[int, int]:
+def check_number(raw: bytes, at: int, most: int, bits: int) -> tuple[int, int]:
     """An int or a long, and where it ends."""
     byte = raw[at]
-    if byte < _MORE:
+    if byte < MORE:
         return (byte >> 1) ^ -(byte & 1), at + 1
     found, shift, begin = byte & 0x7F, 7, at
-    while byte >= _MORE:
+    while byte >= MORE:
         at += 1
         if at - begin == most:
             raise ValueError(f"a number has more than {most} bytes")
@@ -101,19 +101,19 @@ def _number(raw: bytes, at: int, most: int, bits: int) -> tuple[int, int]:
 
 def _int(raw: bytes, at: int) -> int:
     begin = at
-    while raw[at] >= _MORE:
+    while raw[at] >= MORE:
         at += 1
     if at > begin and (at - begin > 3 or not raw[at]):  # else it fits
-        return _number(raw, begin, _INT_BYTES, _INT_BITS)[1]
+        return check_number(raw, begin, INT_BYTES, INT_BITS)[1]
     return at + 1
 
 
 def _long(raw: bytes, at: int) -> int:
     begin = at
-    while raw[at] >= _MORE:
+    while raw[at] >= MORE:
         at += 1
     if at > begin and (at - begin > 8 or not raw[at]):
-        return _number(raw, begin, _LONG_BYTES, _LONG_BITS)[1]
+        return check_number(raw, begin, LONG_BYTES, LONG_BITS)[1]
     return at + 1
 
 
@@ -125,10 +125,10 @@ def _boolean(raw: bytes, at: int) -> int:
 
 def _bytes(raw: bytes, at: int) -> int:
     size = raw[at]
-    if size < _MORE:
+    if size < MORE:
         size, at = (size >> 1) ^ -(size & 1), at + 1
     else:
-        size, at = _number(raw, at, _LONG_BYTES, _LONG_BITS)
+        size, at = check_number(raw, at, LONG_BYTES, LONG_BITS)
     if size < 0:
         raise ValueError(f"a length is {size}")
     if size > len(raw) - at:
@@ -151,7 +151,7 @@ def _enum(count: int) -> Check:
     def enum(raw: bytes, at: int) -> int:
         if raw[at] in quick:
             return at + 1
-        symbol, at = _number(raw, at, _INT_BYTES, _INT_BITS)
+        symbol, at = check_number(raw, at, INT_BYTES, INT_BITS)
         if not 0 <= symbol < count:
             raise ValueError(f"an enum has no symbol {symbol}")
         return at
@@ -166,7 +166,7 @@ def _union(checks: list[Check]) -> Check:
     def union(raw: bytes, at: int) -> int:
         if (found := quick.get(raw[at])) is not None:
             return found(raw, at + 1)
-        branch, at = _number(raw, at, _LONG_BYTES, _LONG_BITS)
+        branch, at = check_number(raw, at, LONG_BYTES, LONG_BITS)
         if not 0 <= branch < count:
             raise ValueError(f"a union has no type {branch}")
         return checks[branch](raw, at)
@@ -181,7 +181,7 @@ def _record(checks: list[Check]) -> Check:
         for check in checks:
             if check is _bytes and not (byte := raw[at]) & 0x81:
                 at += 1 + (byte >> 1)
-            elif (check is _long or check is _int) and raw[at] < _MORE:
+            elif (check is _long or check is _int) and raw[at] < MORE:
                 at += 1
             else:
                 at = check(raw, at)
@@ -195,19 +195,19 @@ def _blocks(check: Check) -> Check:
 
     def blocks(raw: bytes, at: int) -> int:
         while True:
-            count, at = _number(raw, at, _LONG_BYTES, _LONG_BITS)
+            count, at = check_number(raw, at, LONG_BYTES, LONG_BITS)
             if not count:
                 return at
             end = None
             if count < 0:
-                size, at = _number(raw, at, _LONG_BYTES, _LONG_BITS)
+                size, at = check_number(raw, at, LONG_BYTES, LONG_BITS)
                 count, end = -count, at + size
             if count > len(raw) - at:
                 raise EOFError
             for _ in range(count):
                 at = check(raw, at)
             if end is not None and at != end:
-                raise ValueError(f"a block of items has {at - (end - size)} bytes, and says {size}")
+                raise ValueError(f"a block of items ends at byte {at}, and says {end}")
 
     return blocks
 

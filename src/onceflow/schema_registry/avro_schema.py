@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -12,6 +12,7 @@ from onceflow.schema_registry.avro_check import check_of
 from onceflow.schema_registry.avro_defaults import Default
 from onceflow.schema_registry.avro_fit import fit_of
 from onceflow.schema_registry.avro_names import EXACT_DECIMAL, NAMED, logical_of
+from onceflow.schema_registry.avro_plain import plain_reader, resolved_reader
 from onceflow.schema_registry.client import RegisteredSchema
 
 _MOST_SHOWN = 300
@@ -31,6 +32,7 @@ class AvroSchema:
         named: the types with a name.
         is_recursive: whether a type refers to itself.
         fit: see `fit_of`. check: see `check_of`.
+        read_plain: see `plain_reader`; None: a type refers to itself.
 
     Raises:
         ValueError: it is no Avro schema, or its values need no bytes and so may be without end.
@@ -50,9 +52,19 @@ class AvroSchema:
         _exact_decimals()
         self.fit = fit_of(self.root, self.named)
         self.check = check_of(self.root, self.named)
+        self._plain_of: dict[int, tuple[AvroSchema, Callable[[bytes, int], Any] | None]] = {}
+        self.read_plain = None if self.is_recursive else plain_reader(self.root, self.named)
         self._written = parse_schema(_around(_without_logical(self.root)))
         self.reading = self._reading(plain=False)
         self.reading_plain = self._reading(plain=True)
+
+    def plain_of(self, writer: AvroSchema) -> Callable[[bytes, int], Any] | None:
+        """What reads values of another schema with the fields of this one; None: fastavro has to."""
+        if writer is self:
+            return self.read_plain
+        if id(writer) not in self._plain_of:
+            self._plain_of[id(writer)] = writer, resolved_reader(writer, self)
+        return self._plain_of[id(writer)][1]
 
     def write(self, buffer: io.BytesIO, value: Any) -> None:
         """Write a value. Raises: ValueError: it does not fit."""

@@ -96,6 +96,10 @@ class RegistrySerde(ABC, Generic[_Parsed]):
         found = self._ours()[1]
         return int.from_bytes(found[-4:], "big")
 
+    def subject_ids(self) -> list[int]:
+        """The ids of all versions of its subject. Raises: as `own`."""
+        return self.registry.ids_of(self.subject)
+
     def head(self) -> bytes:
         """What stands in front of all values that it writes. Raises: as `own`."""
         return self._ours()[1]

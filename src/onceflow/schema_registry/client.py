@@ -182,6 +182,22 @@ class RegistryClient:
             raise self._without_subject(subject)
         return self._whole(schema, found, None)
 
+    def ids_of(self, subject: str) -> list[int]:
+        """The ids of all versions of a subject; none: there is no such subject.
+
+        Raises:
+            RegistryUnavailableError: it does not answer.
+        """
+        found = []
+        for version in (
+            self._asked(f"for the versions of {subject!r}", lambda: self.library.get_versions(subject)) or ()
+        ):
+            get = functools.partial(self.library.get_version, subject, version)
+            known = self._asked(f"for version {version} of {subject!r}", get)
+            if known is not None and known.schema_id is not None:
+                found.append(known.schema_id)
+        return sorted({*found})
+
     def version_of(self, schema_id: SchemaId, subject: str) -> str:
         """Which version of a subject a schema is, in words for an error; empty: none, or it cannot be told."""
         key = schema_id.key

@@ -80,14 +80,14 @@ def _multiple_of(validator: Validator, unit: Any, value: Any, schema: Any) -> It
 def _const(validator: Validator, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
     from jsonschema.exceptions import ValidationError
 
-    if not _same(wanted, value):
+    if not same_document(wanted, value):
         yield ValidationError(f"{wanted!r} was expected")
 
 
 def _enum(validator: Validator, options: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
     from jsonschema.exceptions import ValidationError
 
-    if not any(_same(each, value) for each in options):
+    if not any(same_document(each, value) for each in options):
         yield ValidationError(f"{value!r} is not one of {options!r}")
 
 
@@ -95,14 +95,14 @@ def _number(value: Any) -> Decimal:
     return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_document(one: Any, other: Any) -> bool:
     """Whether two documents are equal: true is not 1, and 1.0 is."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, (int, float, Decimal)) and isinstance(other, (int, float, Decimal)):
         return _number(one) == _number(other)
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(each, other[key]) for key, each in one.items())
+        return one.keys() == other.keys() and all(same_document(each, other[key]) for key, each in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same_document, one, other))
     return bool(one == other)

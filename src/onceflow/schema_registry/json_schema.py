@@ -11,6 +11,7 @@ from onceflow.schema_registry import wire_format
 from onceflow.schema_registry.base import RegistrySerde
 from onceflow.schema_registry.client import RegisteredSchema
 from onceflow.schema_registry.json_changes import unreadable
+from onceflow.schema_registry.json_quick import Fits, quick_check
 from onceflow.schema_registry.json_reach import check_reach
 from onceflow.schema_registry.json_rules import exact_validator
 from onceflow.state.format import exact_json
@@ -50,7 +51,7 @@ class JsonSchemaSerde(RegistrySerde["_Checked"]):
             raw = exact_json.dumps(value)
         except TypeError as error:
             raise ValueError(f"it is no JSON: {error}"[:_MOST_SHOWN]) from None
-        _check(own.validator, value, "the schema")
+        _check(own, value, "the schema")
         return before + raw
 
     def decode(self, raw: bytes) -> Any:
@@ -64,9 +65,9 @@ class JsonSchemaSerde(RegistrySerde["_Checked"]):
         writer = self._writer(schema_id)
         reader, _ = self._ours()
         value = exact_json.loads(raw[at:])
-        _check(writer.validator, value, f"its schema with {schema_id}")
+        _check(writer, value, f"its schema with {schema_id}")
         if reader.schema[:3] != writer.schema[:3]:  # with all that they refer to
-            _check(reader.validator, value, f"the schema of {self.subject}")
+            _check(reader, value, f"the schema of {self.subject}")
         return value
 
     def document(self) -> Any:
@@ -101,7 +102,8 @@ class JsonSchemaSerde(RegistrySerde["_Checked"]):
             found: Any = validators.validator_for(contents, default=Draft7Validator)
             found.check_schema(contents)
             resolver = registry.resolver_with_root(Resource.from_contents(contents, DRAFT7))
-            return _Checked(schema, exact_validator(found)(contents, registry=registry), resolver)
+            validator = exact_validator(found)(contents, registry=registry)
+            return _Checked(schema, validator, resolver, quick_check(contents))
         except SchemaError as error:
             is_pattern = error.validator == "format" and error.validator_value == "regex"
             what = f"Python does not understand the pattern {error.instance!r:.100}" if is_pattern else error.message
@@ -111,11 +113,12 @@ class JsonSchemaSerde(RegistrySerde["_Checked"]):
 
 
 class _Checked(NamedTuple):
-    """A schema, what checks values by it, and what finds those that it refers to."""
+    """A schema, what checks values by it, what finds those that it refers to, and what knows most values that fit."""
 
     schema: RegisteredSchema
     validator: Validator
     resolver: Any
+    quick: Fits | None
 
 
 def _all_references(schema: RegisteredSchema) -> dict[str, str]:
@@ -126,11 +129,13 @@ def _all_references(schema: RegisteredSchema) -> dict[str, str]:
     return found
 
 
-def _check(validator: Validator, value: Any, schema: str) -> None:
+def _check(by: _Checked, value: Any, schema: str) -> None:
     from jsonschema.exceptions import best_match
 
+    if by.quick is not None and by.quick(value):
+        return
     try:
-        error = best_match(validator.iter_errors(value))
+        error = best_match(by.validator.iter_errors(value))
     except Exception as unresolvable:  # a reference to nothing, or what a malformed schema makes its code raise
         raise ValueError(f"{schema} cannot be used: {unresolvable}"[:_MOST_SHOWN]) from None
     if error is not None:

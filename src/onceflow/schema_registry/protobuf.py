@@ -175,9 +175,15 @@ class ProtobufSerde(RegistrySerde[ProtobufFile]):
 
     def _check(self, file: ProtobufFile, message: Any, raw: bytes, at: int, schema_id: SchemaId) -> None:
         """Refuse a value with a field that the class has read as another value."""
+        from google.protobuf.message import DecodeError
+
         from onceflow.schema_registry.protobuf_changes import lost
 
-        field = lost(file.message(message.DESCRIPTOR.full_name).FromString(bytes(raw[at:])), message)
+        try:
+            written = file.message(message.DESCRIPTOR.full_name).FromString(bytes(raw[at:]))
+        except DecodeError as error:
+            raise ValueError(f"it does not fit its schema with {schema_id}: {error}") from None
+        field = lost(written, message)
         if field:
             raise ValueError(f"its schema with {schema_id} cannot be read with that of the class: {field}")
 

@@ -1,4 +1,4 @@
 """The query server: tables over HTTP, shared by several instances.
 
-It may import ``tables`` and what is below it; no Spark. Start reading at ``app.py``.
+It may import ``tables`` and what is below it, and ``schema_registry``; no Spark. Start reading at ``app.py``.
 """

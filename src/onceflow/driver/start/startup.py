@@ -258,5 +258,5 @@ def ensure_table(
         writer = writer_of(topics.table, topics.table_id, CommittedProgress().decoded(cluster, deadline))
         table_plan.check_not_written(options.table, writer, progress)
     planned = table_plan.plan_table(options, processor, topics, ends, progress)
-    check_kept_schemas(cluster, topics, processor, progress)
+    check_kept_schemas(cluster, topics, processor, planned)
     return topics, planned

@@ -66,6 +66,16 @@ def schema_id(serde: Any) -> int | None:
     return None if found is None else int(found())
 
 
+def schema_ids(serde: Any) -> tuple[int, ...]:
+    """The ids of all schemas with which values may have been written for a serde, as far as its registry knows them.
+
+    Raises:
+        EnvironmentUnusableError: its registry does not answer.
+    """
+    found = getattr(serde, "subject_ids", None)
+    return () if found is None else tuple(found())
+
+
 def unreadable(serde: Any, ids: Iterable[int]) -> dict[bytes, str]:
     """Which values of other schemas may be unreadable for a serde: how they begin, and what has changed.
 
