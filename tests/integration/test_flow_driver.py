@@ -513,6 +513,10 @@ def test_topics_that_exist_are_named() -> None:
 def test_what_is_no_flow() -> None:
     with pytest.raises(OptionError, match="takes functions that build flows"):
         FlowDriver()
+    with pytest.raises(OptionError, match="'3' is no number of partitions, given for deposits"):
+        FlowDriver(totals_flow, topics={"deposits": "3"})  # type: ignore[dict-item]
+    with pytest.raises(OptionError, match="did you mean 'partitions'"):
+        FlowDriver(totals_flow, partition=3)  # type: ignore[call-arg]
 
     def rows_only(flow: onceflow.Flow) -> DataFrame:
         return flow.read("in")

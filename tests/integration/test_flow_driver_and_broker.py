@@ -201,7 +201,10 @@ def _add(found: dict[int, dict[bytes | None, list[Any]]], record: Record, case: 
             [*by_key.get(record.key, []), [value.get(name) for name in case.loose[topic]]], key=str
         )
     else:
-        by_key.setdefault(record.key, []).append((record.value, headers))
+        # Letters of one key may come from several partitions of a source; only those of one of them have an order.
+        origin = dict(record.headers).get("onceflow.error.partition")
+        key = record.key if origin is None else b"%s of partition %s" % (record.key or b"", origin)
+        by_key.setdefault(key, []).append((record.value, headers))
 
 
 # ---- generated -----------------------------------------------------------------------------------------

@@ -813,3 +813,74 @@ def test_a_problem_with_the_next_records_leaves_the_outcome_alone(reader_of: Cal
     loop._run()
     assert isinstance(loop.error, DataLossError)
     assert written.records == {0: list(range(10))}, "the batch has ended before"
+
+
+# ---- in the thread of the caller -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 10**9])
+def test_what_is_there_is_one_batch_however_it_arrives(reader_of: Callable[..., SourceReader], at_once: int) -> None:
+    logs = Logs({0: 20, 1: 7})
+    logs.most = lambda: at_once
+    written = Written(logs, {0: 0, 1: 0})
+    loop = loop_of(written, reader_of(logs, {0: 0, 1: 0}), 10**9, most=100, until={}, ends=False)
+    loop.run_through()
+    assert written.sizes == [27]
+    loop.run_through()  # there is nothing more
+    logs.ends[1] = 9
+    loop.run_through()
+    assert written.sizes == [27, 2]
+    assert written.records == {0: list(range(20)), 1: list(range(9))}
+
+
+def test_limits_of_a_batch_hold(reader_of: Callable[..., SourceReader]) -> None:
+    logs = Logs({0: 50})
+    written = Written(logs, {0: 0})
+    loop_of(written, reader_of(logs, {0: 0}, most=20), 10**9, most=20, until={}, ends=False).run_through()
+    assert written.sizes == [20, 20, 10]
+
+
+def test_an_answer_from_before_does_not_end_it(reader_of: Callable[..., SourceReader]) -> None:
+    """The response to a request that was sent earlier says that there is nothing more."""
+    logs = Logs({0: 5})
+    written = Written(logs, {0: 0})
+    reader = reader_of(logs, {0: 0})
+    loop = loop_of(written, reader, 10**9, most=100, until={}, ends=False)
+    loop.run_through()
+    logs.ends[0] = 6
+    old = [5, 5]
+
+    def on_poll() -> None:
+        logs.ends[0] = old.pop() if old else 6
+
+    logs.on_poll = on_poll
+    loop.run_through()
+    assert written.sizes == [5, 1]
+
+
+def test_a_batch_that_fails_ends_it(reader_of: Callable[..., SourceReader]) -> None:
+    logs = Logs({0: 5})
+    written = Written(logs, {0: 0})
+    error = BatchAbortedError("no", next_step="none")
+
+    def fail(source: SourceRange) -> None:
+        raise error
+
+    written.before = fail
+    loop = loop_of(written, reader_of(logs, {0: 0}), 10**9, most=100, until={}, ends=False)
+    ended: list[bool] = []
+    loop.prepare(Mock(), lambda: ended.append(True))
+    loop.run_through()
+    assert (loop.error, written.failure, ended) == (error, error, [True])
+
+
+def test_timers_that_are_always_due_end_with_an_error(
+    reader_of: Callable[..., SourceReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "_BATCHES_MAX", 20)
+    logs = Logs({0: 0})
+    written = Written(logs, {0: 0})
+    monkeypatch.setattr(written, "wants_batch", lambda source, caught_up: True)
+    loop = loop_of(written, reader_of(logs, {0: 0}), 10**9, most=100, until={}, ends=False)
+    loop.run_through()
+    assert "more to do after 20 batches" in str(loop.error)

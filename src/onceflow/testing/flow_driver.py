@@ -81,6 +81,7 @@ class FlowDriver:
         OnceflowError: what ``Flow.read`` and the start of a query raise. The flows are started here.
     """
 
+    @checked_arguments
     def __init__(
         self,
         *flows: FlowFunction,
@@ -93,6 +94,12 @@ class FlowDriver:
         key: Any = serdes.STRING,
         value: Any = serdes.JSON,
     ) -> None:
+        counts: dict[str, Any] = {"partitions=": partitions, **(topics or {})}
+        for name, count in counts.items():
+            if not isinstance(count, int) or count < 1:
+                raise OptionError(
+                    f"FlowDriver: {count!r} is no number of partitions, given for {name}", next_step="give 1 or more"
+                )
         self.now_ms = now_ms
         self._key, self._value = key, value
         self._spark = spark
