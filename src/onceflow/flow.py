@@ -846,7 +846,7 @@ class Flow:
     def _time_join(
         self, left: DataFrame, right: DataFrame, options: StepOptions, join: TimeJoin, caller: str
     ) -> DataFrame:
-        both = both_streams(left, right, caller, self.name)
+        both = both_streams(left, right, join, caller, self.name)
         return self._step(both, options, join, lambda one_topic: both, caller=caller).select(*RESULT)
 
     def _step(

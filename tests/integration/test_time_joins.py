@@ -250,6 +250,9 @@ def test_a_table_is_of_one_join() -> None:
             lambda flow, sides: flow.join_interval(*sides, table="t", before=before, after=0, late_topic="late")
         )
 
+    swapped = flow_of(
+        lambda flow, sides: flow.join_interval(*sides[::-1], table="t", before="1 second", after=0, late_topic="late")
+    )
     as_of = flow_of(lambda flow, sides: flow.join_as_of(*sides, table="t", late_topic="late"))
 
     def counts(flow: Any) -> Any:
@@ -257,7 +260,8 @@ def test_a_table_is_of_one_join() -> None:
 
     for first, second, what in (
         (interval("1 second"), interval("2 seconds"), "an inner join with the interval from -2000 to 0 ms"),
-        (interval("1 second"), as_of, "an inner as-of join without tolerance"),
+        (interval("1 second"), swapped, "an inner join with the interval from -1000 to 0 ms of right and left"),
+        (interval("1 second"), as_of, "an inner as-of join with no tolerance of left and right"),
         (interval("1 second"), counts, "another step"),
         (counts, interval("1 second"), "an inner join with the interval from -1000 to 0 ms"),
     ):
@@ -274,9 +278,19 @@ def test_a_table_is_of_one_join() -> None:
         ({"before": "-5 minutes"}, OptionError, "before='-5 minutes'"),
         ({"after": 1e300}, OptionError, "after=1e[+]300"),
         ({"after": "30000000 weeks"}, OptionError, "longer than any time"),
-        ({"columns": ["key", "value"]}, SchemaError, "the left stream has none"),
-        ({"columns": ["key", "value", "string(timestamp) AS timestamp"]}, SchemaError, "as timestamp; it is string"),
-        ({"columns": ["1 AS key", "value", "timestamp"]}, SchemaError, "'key' as string or binary; it is int"),
+        ({"columns": ["key", "value", "topic", "partition"]}, SchemaError, "the left stream has none"),
+        ({"columns": ["key", "value", "timestamp"]}, SchemaError, "the left stream has no column 'topic'"),
+        ({"columns": ["key", "value", "timestamp", "topic"]}, SchemaError, "the left stream has no column 'partition'"),
+        (
+            {"columns": ["key", "value", "string(timestamp) AS timestamp", "topic", "partition"]},
+            SchemaError,
+            "as timestamp; it is string",
+        ),
+        (
+            {"columns": ["1 AS key", "value", "timestamp", "topic", "partition"]},
+            SchemaError,
+            "'key' as string or binary; it is int",
+        ),
     ],
     ids=lambda each: str(each)[:30] if isinstance(each, dict) else "",
 )
@@ -294,7 +308,7 @@ def test_what_cannot_be_joined(given: dict[str, Any], error: type[Exception], sa
 def test_joins_behind_steps_and_joins_of_parts_of_one_topic() -> None:
     def flow(flow: Any) -> Any:
         rows = flow.read("in")
-        parts = [flow.deduplicate(rows, table="ids", records=100), rows.where("string(value) LIKE 'r%'")]
+        parts = [flow.deduplicate(rows, id="key", table="ids", records=100), rows.where("string(value) LIKE 'r%'")]
         pairs = flow.join_interval(*parts, table="pairs", before="1 second", after="1 second", late_topic="late")
         left = pairs.selectExpr("key", "concat_ws('+', string(left_value), string(right_value)) AS value", "timestamp")
         joined = flow.join_as_of(left, flow.read("rows"), table="versions", how="left", late_topic="late")

@@ -12,7 +12,9 @@ from onceflow.errors import OptionError, SchemaError
 from onceflow.options.durations import duration_ms
 from onceflow.planning.step_frames import state_columns
 from onceflow.protocol.timestamps import LATEST_MS
-from onceflow.state.api.time_joins import IS_RIGHT, JOINED_COLUMNS, AsOfJoin, IntervalJoin
+from onceflow.spark.queries import check_query
+from onceflow.spark.query_facts import topics_read
+from onceflow.state.api.time_joins import IS_RIGHT, JOINED_COLUMNS, AsOfJoin, IntervalJoin, TimeJoin
 
 INTERVAL_HOW = ("inner", "left", "right", "full")
 AS_OF_HOW = ("inner", "left")
@@ -69,14 +71,28 @@ def _milliseconds(name: str, given: Any, flow: str) -> int:
         raise OptionError(f"{name}={given!r}: {error}", flow=flow, next_step='for example "5 minutes", or 0') from None
 
 
-def both_streams(left: DataFrame, right: DataFrame, caller: str, flow: str) -> DataFrame:
+def both_streams(left: DataFrame, right: DataFrame, join: TimeJoin, caller: str, flow: str) -> DataFrame:
     """The rows of both streams, with the columns that a step takes, and one that says which stream a row is of.
+
+    Args:
+        join: is told which topics the streams are from.
 
     Raises:
         SchemaError: a column is missing, or has a type that cannot be used.
+        UnsupportedQueryError: one of them is no stream of the flow.
     """
-    sides = []
+    sides, names = [], []
     for name, df in (("left", left), ("right", right)):
+        facts = check_query(df, flow, call=caller, columns=False)
+        if not facts.has_step and (lacking := [each for each in ("topic", "partition") if each not in df.columns]):
+            raise SchemaError(
+                f"{caller} has to know the partition of a record, and the {name} stream has no column {lacking[0]!r}",
+                flow=flow,
+                detail="without it, event time would follow the partition that is furthest ahead, and good records of "
+                "the others would be late",
+                next_step="keep topic, partition and offset: .selectExpr('... AS key', 'value', 'timestamp', 'topic', "
+                "'partition', 'offset')",
+            )
         rows = state_columns(df, flow, one_topic=False, caller=f"{caller} ({name})")
         if "timestamp" not in rows.columns:
             raise SchemaError(
@@ -85,4 +101,6 @@ def both_streams(left: DataFrame, right: DataFrame, caller: str, flow: str) -> D
                 next_step="keep the column timestamp of Flow.read, or select another one as timestamp",
             )
         sides.append(rows.withColumn(IS_RIGHT, F.lit(name == "right")))
+        names.append(", ".join(sorted(topics_read(facts.root))))
+    join.streams = (names[0], names[1])
     return sides[0].unionByName(sides[1], allowMissingColumns=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,24 +56,25 @@ class SchemaRegistry:
         return f"<schema registry {self.client.name}>"
 
     def avro(
-        self, subject: str, schema: str | None = None, *, register: bool = False, ids_in_headers: bool = False
+        self, subject: str, schema: Any = None, *, register: bool = False, ids_in_headers: bool = False
     ) -> AvroSerde:
         """A serde of Avro; see `AvroSerde`.
 
         Args:
             subject: where the registry has the schema, for example ``payments-value`` for the values of a topic.
-            schema: the schema, as JSON. None: the newest version of the subject, when the flow starts.
+            schema: the schema, as JSON or what JSON becomes. None: the newest version of the subject, when the flow
+                starts.
             register: register the schema if the subject lacks it. Otherwise that is an error.
             ids_in_headers: outputs of processors have the id in the header ``__value_schema_id``, and not in front of
                 the value. State and tables have it in front.
         """
-        return AvroSerde(self.client, subject, schema, register=register, ids_in_headers=ids_in_headers)
+        return AvroSerde(self.client, subject, _as_json(schema), register=register, ids_in_headers=ids_in_headers)
 
     def json_schema(
-        self, subject: str, schema: str | None = None, *, register: bool = False, ids_in_headers: bool = False
+        self, subject: str, schema: Any = None, *, register: bool = False, ids_in_headers: bool = False
     ) -> JsonSchemaSerde:
         """A serde of JSON that is checked by a schema; see `JsonSchemaSerde`. Arguments as for `avro`."""
-        return JsonSchemaSerde(self.client, subject, schema, register=register, ids_in_headers=ids_in_headers)
+        return JsonSchemaSerde(self.client, subject, _as_json(schema), register=register, ids_in_headers=ids_in_headers)
 
     def protobuf(
         self, subject: str, message: Any, *, register: bool = False, ids_in_headers: bool = False
@@ -86,3 +88,8 @@ class SchemaRegistry:
             ids_in_headers: as for `avro`.
         """
         return ProtobufSerde(self.client, subject, message, register=register, ids_in_headers=ids_in_headers)
+
+
+def _as_json(schema: Any) -> Any:
+    """A schema that is given as a dict or a list, as JSON."""
+    return json.dumps(schema) if isinstance(schema, dict | list) else schema

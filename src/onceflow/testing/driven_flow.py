@@ -122,3 +122,6 @@ class DrivenFlow(Flow):
     def _prepared_external(self, startup: Startup, write: ExternalWrite) -> DirectRun:
         driven = replace(write.options, once=False, engine=DRIVER)
         return super()._prepared_external(startup, replace(write, options=driven))
+
+
+DrivenFlow.__name__ = Flow.__name__  # in messages

@@ -171,6 +171,11 @@ class FlowDriver:
                 topic=topic,
                 next_step=f"it has {len(found.partitions)}; FlowDriver(topics={{...}}) says how many there are",
             )
+        if timestamp_ms is not None and not isinstance(timestamp_ms, int):
+            raise OptionError(
+                f"timestamp_ms={timestamp_ms!r} is no time of a record",
+                next_step="give whole milliseconds since 1970: int(time.timestamp() * 1000) for a datetime",
+            )
         time_ms = self.now_ms if timestamp_ms is None else timestamp_ms
         batch = encode_single(raw_key, raw_value, headers, timestamp_ms=time_ms, identity=_PLAIN, base_sequence=-1)
         found.partitions[number].append(batch.head + batch.body)

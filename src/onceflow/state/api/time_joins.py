@@ -35,6 +35,8 @@ class TimeJoin(ColumnProcessor):
 
     def __init__(self, how: How, allowed_lateness: str | float, max_ahead: str | float | None = MAX_AHEAD) -> None:
         self.how = how
+        self.streams = ("", "")
+        """The topics that each stream is from, as text."""
         self.allowed_lateness = allowed_lateness
         self.max_ahead = max_ahead
 
@@ -64,7 +66,8 @@ class IntervalJoin(TimeJoin):
 
     @property
     def kept(self) -> str:
-        return f"{self.how} join with the interval from -{self.before_ms} to {self.after_ms} ms"
+        interval = f"the interval from {-self.before_ms} to {self.after_ms} ms"
+        return f"{self.how} join with {interval} of {' and '.join(self.streams)}"
 
     def last_partner_ms(self, *, right: bool) -> int:
         """How much later than a record of a stream its last possible partner is."""
@@ -87,5 +90,5 @@ class AsOfJoin(TimeJoin):
 
     @property
     def kept(self) -> str:
-        tolerance = "without tolerance" if self.tolerance_ms is None else f"with a tolerance of {self.tolerance_ms} ms"
-        return f"{self.how} as-of join {tolerance}"
+        tolerance = "no tolerance" if self.tolerance_ms is None else f"a tolerance of {self.tolerance_ms} ms"
+        return f"{self.how} as-of join with {tolerance} of {' and '.join(self.streams)}"
