@@ -64,6 +64,11 @@ def set_driver_property(name: str, value: str | None) -> None:
         _driver_properties.values[name] = value
 
 
+def forget_driver_properties() -> None:
+    """This thread runs no batch any more."""
+    _driver_properties.values.clear()
+
+
 def batch_property(name: str) -> str | None:
     """A property of the batch in which this code runs: in a task a local property of Spark. None: there is none."""
     from pyspark import TaskContext

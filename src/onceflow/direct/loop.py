@@ -157,9 +157,12 @@ class DirectLoop:
 
         All that is there is one batch, if limits of records and bytes allow it, however long it takes.
         """
-        with self._failure_noted():
-            self._size = BatchSize(0, first=_UNPACED, least=_UNPACED, most=_UNPACED)
-            self._run_up_to(self._reader.look())
+        try:
+            with self._failure_noted():
+                self._size = BatchSize(0, first=_UNPACED, least=_UNPACED, most=_UNPACED)
+                self._run_up_to(self._reader.look())
+        finally:
+            forget_driver_properties()
         if self.error is not None:
             self._close()
 

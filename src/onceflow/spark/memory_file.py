@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+import weakref
 from typing import Any
 
 import pyarrow as pa
@@ -31,6 +32,7 @@ class MemoryFile:
         make: Any = tempfile.TemporaryFile if linux else tempfile.NamedTemporaryFile
         # Without a buffer, because the JVM changes the file, too.
         self._file = make(dir=_MEMORY if _has_room() else None, prefix="onceflow-rows-", buffering=0)
+        weakref.finalize(self, self._file.close)  # nobody may have closed it
         self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}" if linux else str(self._file.name)
 
     def close(self) -> None:
