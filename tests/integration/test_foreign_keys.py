@@ -95,7 +95,7 @@ class Tables:
 @pytest.mark.parametrize(
     "how, engine",
     [
-        pytest.param("inner", "driver", id="inner-driver"),
+        pytest.param("inner", "driver", id="inner-driver", marks=pytest.mark.long),
         pytest.param("left", "tasks", id="left-tasks"),
         pytest.param("left", "driver", id="left-driver", marks=pytest.mark.long),
         pytest.param("inner", "tasks", id="inner-tasks", marks=pytest.mark.long),

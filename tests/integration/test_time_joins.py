@@ -186,7 +186,7 @@ def in_pieces(streams: Streams, join: Callable[..., Any], seed: int, engine: str
 @pytest.mark.parametrize(
     "how, engine",
     [
-        pytest.param("full", "driver", id="full-driver"),
+        pytest.param("full", "driver", id="full-driver", marks=pytest.mark.long),
         pytest.param("full", "tasks", id="full-tasks"),
         *[pytest.param(how, "auto", id=f"{how}-auto", marks=pytest.mark.long) for how in ("inner", "left", "right")],
     ],
@@ -208,7 +208,7 @@ def test_intervals_are_those_of_pandas(
     "how, tolerance, engine",
     [
         pytest.param("left", None, "driver", id="left-driver"),
-        pytest.param("left", 300, "tasks", id="tolerance-tasks"),
+        pytest.param("left", 300, "tasks", id="tolerance-tasks", marks=pytest.mark.long),
         pytest.param("inner", None, "tasks", id="inner-tasks", marks=pytest.mark.long),
         pytest.param("inner", 300, "driver", id="inner-tolerance", marks=pytest.mark.long),
     ],

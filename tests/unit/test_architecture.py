@@ -50,8 +50,8 @@ ALLOWED = {
     "claim_check": "object_storage options spark state.api",
     "client": "protocol",
     "direct": (
-        "client driver.batch driver.kafka driver.record driver.start engine_query host logs planning "
-        "protocol spark state task"
+        "client driver.batch driver.kafka driver.record driver.start engine_query host logs messages "
+        "planning protocol spark state task"
     ),
     "driver.batch": "client driver.record logs messages planning protocol spark state state.api task",
     "driver.external": (

@@ -30,6 +30,7 @@ from onceflow.driver.record.offset_log import SourceRange, TopicOffsets
 from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, ProcessorError
 from onceflow.host.garbage import SetAside
 from onceflow.logs import log_context
+from onceflow.messages import forget_driver_properties
 from onceflow.spark import driver_jvm
 from onceflow.spark.jvm import SPARK_ERRORS, is_stopped
 from onceflow.spark.query_progress import ProgressReports, left
