@@ -320,8 +320,9 @@ def test_joins_behind_steps_and_joins_of_parts_of_one_topic() -> None:
     driver.send("rows", "k", b"row", timestamp_ms=at)
     driver.send("in", "k", b"left", timestamp_ms=at + 10)
     driver.send("in", "k", b"right", timestamp_ms=at + 20)
-    for topic in ("in", "rows"):
-        driver.send(topic, "end", b"end", timestamp_ms=at + 100_000)
+    driver.send("rows", "end", b"end", timestamp_ms=at + 50_000)
+    for value in (b"left", b"right"):  # a later pair: event time of the second join is that of the first one's results
+        driver.send("in", "later", value, timestamp_ms=at + 50_000)
     assert [(record.key, record.value) for record in driver.read("out", value=serdes.STRING)] == [
         ("k", "left+right/row")
     ]
