@@ -360,7 +360,9 @@ def chained(seed: int) -> Case:
 GENERATED = {"sums": sums, "minutes": minutes, "chained": chained}
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize(
+    "name", ["sums", pytest.param("minutes", marks=pytest.mark.long), pytest.param("chained", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
 def test_generated(name: str, seed: int, onceflow_broker: str, onceflow_spark: Any, tmp_path: Path) -> None:
     check(GENERATED[name](seed), onceflow_broker, onceflow_spark, tmp_path)
