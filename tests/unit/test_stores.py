@@ -92,6 +92,17 @@ def test_prefixes_end_where_they_should(store: Store) -> None:
         assert found == sorted(key for key in keys if key.startswith(prefix))
 
 
+@pytest.mark.parametrize("longest", [10, 600])
+def test_many_ranges_are_scanned_as_one_after_the_other(store: Store, longest: int) -> None:
+    """The last range begins with a key that LMDB does not take as it is, long after the first rows were read."""
+    store.write({b"m%05d" % n: b"%d" % n for n in range(3_000)})
+    ranges = [(b"m%05d" % n, b"m%05d" % (n + 3)) for n in range(0, 2_400, 2)]
+    ranges += [(b"m00007", b"m00003"), (b"m01000", b"m02500"), (b"m02000" + b"x" * longest, b"m02010")]
+    expected = [(at, *pair) for at, (start, end) in enumerate(ranges) for pair in store.scan(start, end)]
+    assert list(store.scan_many(ranges)) == expected
+    assert list(store.scan_many([])) == []
+
+
 def test_long_scans_go_on_while_rows_change(store: Store) -> None:
     store.write([(b"v%05d" % number, b"old") for number in range(5000)])
     seen = []

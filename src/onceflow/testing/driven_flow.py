@@ -95,14 +95,14 @@ class DrivenFlow(Flow):
         columns: Callable[..., DataFrame],
         *,
         tables: Mapping[str, str | JoinTable] | None = None,
-        caller: str = "Flow.process",
+        **more: Any,
     ) -> DataFrame:
         self._world.tables.add(options.table)
         joined = None if tables is None else {name: self._in_memory(table) for name, table in tables.items()}
         # Without a changelog, the store is all there is of the state. A class of the user's own is a part of the test.
         quick = options.changelog and options.store in _ON_DISK
         kept = replace(options, store="memory" if quick else options.store, state_dir=self._world.folder)
-        return super()._step(df, kept, processor, columns, tables=joined, caller=caller)
+        return super()._step(df, kept, processor, columns, tables=joined, **more)
 
     def _in_memory(self, table: str | JoinTable) -> JoinTable:
         found = table if isinstance(table, JoinTable) else JoinTable(table)

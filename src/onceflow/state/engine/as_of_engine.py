@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from onceflow.state.api.time_joins import AsOfJoin
@@ -57,31 +58,21 @@ class AsOfEngine(TimeJoinEngine):
     def _join(self, records: Records) -> None:
         left, right = np.flatnonzero(~records.right), np.flatnonzero(records.right)
         if len(left):
-            prefixes = [waiting_rows.prefix(key, right=False) for key in records.keys]
             times = records.times[left]
-            pairs = zip(records.codes[left].tolist(), self._entries(times), strict=True)
+            keys = self._row_keys(records.keys, records.codes[left], self._entries(times), right=False)
             values = records.values.take(pa.array(left)).to_pylist()
-            marks = np.zeros(len(left), np.uint8)
-            self._put(
-                [prefixes[code] + entry for code, entry in pairs],
-                waiting_rows.packed(times + 1, marks, values),
-                times + 1,
-            )
+            self._put(keys, waiting_rows.packed(times + 1, np.zeros(len(left), np.uint8), values), times + 1)
         if len(right):
             self._keep_versions(records, right)
 
     def _keep_versions(self, records: Records, right: Positions) -> None:
         codes, times = records.codes[right], records.times[right]
         # Of records with the same key and time, the last one is kept.
-        order = np.lexsort((np.arange(len(right)), times, codes))
+        order = np.lexsort((-np.arange(len(right)), times, codes))
+        order = order[_first_of_place(codes[order], times[order])]
         codes, times, right = codes[order], times[order], right[order]
-        last = np.ones(len(right), np.bool_)
-        last[:-1] = (codes[1:] != codes[:-1]) | (times[1:] != times[:-1])
-        codes, times, right = codes[last], times[last], right[last]
         values = records.values.take(pa.array(right)).to_pylist()
-        prefixes = [waiting_rows.prefix(key, right=True) for key in records.keys]
-        entries = waiting_rows.time_entries(times)
-        keys = [prefixes[code] + entry for code, entry in zip(codes.tolist(), entries, strict=True)]
+        keys = self._row_keys(records.keys, codes, waiting_rows.time_entries(times), right=True)
         if self.processor.tolerance_ms is None:
             due_ms = self._due_by_successor(records, codes, times, np.array([value is None for value in values]))
         else:
@@ -97,7 +88,7 @@ class AsOfEngine(TimeJoinEngine):
         records: Records,
         codes: Positions,
         times: Positions,
-        tombstones: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        tombstones: npt.NDArray[np.bool_],
     ) -> Positions:
         """When new versions are due. A version that was the last one of its key, and is no longer, becomes due, too.
 
@@ -109,36 +100,27 @@ class AsOfEngine(TimeJoinEngine):
         known = self._between(
             (code, prefix, b"", b"\xff" * 9) for code, prefix in zip(present.tolist(), prefixes, strict=True)
         )
+        count = len(codes)
         all_codes, all_times = np.concatenate([codes, known.codes]), np.concatenate([times, known.times])
-        order = np.lexsort((np.arange(len(all_codes)) >= len(codes), all_times, all_codes))
-        # The next one with another time: a new version may replace an old one of its own time.
-        ahead = _NEVER
-        successor = np.full(len(all_codes), _NEVER)
-        for here, behind in zip(order[-2::-1].tolist(), order[:0:-1].tolist(), strict=True):
-            if all_codes[here] != all_codes[behind]:
-                ahead = _NEVER
-            elif all_times[here] != all_times[behind]:
-                ahead = int(all_times[behind]) + 1
-            successor[here] = ahead
-        due_ms = successor
+        # A new version comes before an old one of its own time, which it replaces.
+        order = np.lexsort((np.arange(len(all_codes)), all_times, all_codes))
+        first = np.flatnonzero(_first_of_place(all_codes[order], all_times[order]))
+        place_codes, place_times = all_codes[order[first]], all_times[order[first]]
+        place_due = np.full(len(first), _NEVER)
+        place_due[:-1] = np.where(place_codes[1:] == place_codes[:-1], place_times[1:] + 1, _NEVER)
+        place = np.empty(len(all_codes), np.int64)
+        place[order] = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(order))))
+        due_ms = place_due[place]
         # A tombstone behind which nothing comes has nothing to hide when the versions before it are gone.
-        ending = tombstones & (due_ms[: len(codes)] == _NEVER)
-        due_ms[: len(codes)][ending] = times[ending] + 1
-        replaced = set(zip(codes.tolist(), times.tolist(), strict=True))
-        again, new_due = list[bytes](), list[int]()
-        changed = list[bytes]()
-        for at, (key, row) in enumerate(zip(known.keys, known.rows, strict=True)):
-            due = int(due_ms[len(codes) + at])
-            if (
-                due != _NEVER
-                and rows.due_of(row) is None
-                and (int(known.codes[at]), int(known.times[at])) not in replaced
-            ):
-                again.append(key)
-                changed.append(waiting_rows.due_at(row, due))
-                new_due.append(due)
-        self._put(again, changed, np.array(new_due, np.int64))
-        return due_ms[: len(codes)]
+        ending = tombstones & (due_ms[:count] == _NEVER)
+        due_ms[:count][ending] = times[ending] + 1
+        is_replaced = order[first][place[count:]] < count
+        again = np.flatnonzero((due_ms[count:] != _NEVER) & ~is_replaced).tolist()
+        again = [at for at in again if rows.due_of(known.rows[at]) is None]
+        new_due = due_ms[count:][again]
+        changed = [waiting_rows.due_at(known.rows[at], due) for at, due in zip(again, new_due.tolist(), strict=True)]
+        self._put([known.keys[at] for at in again], changed, new_due)
+        return due_ms[:count]
 
     def _ranges(
         self, names: list[bytes], codes: Positions, times: Positions
@@ -153,6 +135,13 @@ class AsOfEngine(TimeJoinEngine):
             found = ((code, rows.time_bytes(low), high) for code, low, high in around)
         for code, first, high in found:
             yield code, waiting_rows.prefix(names[code], right=True), first, rows.time_bytes(high + 1)
+
+
+def _first_of_place(codes: Positions, times: Positions) -> npt.NDArray[np.bool_]:
+    """Which of sorted records have another key or time than the one before."""
+    found = np.ones(len(codes), np.bool_)
+    found[1:] = (codes[1:] != codes[:-1]) | (times[1:] != times[:-1])
+    return found
 
 
 def _last_not_later(codes: Positions, times: Positions, versions: Waiting) -> Positions:

@@ -43,6 +43,7 @@ NOT_OF_A_RECORD = (StoreCorruptError, EnvironmentUnusableError, MemoryError)
 """Errors that neither a record nor the processor has caused: the caller restores the store, or runs the batch again."""
 
 ON_TIMER = "on_timer()"
+_ROW_OVERHEAD = 200
 
 COUNTS = ("records", "late", "dead_letters", "duplicates", "aside", "timers_fired", "expired")
 """What is counted in a partition's part of a batch. ``records`` counts all records that were fed, ``aside`` those that
@@ -412,6 +413,26 @@ class BaseEngine:
         """
         for row_key in self._overlay.large:
             self._check_row(row_key, self._overlay.get(row_key))
+
+    def _too_large(
+        self, batch: pa.RecordBatch, row_of: Callable[[bytes, bytes], tuple[bytes, bytes]]
+    ) -> dict[int, BadRecordError]:
+        """What is wrong with records, by their positions, of which the topics of the table do not take the row.
+
+        Args:
+            row_of: row key and row of a key and a value. They have at most twice the bytes of the key, three times
+                those of the value, and `_ROW_OVERHEAD`.
+        """
+        keys, values = batch.column("key"), batch.column("value")
+        lengths = [pc.binary_length(each).fill_null(0).to_numpy() for each in (keys, values)]
+        doubtful = 2 * lengths[0] + 3 * lengths[1] + _ROW_OVERHEAD > self._limits.small_row_bytes
+        found = {}
+        for at in np.flatnonzero(doubtful).tolist():
+            try:
+                self._check_row(*row_of(keys[at].as_py(), values[at].as_py() or b""))
+            except BadRecordError as error:
+                found[at] = error
+        return found
 
     def _check_row(self, row_key: bytes, row: bytes | None) -> None:
         limits = self._limits.rows

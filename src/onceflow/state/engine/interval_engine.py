@@ -15,6 +15,7 @@ from onceflow.state.engine.time_join_engine import (
     Side,
     TimeJoinEngine,
     keys_of,
+    parts_of,
     ranges_around,
     waiting_of,
 )
@@ -84,22 +85,15 @@ class IntervalEngine(TimeJoinEngine):
         keys = pa.array(records.keys, pa.large_binary())
         order, low, high = _ranges(self.processor, lefts, rights, left_at, right_at)
         counts = high - low
-        ends = np.cumsum(counts)
-        at = 0
-        while at < len(left_at):
-            limit = _PAIRS_AT_ONCE + (int(ends[at - 1]) if at else 0)
-            end = max(at + 1, int(np.searchsorted(ends, limit, side="right")))
+        for at, end in parts_of(np.cumsum(counts), _PAIRS_AT_ONCE):
             of_left = np.repeat(np.arange(at, end), counts[at:end])
-            if len(of_left):
-                within = np.arange(len(of_left)) - np.repeat(ends[at:end] - counts[at:end], counts[at:end])
-                within += int(ends[at - 1]) if at else 0
-                found_left, found_right = left_at[of_left], right_at[order[low[of_left] + within]]
-                lefts.matched[found_left] = True
-                rights.matched[found_right] = True
-                self._write(
-                    keys.take(pa.array(lefts.codes[found_left])), lefts.side(found_left), rights.side(found_right)
-                )
-            at = end
+            # The number of each pair among those of its left record.
+            within = np.arange(len(of_left)) - np.repeat(np.cumsum(counts[at:end]) - counts[at:end], counts[at:end])
+            found_left, found_right = left_at[of_left], right_at[order[low[of_left] + within]]
+            lefts.matched[found_left] = True
+            rights.matched[found_right] = True
+            found_keys = keys.take(pa.array(lefts.codes[found_left]))
+            self._write(found_keys, lefts.side(found_left), rights.side(found_right))
 
     def _keep(self, records: Records, pool: _Pool, *, right: bool) -> None:
         """Keep the new records of one side, and mark those that have waited and are matched now."""
@@ -109,8 +103,7 @@ class IntervalEngine(TimeJoinEngine):
         found = [pool.waiting.rows[at] for at in again]
         self._put([pool.waiting.keys[at] for at in again], list(map(waiting_rows.matched, found)), None)
         times, codes = pool.times[: pool.new], pool.codes[: pool.new]
-        prefixes = [waiting_rows.prefix(key, right=right) for key in records.keys]
-        keys = [prefixes[code] + entry for code, entry in zip(codes.tolist(), self._entries(times), strict=True)]
+        keys = self._row_keys(records.keys, codes, self._entries(times), right=right)
         due_ms = times + self.processor.last_partner_ms(right=right) + 1
         values = pool.values.slice(0, pool.new).to_pylist()
         self._put(keys, waiting_rows.packed(due_ms, marks[: pool.new] * np.uint8(MATCHED), values), due_ms)

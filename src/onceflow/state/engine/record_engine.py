@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from onceflow import user_code
-from onceflow.errors import BadRecordError, ProcessorError
+from onceflow.errors import ProcessorError
 from onceflow.protocol.headers import Header, behind_header
 from onceflow.protocol.timestamps import whole_ms
 from onceflow.state.api import user_errors
@@ -244,7 +243,7 @@ class Engine(BaseEngine):
         if len(records) != batch.num_rows:  # no record may go astray
             raise RuntimeError(f"{batch.num_rows} records became {len(records)}")
         if isinstance(self.processor, Repacked):
-            bad.update(self._too_large(batch))
+            bad.update(self._too_large(batch, self.processor.largest_row))
         for at, error in bad_keys.items():
             bad.update(dict.fromkeys(range(ends[at] - counts[at], ends[at]), error))
         times, in_time, unread = None, None, set[int]()
@@ -267,19 +266,6 @@ class Engine(BaseEngine):
         self._process(batch, keys, raw_keys, records, ends, where, rejected)
         if times is not None:
             self._note_processed(batch, times, rejected, unread)
-
-    def _too_large(self, batch: pa.RecordBatch) -> dict[int, Exception]:
-        """The records that would make too large a row, in this step or in one behind it."""
-        assert isinstance(self.processor, Repacked)
-        keys, values = batch.column("key"), batch.column("value")
-        lengths = [pc.binary_length(each).fill_null(0).to_numpy() for each in (keys, values)]
-        found: dict[int, Exception] = {}
-        for at in np.flatnonzero(2 * lengths[0] + 3 * lengths[1] > self._limits.small_row_bytes).tolist():
-            try:
-                self._check_row(*self.processor.largest_row(keys[at].as_py(), values[at].as_py() or b""))
-            except BadRecordError as error:
-                found[at] = error
-        return found
 
     def _note_processed(self, batch: pa.RecordBatch, times: Any, rejected: set[int], unread: set[int]) -> None:
         """As `_note_times`, when records have been passed to `_process`."""

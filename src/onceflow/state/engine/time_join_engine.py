@@ -15,7 +15,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.errors import BadRecordError
 from onceflow.state.api.time_joins import IS_RIGHT, JOINED_COLUMNS, TimeJoin
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import BaseEngine
@@ -31,7 +30,6 @@ DUE_PER_BATCH = 50_000
 _JOINED_AT_ONCE, _JOINED_BYTES = 200_000, 128_000_000
 _RESULT_BYTES = 256_000_000  # of one Arrow batch of results: far below the 2 GiB of its 32-bit offsets
 _DUE_READ, _DUE_BYTES = 1_000, 64_000_000  # so many due rows are read together, and of about so many bytes in a batch
-_ROW_OVERHEAD = 200  # the most that a row adds to key and value, besides the escaped zero bytes of its key
 
 JOINED_SCHEMA = pa.schema(
     [*SCHEMA, *zip(JOINED_COLUMNS, (pa.binary(), pa.binary(), pa.int64(), pa.int64()), strict=True)]
@@ -174,6 +172,17 @@ class TimeJoinEngine(BaseEngine):
         self._joined += len(times)
         return made
 
+    def _row_keys(
+        self, keys: Sequence[bytes], codes: Positions, entries: Sequence[bytes], *, right: bool
+    ) -> list[bytes]:
+        """Row keys of records of one side.
+
+        Args:
+            keys: distinct keys. codes: for each record the number of its key. entries: their entry keys.
+        """
+        prefixes = [waiting_rows.prefix(key, right=right) for key in keys]
+        return [prefixes[code] + entry for code, entry in zip(codes.tolist(), entries, strict=True)]
+
     def _write(self, keys: pa.Array, left: Side, right: Side) -> None:
         """Write results.
 
@@ -182,12 +191,8 @@ class TimeJoinEngine(BaseEngine):
         """
         lengths = [pc.binary_length(keys).to_numpy(), left.lengths, right.lengths]
         ends = np.cumsum(np.sum(lengths, axis=0, dtype=np.int64))
-        at = 0
-        while at < len(keys):
-            limit = _RESULT_BYTES + (int(ends[at - 1]) if at else 0)
-            end = max(at + 1, int(np.searchsorted(ends, limit, side="right")))
+        for at, end in parts_of(ends, _RESULT_BYTES):
             self._write_part(keys.slice(at, end - at).cast(pa.binary()), left.slice(at, end), right.slice(at, end))
-            at = end
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -249,20 +254,18 @@ class TimeJoinEngine(BaseEngine):
 
     def _small(self, batch: pa.RecordBatch) -> pa.Array | None:
         """Reject records that cannot wait as rows, because the topic of rows does not take them. Returns as `_near`."""
-        small = self._limits.small_row_bytes
-        lengths = [pc.binary_length(batch.column(name)).fill_null(0).to_numpy() for name in ("key", "value")]
-        doubtful = np.flatnonzero(2 * lengths[0] + lengths[1] + _ROW_OVERHEAD > small)
-        if not len(doubtful):
+
+        def row_of(key: bytes, value: bytes) -> tuple[bytes, bytes]:
+            return waiting_rows.prefix(key, right=True) + bytes(waiting_rows.ENTRY_BYTES), bytes(10) + value
+
+        found = self._too_large(batch, row_of)
+        if not found:
             return None
+        for record, error in zip(self._raw(batch.take(pa.array([*found]))), found.values(), strict=True):
+            self._reject(record, error)
         kept = np.ones(batch.num_rows, np.bool_)
-        for at, record in zip(doubtful.tolist(), self._raw(batch.take(pa.array(doubtful))), strict=True):
-            row_key = waiting_rows.prefix(record.key, right=True) + bytes(waiting_rows.ENTRY_BYTES)
-            try:
-                self._check_row(row_key, bytes(10) + (record.value or b""))
-            except BadRecordError as error:
-                kept[at] = False
-                self._reject(record, error)
-        return None if kept.all() else pa.array(kept)
+        kept[[*found]] = False
+        return pa.array(kept)
 
     def _join_collected(self) -> None:
         if not self._collected:
@@ -332,6 +335,20 @@ def waiting_of(known: Iterable[tuple[bytes, bytes]], *, right: bool) -> Waiting:
 def keys_of(waiting: Waiting) -> list[bytes]:
     """The users' keys of waiting rows."""
     return [rows.map_parts(key)[0] for key in waiting.keys]
+
+
+def parts_of(ends: Positions, limit: int) -> Iterator[tuple[int, int]]:
+    """Divides items into parts, of which each has one item, or as many as have this size together.
+
+    Args:
+        ends: the cumulated sizes of the items.
+    """
+    at = 0
+    while at < len(ends):
+        before = int(ends[at - 1]) if at else 0
+        end = max(at + 1, int(np.searchsorted(ends, before + limit, side="right")))
+        yield at, end
+        at = end
 
 
 def ranges_around(codes: Positions, times: Positions, before: int, after: int) -> Iterator[tuple[int, int, int]]:

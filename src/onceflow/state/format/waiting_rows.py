@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onceflow.state.format import rows
+from onceflow.state.format.stamps import SIGN, time_cells
 
 LEFT, RIGHT = b"onceflow.left", b"onceflow.right"
 """Names of the maps."""
@@ -23,10 +24,7 @@ MATCHED, TOMBSTONE = 1, 2
 
 ENTRY_BYTES = 24
 
-_SIGN = np.uint64(1 << 63)
-_PLAIN, _DUE = 0, rows.IS_DUE
-_DUE_BYTES = 1 + 8
-_NEVER = np.iinfo(np.int64).max
+_DUE_BYTES = 1 + 8  # flags and time, in front of the marks of a row that is due
 
 
 class Waiting(NamedTuple):
@@ -68,7 +66,7 @@ def entries(times: npt.NDArray[np.int64], now_ms: int, batch: int, first: int) -
         batch: the number of the batch. first: how many records this batch had in the partition before.
     """
     raw = np.empty((len(times), ENTRY_BYTES), np.uint8)
-    raw[:, :8] = _big_endian(times)
+    raw[:, :8] = time_cells(times)
     raw[:, 8:16] = np.frombuffer(rows.time_bytes(now_ms), np.uint8)
     raw[:, 16:20] = np.frombuffer((batch & 0xFFFF_FFFF).to_bytes(4, "big"), np.uint8)
     raw[:, 20:] = np.arange(first, first + len(times), dtype=">u4").view(np.uint8).reshape(-1, 4)
@@ -77,13 +75,13 @@ def entries(times: npt.NDArray[np.int64], now_ms: int, batch: int, first: int) -
 
 def time_entries(times: npt.NDArray[np.int64]) -> list[bytes]:
     """Entry keys of records of which only the last one of each time is kept."""
-    return _cut(_big_endian(times))
+    return _cut(time_cells(times))
 
 
 def times_of(entry_keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
     """The event times in entry keys."""
     raw = np.frombuffer(b"".join([key[:8] for key in entry_keys]), ">u8")
-    return (raw.astype(np.uint64) ^ _SIGN).view(np.int64)
+    return (raw.astype(np.uint64) ^ SIGN).view(np.int64)
 
 
 def packed(
@@ -98,8 +96,8 @@ def packed(
     beginning = 1 if due_ms is None else _DUE_BYTES
     raw = np.zeros((len(values), beginning + 1), np.uint8)
     if due_ms is not None:
-        raw[:, 0] = _DUE
-        raw[:, 1:9] = _big_endian(due_ms)
+        raw[:, 0] = rows.IS_DUE
+        raw[:, 1:9] = time_cells(due_ms)
     raw[:, beginning] = marks
     found = []
     for begin, value in zip(_cut(raw), values, strict=True):
@@ -109,30 +107,29 @@ def packed(
 
 def marks_of(row: bytes) -> int:
     """The marks of a row."""
-    return row[_DUE_BYTES if row[0] & _DUE else 1]
+    return row[_marks_at(row)]
 
 
 def value_of(row: bytes) -> bytes | None:
     """The record's value."""
-    at = _DUE_BYTES if row[0] & _DUE else 1
+    at = _marks_at(row)
     return None if row[at] & TOMBSTONE else row[at + 1 :]
 
 
 def matched(row: bytes) -> bytes:
     """The row, with the mark that a partner was found."""
-    at = _DUE_BYTES if row[0] & _DUE else 1
+    at = _marks_at(row)
     return row[:at] + bytes((row[at] | MATCHED,)) + row[at + 1 :]
 
 
 def due_at(row: bytes, due_ms: int) -> bytes:
     """The row, due at another time."""
-    at = _DUE_BYTES if row[0] & _DUE else 1
-    return bytes((_DUE,)) + rows.time_bytes(due_ms) + row[at:]
+    return bytes((rows.IS_DUE,)) + rows.time_bytes(due_ms) + row[_marks_at(row) :]
 
 
-def _big_endian(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """Eight bytes for each, in the order of the numbers, as `rows.time_bytes`."""
-    return (numbers.view(np.uint64) ^ _SIGN).astype(">u8").view(np.uint8).reshape(len(numbers), 8)
+def _marks_at(row: bytes) -> int:
+    """Where the payload begins."""
+    return _DUE_BYTES if row[0] & rows.IS_DUE else 1
 
 
 def _cut(raw: npt.NDArray[np.uint8]) -> list[bytes]:

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.state.format import rows
+from onceflow.state.format.stamps import time_cells
 from onceflow.state.local.row_columns import NOTHING, TO_THE_END, RowColumns, first_bytes
 
-_SIGN = np.uint64(1 << 63)
 _JSON_BEGINS = pa.array(rows.JSON_BEGINS, pa.binary())
 _TIMED = ((rows.EXPIRY_INDEX, rows.HAS_EXPIRY), (rows.DUE_INDEX, rows.IS_DUE))
 _FIELDS = 1 + 8 + 4  # the most that a row begins with: flags, expiry, version
@@ -33,7 +33,7 @@ def fields_of(headers: pa.ListArray) -> pa.BinaryArray:
     versioned = version != 0
     fields = np.empty((count, _FIELDS), np.uint8)
     fields[:, 0] = expires * rows.HAS_EXPIRY + versioned * rows.HAS_VERSION
-    fields[:, 1:9] = (expiry.view(np.uint64) ^ _SIGN).astype(">u8").view(np.uint8).reshape(count, 8)
+    fields[:, 1:9] = time_cells(expiry)
     fields[:, 9:] = version.astype(">u4").view(np.uint8).reshape(count, 4)
     used = np.ones((count, _FIELDS), np.bool_)
     used[:, 1:9], used[:, 9:] = expires[:, None], versioned[:, None]

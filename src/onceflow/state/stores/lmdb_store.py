@@ -105,9 +105,9 @@ class LmdbStore(Store):
         while at < len(ranges):
             found, at, start = self._environment.read(self._many_read(ranges, at, start))
             if found is None:
-                for number in range(at, len(ranges)):
-                    for key, row in self.scan(*ranges[number]):
-                        yield number, key, row
+                rest = [(max(start, ranges[at][0]), ranges[at][1]), *ranges[at + 1 :]]
+                for number, key, row in super().scan_many(rest):
+                    yield at + number, key, row
                 return
             yield from found
 
@@ -273,7 +273,7 @@ class LmdbStore(Store):
         def read(txn: Any, db: Any) -> tuple[list[tuple[int, bytes, bytes]] | None, int, bytes]:
             part = ranges[at : at + _RANGES_AT_ONCE]
             if self._keys(txn).are_there or not all(map(_are_short, part)):
-                return None, at, b""
+                return None, at, start
             cursor = txn.cursor(db)
             found: list[tuple[int, bytes, bytes]] = []
             for number, (low, high) in enumerate(part, at):
